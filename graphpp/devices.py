@@ -21,14 +21,19 @@ from itertools import pairwise
 from math import ceil, inf, log, log2
 from types import MappingProxyType
 
-from graphpp.arguments import BYTES, COUNT, NUMBER, TEXT, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import BYTES, COUNT, NUMBER, TEXT, Accepted, checked, one_of, one_word, or_none, require
 from graphpp.errors import ScheduleError
 
 _PEAK = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < inf)  # type: ignore[operator]
 _FROM_ZERO = Accepted("a number from 0", lambda value: NUMBER.accepts(value) and 0 <= value < inf)  # type: ignore[operator]
 _SHARE = Accepted("a number above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
+_DTYPES = (
+    "float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float4_e2m1fn_x2",
+)  # fmt: skip
+_TORCH_TYPES = ("cuda", "cpu", "xpu", "mps", "mtia", "hpu", "privateuseone")
 _FLOPS = Accepted(
-    'a mapping of dtype names to FLOP/s, e.g. {"bfloat16": 989e12}',
+    f'a mapping of dtype names to FLOP/s, e.g. {{"bfloat16": 989e12}}, with names among {", ".join(_DTYPES)}',
     lambda value: isinstance(value, Mapping) and {*map(_is_rate, value.items())} == {True},
 )
 _POINTS = Accepted(
@@ -39,7 +44,7 @@ _MESSAGE = Accepted("a number of bytes from 0", _FROM_ZERO.accepts)
 
 
 def _is_rate(item: tuple[object, object]) -> bool:
-    return TEXT.accepts(item[0]) and _PEAK.accepts(item[1])
+    return item[0] in _DTYPES and _PEAK.accepts(item[1])
 
 
 def _is_curve(points: object) -> bool:
@@ -129,7 +134,8 @@ _PCIE_5, _PCIE_4 = Link(1e-5, 64e9, 0.85), Link(1e-5, 32e9, 0.8)
 
 @dataclass(frozen=True)
 class Device:
-    """One device: `flops` by dtype name in FLOP/s, dense; `memory_bandwidth` in bytes/s; `memory` in bytes.
+    """One device: `flops` in FLOP/s, dense, by name of a dtype of torch or "tf32"; `memory_bandwidth` in bytes/s; `memory`
+    in bytes.
 
     `launch`: seconds of a kernel besides its work. `inside`, `between`: the usual links of such devices within a machine and
     between machines. `torch_type`: the type of torch's device. `host`: the link to the host's memory, over which saved values
@@ -149,7 +155,8 @@ class Device:
 
     def __post_init__(self) -> None:
         accepted = {
-            "name": TEXT, "torch_type": TEXT, "flops": _FLOPS, "memory_bandwidth": _PEAK, "memory": BYTES, "launch": _FROM_ZERO,
+            "name": TEXT, "torch_type": one_word(*_TORCH_TYPES), "flops": _FLOPS, "memory_bandwidth": _PEAK, "memory": BYTES,
+            "launch": _FROM_ZERO,
             "efficiency": one_of(Efficiency, takes="an Efficiency"),
             "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
             "host": or_none(one_of(Link, takes="a Link")),
@@ -225,10 +232,19 @@ def known_device(name: str) -> Device | None:
     return _KNOWN.get(name.strip().lower().replace("-", "_").replace(" ", "_"))
 
 
+def _per_machine(gpus: int) -> Accepted:
+    """The numbers of devices in each machine that make so many devices in all."""
+    return Accepted(
+        f"a divisor of gpus, here of {gpus}, or a number above it",
+        lambda value: COUNT.accepts(value) and (value >= gpus or gpus % value == 0),  # type: ignore[operator]
+    )
+
+
 @dataclass(frozen=True)
 class Machines:
     """`gpus` devices, `per_machine` in each machine; `inside`, `between`: the links of a rank (None: the device's usual ones).
 
+    All machines have equally many devices: `per_machine` divides `gpus`, or one machine has more devices than are used.
     Bytes of collectives are those of the whole value: of an all-gather its result, of a reduce-scatter its argument, of an
     all-to-all all that one rank holds. A group has `ranks` ranks, each `stride` ranks after the one before. Raises
     `ScheduleError` for other values.
@@ -243,7 +259,7 @@ class Machines:
     def __post_init__(self) -> None:
         require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
         require(ScheduleError, "gpus", COUNT, self.gpus)
-        require(ScheduleError, "per_machine", COUNT, self.per_machine)
+        require(ScheduleError, "per_machine", _per_machine(self.gpus), self.per_machine)
         for name in ("inside", "between"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.device, name))
@@ -252,9 +268,9 @@ class Machines:
     @classmethod
     @checked(ScheduleError, text=TEXT)
     def read(cls, text: str) -> Machines:
-        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine.
+        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine; up to 8 are one machine.
 
-        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU. Raises `ScheduleError` for other texts.
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU. Raises `ScheduleError` for other texts and counts.
         """
         count, found, name = text.strip().lower().partition("x")
         device = known_device(name)

@@ -8,8 +8,10 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
+import torch
 
 import graphpp
+from graphpp import devices
 from graphpp.devices import A100, B200, CPU_CORE, H100_SXM, H200, MI300X, Curve, Device, Efficiency, Link, Machines
 from graphpp.errors import ScheduleError
 
@@ -130,6 +132,9 @@ def test_more_bytes_or_a_slower_link_take_longer() -> None:
         (lambda: Machines("H100", 8), "device"),
         (lambda: Machines(H100_SXM, 0), "gpus"),
         (lambda: Machines(H100_SXM, 8, per_machine=0), "per_machine"),
+        (lambda: Machines(H100_SXM, 12), "per_machine: take a divisor of gpus, here of 12, or a number above it, got 8"),
+        (lambda: Device("x", {"bf16": 1e12}, 1e12, 10**9), "flops: .* with names among float64, .*, got {'bf16': "),
+        (lambda: Device("x", {"float16": 1e12}, 1e12, 10**9, torch_type="gpu"), "torch_type: take 'cuda' or 'cpu' or "),
         (lambda: Machines(H100_SXM, 8, inside=3.0), "inside"),
         (lambda: EVEN.all_reduce(-1, 8), "nbytes"),
         (lambda: EVEN.all_reduce(1, 0), "ranks"),
@@ -145,3 +150,12 @@ def test_refused_values_are_named(make: Any, named: str) -> None:
 def test_the_module_is_public_and_imports_no_torch_itself() -> None:
     assert graphpp.devices.H100_SXM is H100_SXM
     assert "torch" not in vars(graphpp.devices)
+
+
+def test_names_of_dtypes_and_of_devices_are_those_of_torch() -> None:
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in devices._DTYPES if name != "tf32")
+    assert all(torch.device(name).type == name for name in devices._TORCH_TYPES)
+
+
+def test_machines_of_equally_many_devices_are_taken() -> None:
+    assert {Machines(H100_SXM, 12, per_machine).gpus for per_machine in (1, 2, 3, 4, 6, 12, 16)} == {12}

@@ -105,13 +105,16 @@ def read_machines(text: str) -> Machines:
         return Machines.read(text)
     from graphpp.planner.plans.from_json import document, read
 
-    given = document(Path(text), "--machines")
-    if isinstance(given.get("device"), str):
-        name = given["device"]
-        given["device"] = known_device(name)
-        if given["device"] is None:
-            raise GraphPPError(f"--machines.device: {name!r} is no known device: devices are {KNOWN_NAMES}; or give its fields")
-    found: Machines = read(Machines, given, "--machines")
+    try:
+        given = document(Path(text), "machines")
+        if isinstance(given.get("device"), str):
+            name = given["device"]
+            given["device"] = known_device(name)
+            if given["device"] is None:
+                raise GraphPPError(f"machines.device: {name!r} is no known device: take {KNOWN_NAMES}; or give its fields")
+        found: Machines = read(Machines, given, "machines")
+    except GraphPPError as error:
+        raise GraphPPError(f"--machines {text}: {error}") from error
     return found
 
 

@@ -117,17 +117,23 @@ def test_machines_of_ones_own_are_read_from_a_file(model: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 0}, "gpus: take a positive integer"),
-        ({"gpu": 4}, "--machines: take an object with device, gpus, per_machine"),
-        ({"device": "Toaster"}, "--machines.device: 'Toaster' is no known device: devices are A100, "),
-        ({"device": {"name": "own"}}, "--machines.device: missing flops, memory_bandwidth, memory"),
-        ({"between": {"latency": "low", "bandwidth": 1e9}}, "--machines.between.latency: take float, got 'low'"),
-        ({"device": OWN["device"] | {"host": {"latency": 1}}}, "--machines.device.host: missing bandwidth"),
+        ({"gpus": 0}, "machines.gpus: take a positive integer"),
+        ({"gpu": 4}, "machines: take an object with device, gpus, per_machine"),
+        ({"device": "Toaster"}, "machines.device: 'Toaster' is no known device: take A100, "),
+        ({"device": {"name": "own"}}, "machines.device: missing flops, memory_bandwidth, memory"),
+        ({"between": {"latency": "low", "bandwidth": 1e9}}, "machines.between.latency: take float, got 'low'"),
+        ({"between": {"latency": -1.0, "bandwidth": 1e9}}, "machines.between.latency: take a number from 0, got -1.0"),
+        ({"device": OWN["device"] | {"host": {"latency": 1}}}, "machines.device.host: missing bandwidth"),
+        ({"device": OWN["device"] | {"torch_type": "gpu"}}, "machines.device.torch_type: take 'cuda' or 'cpu' or 'xpu' or "),
+        ({"device": OWN["device"] | {"flops": {"bf16": 1e14}}}, "machines.device.flops: take a mapping of dtype names to FLOP/s"),
+        ({"device": OWN["device"] | {"flops": {"bf16": 1e14}}}, "with names among float64, float32, tf32, bfloat16, float16, "),
+        ({"gpus": 12, "per_machine": 8}, "machines.per_machine: take a divisor of gpus, here of 12, or a number above it, got 8"),
     ],
 )
 def test_wrong_entries_of_machines_are_named(model: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     file = write(tmp_path / "own.json", json.dumps(OWN | changes))
-    assert message in refusal("plan", model, "--machines", str(file), "--batch", "8")
+    refused = refusal("plan", model, "--machines", str(file), "--batch", "8")
+    assert message in refused and f"--machines {file}: " in refused
 
 
 def test_random_tokens_need_a_length(tmp_path: Path) -> None:

@@ -39,7 +39,11 @@ def read(cls: type[Any], given: object, path: str) -> Any:
     missing = [name for name, item in items.items() if name not in given and item.default is item.default_factory is MISSING]
     if missing:
         raise GraphPPError(f"{path}: missing {', '.join(missing)}")
-    return cls(**{name: _value(hints[name], each, f"{path}.{name}") for name, each in given.items()})
+    values = {name: _value(hints[name], each, f"{path}.{name}") for name, each in given.items()}
+    try:
+        return cls(**values)
+    except GraphPPError as error:  # which names the field
+        raise type(error)(f"{path}.{error}" if not str(error).startswith(path) else str(error)) from error
 
 
 def _value(hint: Any, given: object, path: str) -> object:
