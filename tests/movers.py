@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from graphpp.runtime.messages.strided_copies import elements_of, meta_of
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer
 from graphpp.runtime.offloader import Mover
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.strided_copies import elements_of, meta_of
-from graphpp.runtime.wire_layout import ReceiveBuffer
 from tests import internals
 
 

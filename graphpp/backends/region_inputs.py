@@ -12,8 +12,8 @@ from typing import Any
 
 from graphpp._torch.symbols import Values
 from graphpp.backends.region_results import CompiledRegion, metas_of, strides_differ
+from graphpp.runtime.messages.strided_copies import copy_with_strides
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.strided_copies import copy_with_strides
 
 
 class WithCapturedInputs:

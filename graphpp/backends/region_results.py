@@ -19,8 +19,8 @@ from graphpp._torch.symbols import Symbols, Values
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
+from graphpp.runtime.messages.strided_copies import copy_with_strides, meta_of
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.strided_copies import copy_with_strides, meta_of
 
 
 class CompiledRegion:

@@ -43,9 +43,9 @@ from graphpp.pipeline.ownership.ownership import Ownership
 from graphpp.pipeline.step_call import GraphKey, KeysOfCall, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
+from graphpp.runtime.messages.transport import message_flow
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.runtime.transport import message_flow
 from graphpp.schedules.table.schedule import Schedule
 
 T = TypeVar("T")

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from graphpp.parallel.groups import has_gloo
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.runtime.messages.transport import Transport, message_flow
+from graphpp.runtime.messages.wire_layout import layout_of
 from graphpp.runtime.program import PipelineProgram, TensorMeta
 from graphpp.runtime.program_costs import costs_of_programs, costs_of_stage
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.runtime.transport import Transport, message_flow
-from graphpp.runtime.wire_layout import layout_of
 from graphpp.schedules.simulate.bytes_over_time import memory_curves
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event, Timeline

@@ -23,10 +23,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from graphpp.runtime.messages.strided_copies import elements_of, meta_of
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.stage import GraphStage
-from graphpp.runtime.strided_copies import elements_of, meta_of
-from graphpp.runtime.wire_layout import ReceiveBuffer
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.streams import SideStream, host_memory_for

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer
 from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
-from graphpp.runtime.wire_layout import ReceiveBuffer
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 

@@ -36,6 +36,7 @@ from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.partial_sums import PartialSums
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
+from graphpp.runtime.messages.transport import Message, Transport
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import Mover, Offloader, mover_for
 from graphpp.runtime.overlapped_actions import OverlappedActions
@@ -49,7 +50,6 @@ from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
-from graphpp.runtime.transport import Message, Transport
 from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule

@@ -21,11 +21,11 @@ import torch
 
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
+from graphpp.runtime.messages.transport import Message, Transport
+from graphpp.runtime.messages.wire_layout import WireLayout, layout_of
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
 from graphpp.runtime.shards.layer_gradients import LayerReducer, LayerSink
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
-from graphpp.runtime.transport import Message, Transport
-from graphpp.runtime.wire_layout import WireLayout, layout_of
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.streams import InputCopies
 

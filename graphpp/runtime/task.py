@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from graphpp.runtime.gradients.gradient_sink import GradientSink
+from graphpp.runtime.messages.transport import Message
 from graphpp.runtime.program import Phase, Program
-from graphpp.runtime.transport import Message
 from graphpp.runtime.wiring import Wiring
 from graphpp.streams import InputCopies
 

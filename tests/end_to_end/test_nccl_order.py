@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphpp
-from graphpp.runtime import transport
+from graphpp.runtime.messages import transport
 from graphpp.schedules.generate.read import default_stages, make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import batch_p2p

@@ -19,7 +19,7 @@ from graphpp.parallel.same_host.connect import connect, same_host
 from graphpp.parallel.same_host.memory import SLOTS, Outbox, Secret, Slot
 from graphpp.parallel.same_host.messages import CONTROL, SameHost
 from graphpp.parallel.timeouts import set_timeout
-from graphpp.runtime.transport import Transport
+from graphpp.runtime.messages.transport import Transport
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from graphpp import Schedule
-from graphpp.runtime import transport
+from graphpp.runtime.messages import transport
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p

@@ -33,7 +33,7 @@ from graphpp.parallel.failure import PeerLost
 from graphpp.parallel.groups import receives_overtake
 from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.same_host.messages import Arrival, SameHost
-from graphpp.runtime.wire_layout import ReceiveBuffer, WireLayout
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, WireLayout
 from graphpp.schedules.table.costs import DEPTH, MessageFlow
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from graphpp._torch.distributed import foreach_copy
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, pack
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.wire_layout import ReceiveBuffer, pack
 
 
 def meta_of(value: torch.Tensor) -> TensorMeta:

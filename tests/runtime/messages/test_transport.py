@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphpp.parallel.failure import PeerLost
-from graphpp.runtime import transport as transport_file
+from graphpp.runtime.messages import transport as transport_file
+from graphpp.runtime.messages.transport import Message, Transport, post
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of, pack
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import Message, Transport, post
-from graphpp.runtime.wire_layout import ReceiveBuffer, layout_of, pack
 from graphpp.schedules.table.costs import DEPTH
 from tests.distributed import run_ranks
 
@@ -181,7 +181,7 @@ class Fake:
 def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Transport, list[str]]:
     transport, log = Transport(None, CPU), list[str]()
     for name in names:
-        monkeypatch.setattr("graphpp.runtime.transport.post", lambda parcel, group, name=name: [Fake(log, name)])
+        monkeypatch.setattr("graphpp.runtime.messages.transport.post", lambda parcel, group, name=name: [Fake(log, name)])
         transport.start([Message(1, outgoing=True)])
     return transport, log
 
