@@ -64,7 +64,6 @@ from graphpp.capture.repeats.copied_graph import copied_graph
 from graphpp.capture.repeats.copies import with_copies
 from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
-from graphpp.capture.sizes.table_lookups import refuse_missing_rows
 from graphpp.capture.source_lines import user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
@@ -178,15 +177,9 @@ def _capture(
         joint = copied or joint_graph(CallTable())
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
-    _check(model, joint)
-    return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
-
-
-def _check(model: nn.Module, joint: JointGraph) -> None:
-    """Raise `CaptureError` for what only the whole graph shows."""
     refuse_written_aliases(model, joint)
-    refuse_missing_rows(joint)
     verify_joint_graph(joint)
+    return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
 
 
 def _check_sizes_fixed(varying: Mapping[str, Collection[int]]) -> None:

@@ -57,8 +57,7 @@ def is_causal(model: nn.Module) -> bool:
 def random_tokens(model: nn.Module, rows: int | None, length: int | None) -> Microbatch:
     """`rows` x `length` tokens as `input_ids` and `labels`, int64, the same in every call; on the model's device.
 
-    None: 64 tokens, or as many as the configuration has positions for. A given length may be above that number: whether the
-    model can take it shows when it is captured (`capture/sizes/table_lookups.py`).
+    Raises `GraphPPError` for more tokens than the configuration has positions for: on the meta device no embedding notices.
     """
     config: Any = model.config
     config = config.get_text_config()
@@ -66,6 +65,11 @@ def random_tokens(model: nn.Module, rows: int | None, length: int | None) -> Mic
     rows, length = rows or _ROWS, length or min(_LENGTH, positions or _LENGTH)
     require(GraphPPError, "--batch", COUNT, rows)
     require(GraphPPError, "--length", COUNT, length)
+    if 0 < positions < length:
+        raise GraphPPError(
+            f"--length: {length} tokens are more than the {positions} positions of the model: raise max_position_embeddings in "
+            "its configuration, where the model can take more, or take fewer tokens"
+        )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     if device.type == "meta":
