@@ -161,7 +161,6 @@ class Recorder(TorchDispatchMode):
         made = [self.key(each, pinned=pinned) for each in rendezvous.tensors_of([results])]
         name, schema = func.overloadpacket.__name__, func._schema
         views = bool(schema.returns) and all(each.alias_info and not each.alias_info.is_write for each in schema.returns)
-        views = views and set(made) <= set(keys)  # below autograd `to` and `reshape` come here whole, and may copy
         if not views and "empty" not in name and "c10d" not in func.namespace:  # `communicate` notes a communicator's kernel
             written = [
                 self.key(tensor)

@@ -13,7 +13,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `apply` reads
 - `torch.Tensor._post_accumulate_grad_hooks`: the hooks that autograd calls with a parameter whose gradient is complete
 - `torch._C._autograd`: `_top_saved_tensors_default_hooks`: whether hooks on saved tensors are active
-- `torch._C._AutoDispatchBelowAutograd`: a context in which the dispatcher skips the autograd kernels of operators
 """
 
 from __future__ import annotations
@@ -121,14 +120,6 @@ def run_backward(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None
     """Run a backward in this thread, also for a device for which torch has a thread of its own."""
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.grad(loss, parameters, allow_unused=True)
-
-
-def below_autograd() -> Context:
-    """A context in which operators run without their autograd kernels, which for custom operators are Python functions.
-
-    A graph of AOT Autograd has the operators as they were called below autograd, so it runs the same kernels here.
-    """
-    return torch._C._AutoDispatchBelowAutograd()
 
 
 def saves_by_hooks() -> bool:

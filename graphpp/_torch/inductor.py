@@ -45,11 +45,12 @@ from graphpp._torch.symbols import Symbols, in_new_mode
 # TorchDynamo and over the joint graph, the partitioner, freezing.
 WITHOUT_EFFECT = frozenset(
     [
-        "add_pre_grad_passes", "auto_chunker.enable", "auto_chunker.num_chunk", "bw_outputs_user_visible",
-        "custom_partitioner_fn", "efficient_conv_bn_eval_fx_passes", "freezing", "freezing_discard_parameters",
-        "fx_passes_numeric_check", "is_predispatch", "joint_custom_post_pass", "joint_custom_pre_pass",
-        "joint_graph_constant_folding", "keep_output_stride", "optimize_scatter_upon_const_tensor", "permute_fusion",
-        "pre_grad_custom_pass", "pre_grad_fusion_options", "remove_pre_grad_passes", "selective_decompose",
+        "add_pre_grad_passes", "auto_chunker.amplify_ratio_threshold", "auto_chunker.enable", "auto_chunker.num_chunk",
+        "auto_chunker.output_size_threshold", "bw_outputs_user_visible", "custom_partitioner_fn",
+        "efficient_conv_bn_eval_fx_passes", "enable_linear_binary_folding", "force_shape_pad", "freezing",
+        "freezing_discard_parameters", "fx_passes_numeric_check", "is_predispatch", "joint_custom_post_pass",
+        "joint_custom_pre_pass", "joint_graph_constant_folding", "keep_output_stride", "optimize_scatter_upon_const_tensor", "permute_fusion",
+        "pre_grad_custom_pass", "pre_grad_fusion_options", "remove_pre_grad_passes", "selective_decompose", "shape_padding",
         "use_joint_graph_passes", "use_pre_grad_passes",
     ]
 )  # fmt: skip

@@ -44,7 +44,7 @@ class Inductor:
     GRAPHPP_CACHE names, or the user's own. `cudagraphs`: as for `Eager`. `mode`: the options of a mode of `torch.compile`, such
     as "max-autotune"; `options` override them, and a mode's CUDA graphs are `cudagraphs` here.
     Raises `GraphPPError` for a cache that is no path and for options that are no mapping; `compile` raises for modes, options
-    and types of values that Inductor lacks.
+    and types of values that Inductor lacks, and for options that only parts of `torch.compile` before Inductor read.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.autograd import below_autograd, with_gradient_hooks
+from graphpp._torch.autograd import with_gradient_hooks
 from graphpp._torch.parallel.sharded_tensor import are_plain
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
@@ -168,8 +168,7 @@ class GraphPPRunner:
                 keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
                 self._begin(StepInputs(inputs, seeds, keys))
                 if self._loop is not None:
-                    with below_autograd():
-                        self._loop.run(None if self._recorder is None else self._recorder.run)
+                    self._loop.run(None if self._recorder is None else self._recorder.run)
                 self.transport.flush()
                 self._finish()
             for stage in self.stages.values():

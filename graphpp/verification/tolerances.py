@@ -10,7 +10,7 @@ Contract
 - Rounding also changes decisions: whether a ReLU lets an element through, which expert a token goes to. One other decision
   moves gradients by up to some percent, and few runs meet it. The tolerances do not grow for that. A result that differs is
   compared with `OtherDecisions` instead: runs of the uncut graph, each moved by rounding alone, until it is within its
-  tolerance of one of them. A fault that is no other decision is as far from all of them.
+  tolerance of one of them. A fault that is no other decision is as far from all of them, unless the result has few elements.
 - A sum of n terms in another order is off by up to sqrt(n) roundings (Higham and Mary 2019) of the dtype in which a kernel
   adds, float32 for narrower dtypes. `growth_of_sums` is the factor by which this exceeds the ten.
 """

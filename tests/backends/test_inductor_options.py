@@ -81,7 +81,7 @@ def test_options_that_are_read_before_inductor_compiles_are_refused() -> None:
 
 
 @needs_compiler
-def test_every_option_that_is_not_refused_may_be_read_from_the_decompositions_on(
+def test_no_refused_option_is_read_from_the_decompositions_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Options hold for decompositions, and no refused one is read while a region is compiled."""

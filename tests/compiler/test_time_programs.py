@@ -166,3 +166,9 @@ def test_layouts_with_overlapping_elements_are_made_up(caplog: pytest.LogCapture
     found = graphpp.verify(Expanded(), mean, example, split="auto", ranks=2, schedule="1F1B")
     found.raise_if_wrong()
     assert "not timed" not in caplog.text
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_programs_are_timed_without_autograd(inference: bool) -> None:
+    with torch.inference_mode(inference), torch.enable_grad(), trials.apart(torch.device("cpu")):
+        assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

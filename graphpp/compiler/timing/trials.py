@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch.autograd import below_autograd
 from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.progress import working
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
@@ -59,7 +58,7 @@ def apart(device: torch.device) -> Iterator[None]:
     A custom operator may draw from the user's generators, and it runs more or less often, as the cache has seconds or not.
     """
     state, gpu = random.getstate(), device.type == "cuda"
-    modes = torch.no_grad(), below_autograd(), torch.inference_mode(False), torch.autocast(device.type, enabled=False)
+    modes = torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False)  # the first enables grad
     with contextlib.ExitStack() as stack:
         for mode in (*modes, torch.random.fork_rng([device] if gpu else [])):
             stack.enter_context(mode)
