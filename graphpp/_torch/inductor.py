@@ -49,9 +49,9 @@ WITHOUT_EFFECT = frozenset(
         "auto_chunker.output_size_threshold", "bw_outputs_user_visible", "custom_partitioner_fn",
         "efficient_conv_bn_eval_fx_passes", "enable_linear_binary_folding", "force_shape_pad", "freezing",
         "freezing_discard_parameters", "fx_passes_numeric_check", "is_predispatch", "joint_custom_post_pass",
-        "joint_custom_pre_pass", "joint_graph_constant_folding", "keep_output_stride", "optimize_scatter_upon_const_tensor", "permute_fusion",
-        "pre_grad_custom_pass", "pre_grad_fusion_options", "remove_pre_grad_passes", "selective_decompose", "shape_padding",
-        "use_joint_graph_passes", "use_pre_grad_passes",
+        "joint_custom_pre_pass", "joint_graph_constant_folding", "keep_output_stride",
+        "optimize_scatter_upon_const_tensor", "permute_fusion", "pre_grad_custom_pass", "pre_grad_fusion_options",
+        "remove_pre_grad_passes", "selective_decompose", "shape_padding", "use_joint_graph_passes", "use_pre_grad_passes",
     ]
 )  # fmt: skip
 _CALLED: tuple[Any, ...] = (torch.ops.mkldnn._linear_pointwise.default,) if torch.backends.mkldnn.is_available() else ()
