@@ -12,6 +12,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
   `apply` reads
 - `torch.Tensor._post_accumulate_grad_hooks`: the hooks that autograd calls with a parameter whose gradient is complete
+- `torch.nn.modules.module`: `_global_forward_hooks_with_kwargs`: which hooks on all module calls take keyword arguments
 - `torch._C._autograd`: `_top_saved_tensors_default_hooks`: whether hooks on saved tensors are active
 """
 
@@ -24,6 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module
 from torch.utils import checkpoint
 
 from graphpp._torch.this_thread import InThisThread, replaced
@@ -120,6 +123,21 @@ def run_backward(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None
     """Run a backward in this thread, also for a device for which torch has a thread of its own."""
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+@contextlib.contextmanager
+def module_calls_watched(leave: Callable[[nn.Module, Any, Any, Any], None]) -> Iterator[None]:
+    """A context in which `leave(module, args, kwargs, output)` is called at the end of every module call of the process.
+
+    A handle that removes such a hook leaves its entry among those with keyword arguments. From then on every call of a module of
+    `torch.compile` would warn of global hooks, so the entry goes here.
+    """
+    handle = module.register_module_forward_hook(leave, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 def saves_by_hooks() -> bool:

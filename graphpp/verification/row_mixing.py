@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from graphpp._torch import pytree
+from graphpp._torch.autograd import module_calls_watched
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.verification.first_difference import first_line
@@ -103,12 +103,8 @@ def _forward(model: nn.Module, part: FlatMicrobatch, seen: CallHook) -> None:
             counts[name] += 1
             seen(f"{name}@{number}" if number else name, module, _floats((args, kwargs)), _floats(output))
 
-    handle = register_module_forward_hook(leave, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            model(*batch.args, **batch.kwargs)
-    finally:
-        handle.remove()
+    with module_calls_watched(leave), torch.no_grad():
+        model(*batch.args, **batch.kwargs)
 
 
 def _floats(structure: Any) -> Tensors:

@@ -134,6 +134,11 @@ def test_a_tolerance_is_kept() -> None:
 # ------------------------------------------------------------------------------------------------ what does not
 
 
+def test_no_hook_stays_on_modules() -> None:
+    assert not verified(mlp(nn.BatchNorm1d(16))).ok  # which watches module calls
+    assert not nn.modules.module._has_any_global_hook()
+
+
 def test_batch_norm_is_named() -> None:
     found = verified(mlp(nn.BatchNorm1d(16)))
     compared, said = against(found), str(found)
