@@ -129,8 +129,8 @@ def run_backward(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None
 def module_calls_watched(leave: Callable[[nn.Module, Any, Any, Any], None]) -> Iterator[None]:
     """A context in which `leave(module, args, kwargs, output)` is called at the end of every module call of the process.
 
-    A handle that removes such a hook leaves its entry among those with keyword arguments. From then on every call of a module of
-    `torch.compile` would warn of global hooks, so the entry goes here.
+    A handle that removes such a hook leaves its entry among those with keyword arguments. From then on every call of a module
+    of `torch.compile` would warn of global hooks, so the entry goes here.
     """
     handle = module.register_module_forward_hook(leave, with_kwargs=True)
     try:
