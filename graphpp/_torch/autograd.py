@@ -137,7 +137,8 @@ def module_calls_watched(leave: Callable[[nn.Module, Any, Any, Any], None]) -> I
         yield
     finally:
         handle.remove()
-        module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+        entries = module._global_forward_hooks_with_kwargs
+        entries.pop(handle.id, None)
 
 
 def saves_by_hooks() -> bool:
