@@ -31,14 +31,14 @@ class SideStream:
 
     @contextmanager
     def forked(self) -> Iterator[None]:
-        """What is launched in this context runs here, after all that the current stream has by now."""
+        """A context whose kernels and copies are launched on this stream, after all work that the current stream has by now."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield
 
     @contextmanager
     def in_place_of_current(self) -> Iterator[None]:
-        """As `forked`; what is launched later on the current stream waits for it, also where the context ends by an error."""
+        """As `forked`; later work of the current stream waits for the context's, also where the context ends by an error."""
         try:
             with self.forked():
                 yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphpp.runtime.messages.strided_copies import elements_of, meta_of
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
 from graphpp.runtime.offloader import Mover
 from graphpp.runtime.program import TensorMeta
 from tests import internals
@@ -42,7 +42,7 @@ class CopyingMover:
     def prefetch(self, copy: Copy) -> None:
         self._advance(copy, "evicted", "prefetching")
         self.evicted -= copy.host.nbytes
-        copy.buffer = ReceiveBuffer.of(copy.meta, torch.device("cpu"))
+        copy.buffer = layout_of(copy.meta).buffer(torch.device("cpu"))
         copy.buffer.elements.fill_(float("nan") if copy.meta.dtype.is_floating_point else 1)
 
     def restore(self, copy: Copy) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from graphpp.runtime.messages.strided_copies import elements_of, meta_of
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.stage import GraphStage
 from graphpp.schedules.table.actions import Action, Kind
@@ -108,7 +108,7 @@ class CudaMover:
 
     def prefetch(self, copy: _PinnedCopy) -> None:
         """Copy the value back when the current stream has come here, into memory of the current stream."""
-        copy.buffer = ReceiveBuffer.of(copy.meta, self._device)
+        copy.buffer = layout_of(copy.meta).buffer(self._device)
         copy.done = self._copy(copy.buffer.elements, copy.host)
 
     def restore(self, copy: _PinnedCopy) -> torch.Tensor:

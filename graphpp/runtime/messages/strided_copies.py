@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from graphpp._torch.distributed import foreach_copy
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer, pack
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
 from graphpp.runtime.program import TensorMeta
 
 
@@ -23,12 +23,12 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
 
 def elements_of(value: torch.Tensor) -> torch.Tensor:
     """The stored elements of a value, without gaps: a view of the value if it has none, else a copy."""
-    return pack(value, meta_of(value))
+    return layout_of(meta_of(value)).pack(value)
 
 
 def buffer_like(value: torch.Tensor) -> ReceiveBuffer:
     """New memory for a copy of a value, on the value's device."""
-    return ReceiveBuffer.of(meta_of(value), value.device)
+    return layout_of(meta_of(value)).buffer(value.device)
 
 
 def copy_elements(buffers: Sequence[ReceiveBuffer], values: Sequence[torch.Tensor]) -> None:
@@ -49,6 +49,7 @@ def copy_all(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def copy_with_strides(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
     """A copy of a value with the strides of `meta`, which has the value's shape and dtype."""
-    buffer = ReceiveBuffer.of(meta, value.device)
-    buffer.elements.copy_(pack(value, meta))
+    layout = layout_of(meta)
+    buffer = layout.buffer(value.device)
+    buffer.elements.copy_(layout.pack(value))
     return buffer.value()

@@ -81,11 +81,6 @@ def layout_of(meta: TensorMeta) -> WireLayout:
     return WireLayout(meta.shape, meta.dtype, stored, meta.stride, order, dense, plain)
 
 
-def pack(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The stored elements of `value` for a message: a view, or a copy where `value` has gaps or other strides than `meta`."""
-    return layout_of(meta).pack(value)
-
-
 @dataclass(slots=True)
 class ReceiveBuffer:
     """Memory in which a value arrives: the message writes `elements`; `strided` has the captured strides."""
@@ -93,11 +88,6 @@ class ReceiveBuffer:
     elements: torch.Tensor
     strided: torch.Tensor
     layout: WireLayout
-
-    @classmethod
-    def of(cls, meta: TensorMeta, device: torch.device) -> ReceiveBuffer:
-        """New memory for one value."""
-        return layout_of(meta).buffer(device)
 
     @staticmethod
     def nbytes(meta: TensorMeta) -> int:

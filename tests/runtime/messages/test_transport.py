@@ -14,7 +14,7 @@ from torch import Tensor
 from graphpp.parallel.failure import PeerLost
 from graphpp.runtime.messages import transport as transport_file
 from graphpp.runtime.messages.transport import Message, Transport, post
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of, pack
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
 from graphpp.runtime.program import TensorMeta
 from graphpp.schedules.table.costs import DEPTH
 from tests.distributed import run_ranks
@@ -72,15 +72,16 @@ def bits(value: Tensor) -> list[object]:
 
 def landed(value: Tensor, meta: TensorMeta) -> Tensor:
     """A value after packing and unpacking."""
-    buffer = ReceiveBuffer.of(meta, CPU)
-    buffer.elements.copy_(pack(value, meta))
+    layout = layout_of(meta)
+    buffer = layout.buffer(CPU)
+    buffer.elements.copy_(layout.pack(value))
     return buffer.value()
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_packing_keeps_bits_and_strides(name: str) -> None:
     value = VALUES[name]()
-    packed, arrived = pack(value, meta_of(value)), landed(value, meta_of(value))
+    packed, arrived = layout_of(meta_of(value)).pack(value), landed(value, meta_of(value))
     assert packed.is_contiguous()
     assert bits(arrived) == bits(value)
     assert arrived.stride() == value.stride()
@@ -89,7 +90,7 @@ def test_packing_keeps_bits_and_strides(name: str) -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_the_bytes_of_a_buffer_are_known_beforehand(name: str) -> None:
     meta = meta_of(VALUES[name]())
-    buffer = ReceiveBuffer.of(meta, CPU)
+    buffer = layout_of(meta).buffer(CPU)
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in (buffer.elements, buffer.strided)}
     assert ReceiveBuffer.nbytes(meta) == sum(each.nbytes() for each in storages.values())
 
@@ -97,12 +98,12 @@ def test_the_bytes_of_a_buffer_are_known_beforehand(name: str) -> None:
 @pytest.mark.parametrize("name", ["dense", "transposed", "permuted", "a row", "expanded", "channels last", "0-dim"])
 def test_what_lies_dense_is_sent_from_where_it_lies(name: str) -> None:
     value = VALUES[name]()
-    assert pack(value, meta_of(value)).data_ptr() == value.data_ptr()
+    assert layout_of(meta_of(value)).pack(value).data_ptr() == value.data_ptr()
 
 
 def test_what_is_only_repeated_travels_once() -> None:
     value = VALUES["expanded"]()
-    assert pack(value, meta_of(value)).numel() == 20
+    assert layout_of(meta_of(value)).pack(value).numel() == 20
 
 
 def test_a_kernel_that_returned_other_strides_is_corrected() -> None:
