@@ -1,25 +1,43 @@
 """On one GPU, compare a step of graphpp over 4 local stages with the uncut model under torch.compile.
 
-    python benchmarks/gpu_step.py [--backend inductor] [--cudagraphs]      1.1 B-parameter Llama in bfloat16
+    python benchmarks/gpu_step.py [--backend inductor] [--variants graphs zero_bubble ..]   1.1 B-parameter Llama in bfloat16
     python benchmarks/gpu_step.py --small --compile-backend eager          the same code at tiny sizes, also on a CPU
 
 One process; the same weights, microbatches and losses for all contenders, timed in turn:
 
-    graphpp           Interleaved1F1B over 4 local stages, by the given backend; with --cudagraphs, a second time with graphs
+    graphpp           Interleaved1F1B over 4 local stages, by the given backend
     torch             torch.distributed.pipelining, eager, the same schedule over 4 manual stages on one rank
     torch.compile     the whole model and loss compiled, forward and backward of each microbatch in a plain loop
+
+and with --variants further pipelines of graphpp, which differ in one thing from the first:
+
+    eager             the eager backend
+    graphs            CUDA graphs
+    zero_bubble       InterleavedZeroBubble: backwards in two parts
+    zbv               ZBVZeroBubble over 2 local stages
+    recompute         every layer computed a second time
+    looped            LoopedBFS: all forwards before the first backward
+    offload           LoopedBFS, and in it the given fraction of the saved bytes in the host's memory meanwhile
 
 A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Before timing, the losses must
 agree to 2 % (bfloat16; 0.01 % in float32). Times are medians over rounds, ratios the medians of the rounds' ratios. MiB
 is the most that a step allocates above the bytes allocated before it, gradients included. The memory pool of recorded
-graphs is allocated before, so of the graphs only the values that outlive them count.
+graphs is allocated before, so of the graphs only the values that outlive them count. "foretold": the step of the pipeline's
+own profile and the bytes of its plan, over the measured ones, less 1.
+
+"hidden" of offload: 1 less the seconds that its step takes more than that of `looped`, over the seconds of its copies by the
+bandwidth of pinned memory, which is measured, too: copies to the host and back one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +54,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 import graphpp
 
 STAGES = 4
+SCHEDULES = {"zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "looped": "LoopedBFS", "offload": "LoopedBFS"}
+VARIANTS = ("eager", "graphs", "zero_bubble", "zbv", "recompute", "looped", "offload")
 
 
 @dataclass(frozen=True)
@@ -48,13 +68,13 @@ class Case:
     rows: int
     length: int
 
-    @property
-    def cuts(self) -> list[int]:
+    def cuts(self, stages: int = STAGES) -> list[int]:
         """The layers at which stages start, and the end."""
-        return [stage * self.config.layers // STAGES for stage in range(STAGES + 1)]
+        return [stage * self.config.layers // stages for stage in range(stages + 1)]
 
     def model(self, device: torch.device) -> Llama:
-        return new_llama(self.config, device).to(self.dtype)
+        """A new model with the weights of all contenders."""
+        return copy.deepcopy(_weights(self.config, self.dtype, device))
 
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and targets of all microbatches, [rows of all, length]."""
@@ -65,12 +85,18 @@ class Case:
         return tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)
 
 
+@functools.cache
+def _weights(config: Config, dtype: torch.dtype, device: torch.device) -> Llama:
+    return new_llama(config, device).to(dtype)
+
+
 @dataclass
 class Step:
-    """A contender: runs a step and returns the losses, [microbatches]."""
+    """A contender: runs a step and returns the losses, [microbatches]. `pipe`: its pipeline, if graphpp runs it."""
 
     parameters: list[nn.Parameter]
     losses: Callable[[], Tensor]
+    pipe: graphpp.Pipeline | None = None
 
     def forget_gradients(self) -> None:
         for parameter in self.parameters:
@@ -88,7 +114,8 @@ def main() -> None:
         record = measured(case, option, device)
     finally:
         dist.destroy_process_group()
-    Console(width=120).print(table(record))
+    Console(width=130).print(table(record))
+    print(hidden(record) or "")
     if option.json:
         Path(option.json).write_text(json.dumps(record, indent=1))
 
@@ -96,8 +123,8 @@ def main() -> None:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="eager", help="of graphpp.compile")
-    parser.add_argument("--cudagraphs", action="store_true", help="graphpp once more, with cudagraphs=True")
-    parser.add_argument("--offload", type=float, help="of graphpp.compile: a fraction of the saved bytes")
+    parser.add_argument("--variants", nargs="*", default=[], choices=VARIANTS, help="further pipelines of graphpp")
+    parser.add_argument("--offload", type=float, default=0.5, help="the fraction of the saved bytes, of the variant")
     parser.add_argument("--compile-backend", default="inductor", help="of torch.compile")
     parser.add_argument("--compile-mode", help="of torch.compile")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -120,20 +147,27 @@ def small(option: argparse.Namespace) -> Case:
 # ---------------------------------------------------------------------------------------------------------- contenders
 
 
-def graphpp_step(case: Case, device: torch.device, **chosen: Any) -> Step:
+def graphpp_step(case: Case, device: torch.device, variant: str, option: argparse.Namespace) -> Step:
     """The pipeline that graphpp compiles."""
     tokens, targets = case.batch(device)
+    chosen: dict[str, Any] = {
+        "split": [f"layers.{layer}" for layer in case.cuts(2 if variant == "zbv" else STAGES)[1:-1]],
+        "schedule": SCHEDULES.get(variant, "Interleaved1F1B"),
+        "backend": "eager" if variant == "eager" else option.backend,
+    }
+    if variant == "graphs":
+        chosen["backend"] = (graphpp.Eager if option.backend == "eager" else graphpp.Inductor)(cudagraphs=True)
+    if variant in ("recompute", "offload"):
+        chosen["memory"] = graphpp.Memory(**({"recompute": "full"} if variant == "recompute" else {"offload": option.offload}))
     pipe = graphpp.compile(
         case.model(device),
         loss,
         example=graphpp.Microbatch((tokens[: case.rows],), target=targets[: case.rows]),
-        split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
-        schedule="Interleaved1F1B",
         microbatches=case.microbatches,
         parallel=graphpp.Parallel(device=device),
         **chosen,
     )
-    return Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses)
+    return Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses, pipe)
 
 
 def torch_step(case: Case, device: torch.device) -> Step:
@@ -164,7 +198,7 @@ def torch_stage(case: Case, model: Llama, index: int, device: torch.device) -> P
     logits = torch.empty(*shape, case.config.vocab, dtype=case.dtype, device=device)
     into = torch.empty(shape, dtype=torch.int64, device=device) if index == 0 else hidden.clone().requires_grad_()
     out = (logits if index == STAGES - 1 else hidden).requires_grad_()
-    part = Part(model, case.cuts[index], case.cuts[index + 1])
+    part = Part(model, *case.cuts()[index : index + 2])
     return LocalStage(part, index, STAGES, device, input_args=(into,), output_args=(out,))
 
 
@@ -189,13 +223,19 @@ def compiled_step(case: Case, device: torch.device, option: argparse.Namespace) 
 
 def steps_of(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Step]:
     """All contenders by name."""
-    backend = {} if option.backend == "eager" else {"backend": option.backend}
-    away = {} if option.offload is None else {"memory": graphpp.Memory(offload=option.offload)}
-    steps = {"graphpp": graphpp_step(case, device, **backend, **away)}
-    if option.cudagraphs:
-        kind = graphpp.Eager if option.backend == "eager" else graphpp.Inductor
-        steps["graphpp, graphs"] = graphpp_step(case, device, backend=kind(cudagraphs=True), **away)
-    return {**steps, "torch": torch_step(case, device), "torch.compile": compiled_step(case, device, option)}
+    makers: dict[str, Callable[[], Step]] = {
+        **{name: functools.partial(graphpp_step, case, device, name, option) for name in ("graphpp", *option.variants)},
+        "torch": lambda: torch_step(case, device),
+        "torch.compile": lambda: compiled_step(case, device, option),
+    }
+    steps: dict[str, Step] = {}
+    for name, make in makers.items():
+        began = time.perf_counter()
+        steps[name] = make()
+        steps[name].losses()
+        synchronize(device)
+        print(f"{name}: {time.perf_counter() - began:.1f} s to the first step", flush=True)
+    return steps
 
 
 # --------------------------------------------------------------------------------------------------------- measurement
@@ -216,11 +256,44 @@ def measured(case: Case, option: argparse.Namespace, device: torch.device) -> di
         "microbatches": case.microbatches,
         "tokens": case.rows * case.length,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
         "backend": option.backend,
         "compile backend": option.compile_backend,
         "memory": memory,
         "samples": {name: [asdict(sample) for sample in taken] for name, taken in samples.items()},
+        "foretold": {name: foretold(step.pipe, case, device) for name, step in steps.items() if step.pipe is not None},
+        "graphs": {name: dict(step.pipe.cudagraphs) for name, step in steps.items() if name == "graphs" and step.pipe},
+        "copied": copied(steps["offload"].pipe, device) if "offload" in steps else None,
     }
+
+
+def foretold(pipe: graphpp.Pipeline, case: Case, device: torch.device) -> dict[str, float]:
+    """The seconds of a step by the pipeline's own profile, and the bytes of its plan that a step adds."""
+    tokens, targets = case.batch(device)
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    seconds = pipe.profile(tokens, target=targets, repeat=3).predict()
+    memory = pipe.plan.memory
+    assert memory is not None
+    (rank,) = memory.ranks
+    return {"seconds": seconds, "bytes": rank.peak - rank.optimizer - rank.buffers - rank.weights}
+
+
+def copied(pipe: graphpp.Pipeline | None, device: torch.device) -> dict[str, float]:
+    """The bytes that a step offloads, and the seconds in which as many are copied to the host and back."""
+    assert pipe is not None
+    nbytes = sum(window.nbytes for window in pipe.plan.offload_windows)
+    size = min(1 << 28, max(nbytes, 1))
+    inside = torch.empty(size, dtype=torch.uint8, device=device)
+    outside = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        outside.copy_(inside, non_blocking=True)
+        inside.copy_(outside, non_blocking=True)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return {"bytes": nbytes, "seconds": statistics.median(seconds) * nbytes / size}
 
 
 def check_losses(case: Case, steps: dict[str, Step]) -> None:
@@ -246,21 +319,37 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def table(record: dict[str, Any]) -> Table:
-    """A line per contender: its time, and the ratios to the other contenders."""
+def table(record: Mapping[str, Any]) -> Table:
+    """A line per contender: its time, the ratios to the other contenders, its bytes, and how far off its predictions are."""
     title = f"{record['parameters'] / 1e6:.1f} M parameters in {record['dtype']}, {STAGES} local stages, "
     title += f"{record['microbatches']} microbatches of {record['tokens']} tokens, {record['device']}, "
-    title += f"backend {record['backend']}"
-    shown = Table(title=title, title_justify="left", caption="torch / it, it / torch.compile: medians over the rounds")
-    for column in ("", "ms", "cpu ms", "torch / it", "it / torch.compile", "MiB"):
+    title += f"torch {record['torch']}, backend {record['backend']}"
+    caption = "torch / it, it / torch.compile: medians over the rounds. foretold: over measured, less 1"
+    shown = Table(title=title, title_justify="left", caption=caption)
+    for column in ("", "ms", "cpu ms", "torch / it", "it / torch.compile", "foretold", "MiB", "foretold"):
         shown.add_column(column, justify="right" if column else "left")
     samples = {name: [Sample(**sample) for sample in taken] for name, taken in record["samples"].items()}
     for name, taken in samples.items():
-        middle, memory = medians(taken), record["memory"][name]
+        middle, memory, predicted = medians(taken), record["memory"][name], record["foretold"].get(name)
         ratios = (median_ratio(samples["torch"], taken), median_ratio(taken, samples["torch.compile"]))
         cells = [f"{1e3 * middle.seconds:.1f}", f"{1e3 * middle.cpu:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
-        shown.add_row(name, *cells, "-" if memory is None else f"{memory / 2**20:.0f}")
+        cells.append("" if predicted is None else f"{predicted['seconds'] / middle.seconds - 1:+.1%}")
+        cells.append("-" if memory is None else f"{memory / 2**20:.0f}")
+        cells.append("" if predicted is None or memory is None else f"{predicted['bytes'] / memory - 1:+.1%}")
+        shown.add_row(name, *cells)
     return shown
+
+
+def hidden(record: Mapping[str, Any]) -> str | None:
+    """The share of the offloading copies that a step hides; None without the variants `looped` and `offload`."""
+    samples = {name: [Sample(**sample) for sample in taken] for name, taken in record["samples"].items()}
+    if not {"looped", "offload"} <= samples.keys():
+        return None
+    more = medians(samples["offload"]).seconds - medians(samples["looped"]).seconds
+    nbytes, seconds = record["copied"]["bytes"], record["copied"]["seconds"]
+    if not nbytes:
+        return "offload: no value is offloaded"
+    return f"offload: {nbytes / 2**20:.0f} MiB away and back in {1e3 * seconds:.1f} ms, {1 - more / seconds:.1%} hidden"
 
 
 if __name__ == "__main__":

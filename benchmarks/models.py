@@ -67,11 +67,11 @@ def new_llama(config: Config, device: torch.device | str = "cpu") -> Llama:
 
 
 def new(make: Callable[[], Model], device: torch.device | str = "cpu") -> Model:
-    """The model that `make` returns, with small normal weights, the same on every call and every rank."""
+    """The model that `make` returns, with small normal weights, the same on every call and every rank with such a device."""
     torch.manual_seed(0)
-    with torch.device("meta" if str(device) == "meta" else "cpu"):
+    with torch.device(device):
         model = make()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)
-    return model.to(device)
+    return model

@@ -7,6 +7,7 @@ that may be chosen differently; against the uncut joint graph there is none.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import graphpp
+from examples import llama
 from graphpp.runtime.task import Task
 from tests.models import MODELS
 from tests.reference import eager_steps
@@ -22,9 +24,19 @@ from tests.reference import eager_steps
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def one_step(name: str, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+SCHEDULES = (
+    *("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB1P", "ZB2P"),
+    *("V-Half", "V-Min", "MegatronInterleaved", "Combined1F1B"),
+)
+
+
+def one_step(name: str, steps: int = 1, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses and gradients of the last of several steps, each from no gradients."""
     case = MODELS[name]()
     pipe = graphpp.compile(case.model, case.loss, parallel=graphpp.Parallel(device="cuda"), **options)
+    for _ in range(steps - 1):
+        pipe.step(*case.batch.args, target=case.batch.target, **case.batch.kwargs)
+        pipe.zero_grad()
     losses = pipe.step(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses
     return losses, {fqn: p.grad for fqn, p in pipe.named_parameters() if p.grad is not None}
 
@@ -36,6 +48,113 @@ def test_stages_on_one_gpu_equal_one_stage(name: str, schedule: str) -> None:
     uncut_losses, uncut = one_step(name, microbatches=4)
     assert torch.equal(losses, uncut_losses)
     assert all(torch.equal(grads[fqn], uncut[fqn]) for fqn in uncut)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_one_gpu(schedule: str) -> None:
+    losses, grads = one_step("llama", schedule=schedule, microbatches=8)
+    uncut_losses, uncut = one_step("llama", microbatches=8)
+    assert torch.equal(losses, uncut_losses)
+    assert all(torch.equal(grads[fqn], uncut[fqn]) for fqn in uncut)
+
+
+@pytest.mark.parametrize("name", ["llama", "hf_gpt2", "hf_vit", "sequential"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_inductor_on_one_gpu(name: str, graphs: bool) -> None:
+    backend = graphpp.Inductor(cudagraphs=graphs)
+    losses, grads = one_step(name, steps=4, schedule="Interleaved1F1B", split=4, microbatches=4, backend=backend)
+    uncut_losses, uncut = one_step(name, steps=4, microbatches=4)
+    torch.testing.assert_close(losses, uncut_losses)
+    for fqn, grad in grads.items():
+        torch.testing.assert_close(grad, uncut[fqn], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_recomputation_on_one_gpu(backend: str) -> None:
+    """Dropout is drawn a second time, alike."""
+    expected = dropped(backend)
+    for choice in (0.5, "full"):
+        assert_equal(dropped(backend, memory=graphpp.Memory(recompute=choice)), expected)
+
+
+def dropped(backend: str, **options: Any) -> list[torch.Tensor]:
+    """Losses and gradients of two steps of a model with dropout."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.2), nn.Linear(256, 64)) for _ in range(4))
+    pipe = graphpp.compile(
+        nn.Sequential(*layers),
+        nn.functional.mse_loss,
+        parallel=graphpp.Parallel(device="cuda"),
+        split=2,
+        schedule="1F1B",
+        microbatches=4,
+        backend=backend,
+        **options,
+    )
+    torch.manual_seed(1)
+    batch = torch.randn(64, 64, device="cuda")
+    losses = torch.cat([pipe.step(batch, target=batch).losses for _ in range(2)])
+    return [losses, *(parameter.grad for parameter in pipe.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_bfloat16_with_fused_attention(backend: str) -> None:
+    """Attention over 128 tokens in bfloat16 is one kernel, whose random state is on the device."""
+
+    def step(**options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = llama.Llama(llama.Config(256, 4, heads=4, vocab=512)).to("cuda", torch.bfloat16)
+        torch.manual_seed(1)
+        tokens = torch.randint(512, (8, 129), device="cuda")
+        device = graphpp.Parallel(device="cuda")
+        pipe = graphpp.compile(model, llama.loss, parallel=device, microbatches=4, **options)
+        losses = pipe.step(tokens[:, :-1], target=tokens[:, 1:]).losses
+        return losses, {fqn: p.grad for fqn, p in pipe.named_parameters() if p.grad is not None}
+
+    losses, grads = step(split=4, schedule="InterleavedZeroBubble", backend=backend)
+    uncut_losses, uncut = step()
+    torch.testing.assert_close(losses, uncut_losses, rtol=1e-2, atol=1e-2)
+    for fqn, grad in grads.items():
+        assert relative_error(grad, uncut[fqn]) < (0.05 if backend == "inductor" else 1e-9)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_verify_on_the_gpu(backend: str) -> None:
+    case = MODELS["llama"]()
+    example = graphpp.Microbatch(case.batch.args, case.batch.kwargs, case.batch.target)
+    report = graphpp.verify(
+        case.model.cuda(), case.loss, example, split=2, schedule="1F1B", backend=backend, parallel="cuda"
+    )
+    assert report.ok, report
+
+
+def test_stages_are_timed_and_a_step_is_foretold() -> None:
+    pipe, _, _ = trained(schedule="Interleaved1F1B", split=4)
+    batch = torch.randn(8 * 4096, 1024, device="cuda")
+    profile = pipe.profile(batch, target=batch)
+    example = graphpp.Microbatch((batch[:4096],), target=batch[:4096])
+    alone = graphpp.stage_costs(layers(), nn.functional.mse_loss, example, split=4, ranks=1, parallel="cuda")
+    for one, other in zip(profile.costs.stages, alone.stages, strict=True):
+        assert one.forward == pytest.approx(other.forward, rel=0.5)
+    assert min(profile.steps) * 0.5 < profile.predict() < max(profile.steps) * 2
+
+
+def test_a_training_resumes_on_the_gpu(tmp_path: Path) -> None:
+    """The optimizer's state too, in another split."""
+    pipe, _, _ = trained()
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    optimizer.step()
+    pipe.checkpoint(optimizer).save(tmp_path / "checkpoint")
+    other, _, _ = trained(steps=2, schedule="1F1B", split=4)
+    resumed = torch.optim.AdamW(other.parameters())
+    other.checkpoint(resumed).load(tmp_path / "checkpoint")
+    assert_equal(list(other.parameters()), list(pipe.parameters()))
+    moments = [[state["exp_avg"] for state in each.state.values()] for each in (resumed, optimizer)]
+    assert_equal(*moments)
 
 
 def test_close_to_eager_on_the_gpu() -> None:
@@ -144,7 +263,7 @@ def test_no_less_memory_is_predicted_than_is_taken() -> None:
     """A cap below the weights and what a step with offload takes, without a gradient on its way and workspaces, is refused."""
     _, _, taken = trained(memory=graphpp.Memory(offload=True))  # without the weights, which are as large as one gradient
     with pytest.raises(graphpp.ScheduleError, match="bytes are alive here"):
-        trained(steps=1, memory=graphpp.Memory(offload=True, optimizer="sgd", cap=taken - (64 << 20)))
+        trained(steps=2, memory=graphpp.Memory(offload=True, optimizer="sgd", cap=taken - (64 << 20)))
 
 
 def test_a_step_that_fails_with_values_away() -> None:
