@@ -12,14 +12,12 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphpp._torch.symbols import Symbols
 from graphpp.backends.conv_layouts import ConvLayouts
 from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.region_results import CompiledRegion
@@ -43,26 +41,37 @@ class InductorCompiler:
         self._cache = DiskCache(Path(option.cache) if option.cache is not None else default_folder())
         self.products = GemmKernels(self._cache)
         self._layouts = ConvLayouts(self._cache)
+        self._knows_vector_units = False
 
     def __call__(self, region: Region) -> Run:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
-        compile_graph = self._compiler
-        options = self._options if _LAYOUT & self._options.keys() else {**self._layouts.options(region), **self._options}
-        with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
-            run, symbols = compile_graph(region.graph, region.examples, options, self.products.replace_matmuls)
-        return CompiledRegion(region, run, symbols=symbols)
-
-    @cached_property
-    def _compiler(self) -> Callable[..., tuple[Run, Symbols]]:
         from graphpp._torch import inductor  # imports Inductor, about a second, which eager pipelines save
 
+        if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in region.examples):
+            self.find_vector_units()
+        options = self._options if _LAYOUT & self._options.keys() else {**self._layouts.options(region), **self._options}
+        with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
+            run, symbols = inductor.inductor_compile(
+                region.graph, region.examples, options, self.products.replace_matmuls
+            )
+        return CompiledRegion(region, run, symbols=symbols)
+
+    def find_vector_units(self) -> None:
+        """Let Inductor find the processor's vector instructions, which takes seconds where the cache does not have them.
+
+        Code for a GPU needs none.
+        """
+        if self._knows_vector_units:
+            return
+        from graphpp._torch import inductor
+
+        self._knows_vector_units = True
         known = self._cache.read(_VECTOR_UNITS)
         before = dict(known)
         with self._cache.entry("processor") as folder, _caching_in(folder):
             inductor.find_vector_units(known)
         if known != before:
             self._cache.write(_VECTOR_UNITS, known)
-        return inductor.inductor_compile
 
     def _key(self, region: Region) -> str:
         device = next((value.device for value in region.examples if isinstance(value, torch.Tensor)), torch.device("cpu"))

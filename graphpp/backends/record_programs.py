@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from graphpp.backends.cuda_graphs import CudaGraphRecorder, GraphRecorder, ReplayedProgram, program_name
-from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
+from graphpp.passes.graph.cuda_graph_obstacles import COMPUTES_NOTHING, cuda_graph_obstacle
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram, WovenProgram
 
@@ -62,7 +62,7 @@ class RecordedPrograms:
             return list(programs), list(woven)
         runs = {key: self._replayed(item, self._recorder, sources) for key, item in items.items()}
         self._runs = [(run.name, run.describe) for run in runs.values()]
-        self._tell([f"{run.name}: {run.reason}" for run in runs.values() if run.reason is not None])
+        self._tell([f"{run.name}: {run.reason}" for run in runs.values() if run.reason not in (None, COMPUTES_NOTHING)])
         new = {key: replace(item, run=runs[key]) for key, item in items.items()}
         replaced = {key: _stage(stage, new) for key, stage in stages.items()}
         each = [replace(one, stages=tuple(replaced.get(id(stage), stage) for stage in one.stages)) for one in programs]

@@ -513,7 +513,7 @@ def knows_vector_units(cache: Path) -> None:
     """Write to a new cache which vector instructions this process has tried: each process would try them for seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
-        _ = InductorCompiler(graphpp.Inductor())._compiler
+        InductorCompiler(graphpp.Inductor()).find_vector_units()
     shutil.copy(default_folder() / "vector_units.json", cache)
 
 

@@ -18,13 +18,14 @@ from graphpp.passes.graph.joint_graph import is_check
 from graphpp.passes.graph.region import RegionCall
 
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+COMPUTES_NOTHING = "it computes nothing"
 _CONTROL = ("cond", "while_loop")
 
 
 def cuda_graph_obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
     """The first reason not to record a graph, or None; all its tensors should be on devices of the type `device`."""
     if all(node.op in ("placeholder", "output") or is_view(node) for node in graph.nodes):
-        return "it computes nothing"
+        return COMPUTES_NOTHING
     return next((found for node in graph.nodes if (found := _of(node, device)) is not None), None)
 
 
