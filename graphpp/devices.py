@@ -190,7 +190,13 @@ GB = 10**9  # of a data sheet; the rest of 2 ** 30 is about what contexts, commu
 # NVIDIA H100 SXM5 data sheet: halves of the figures with sparsity; NVLink 4: 900 GB/s in both directions together; one NIC of
 # 400 Gb/s for each GPU.
 H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, host=_PCIE_5)
-H200 = Device("H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB, host=_PCIE_5)  # the H100 with HBM3e
+# The H100 with HBM3e. Products as cuBLAS ran them in steps of a Llama in bfloat16 on one H200 (benchmarks/RESULTS.md, gpu_step):
+# 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s. Copies to pinned memory: 55 GB/s.
+H200 = Device(
+    "H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB,
+    Efficiency(Curve(((1e8, 0.05), (2e9, 0.30), (8.6e9, 0.55), (3.4e10, 0.70), (1.4e11, 0.79), (5.5e11, 0.75)))),
+    host=_PCIE_5,
+)  # fmt: skip
 # NVIDIA A100 80 GB SXM4: NVLink 3, 600 GB/s together; 200 Gb/s for each GPU. Products reach more of the lower peak: 240 to 260
 # of 312 TFLOP/s; FlashAttention 2 about 180 forward and 170 backward, causal.
 A100 = Device(

@@ -231,9 +231,9 @@ def test_memory_runs_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gpu_step(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    command = [sys.executable, "benchmarks/gpu_step.py", "--small", "--rounds", "1", "--microbatches", "2", "--cudagraphs"]
+    command = [sys.executable, "benchmarks/gpu_step.py", "--small", "--rounds", "1", "--microbatches", "2"]
     found = subprocess.run(
-        [*command, "--offload", "0.5", "--compile-backend", "eager", "--json", str(record)],
+        [*command, "--variants", "graphs", "looped", "offload", "--compile-backend", "eager", "--json", str(record)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": ""},
         capture_output=True,
@@ -242,6 +242,6 @@ def test_gpu_step(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stderr
     samples = json.loads(record.read_text())["samples"]
-    assert list(samples) == ["graphpp", "graphpp, graphs", "torch", "torch.compile"]
+    assert list(samples) == ["graphpp", "graphs", "looped", "offload", "torch", "torch.compile"]
     assert all(taken[0]["seconds"] > 0 for taken in samples.values())
     assert "it / torch.compile" in found.stdout

@@ -328,5 +328,17 @@ def test_obstacles_in_a_graph() -> None:
     assert cuda_graph_obstacle(on_cpu, "cpu") is None
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.uint8])
+def test_the_host_counts_masks_alone(dtype: torch.dtype) -> None:
+    """Rows picked by positions keep the device busy; those picked by a mask are counted by the host."""
+    made = torch.fx.Graph()
+    x, at = made.placeholder("x"), made.placeholder("at")
+    x.meta["val"], at.meta["val"] = torch.zeros(4, 2, device="meta"), torch.ones(4, dtype=dtype, device="meta")
+    made.output(picked := made.call_function(torch.ops.aten.index.Tensor, (x, [None, at])))
+    picked.meta["val"] = torch.zeros(4, 4, device="meta")
+    obstacle = cuda_graph_obstacle(made, "meta")
+    assert obstacle is None if dtype in (torch.int64, torch.int32) else "the host waits for index" in str(obstacle)
+
+
 def test_a_replayed_run_is_a_graphed() -> None:
     assert isinstance(with_cuda_graph(PROGRAM, Pool()).run, ReplayedProgram)

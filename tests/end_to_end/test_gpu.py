@@ -71,10 +71,13 @@ def test_inductor_on_one_gpu(name: str, graphs: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_recomputation_on_one_gpu(backend: str) -> None:
-    """Dropout is drawn a second time, alike."""
+    """Dropout is drawn a second time, alike. Triton contracts products and sums by the kernel in which they stand."""
     expected = dropped(backend)
     for choice in (0.5, "full"):
-        assert_equal(dropped(backend, memory=graphpp.Memory(recompute=choice)), expected)
+        found = dropped(backend, memory=graphpp.Memory(recompute=choice))
+        if backend == "eager":
+            assert_equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def dropped(backend: str, **options: Any) -> list[torch.Tensor]:
@@ -218,7 +221,7 @@ def trained(steps: int = 4, **options: Any) -> tuple[graphpp.Pipeline, list[torc
     with no_waiting():
         losses = pipe.step(batch, target=batch).losses
     torch.cuda.synchronize()
-    grads = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+    grads = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]  # a step adds in place
     return pipe, [losses, *grads], torch.cuda.max_memory_allocated() - before
 
 

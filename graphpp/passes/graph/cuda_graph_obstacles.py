@@ -19,6 +19,7 @@ from graphpp.passes.graph.region import RegionCall
 
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 COMPUTES_NOTHING = "it computes nothing"
+_MASKS = (torch.bool, torch.uint8)
 _CONTROL = ("cond", "while_loop")
 
 
@@ -29,12 +30,19 @@ def cuda_graph_obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
     return next((found for node in graph.nodes if (found := _of(node, device)) is not None), None)
 
 
+def _is_read_by_host(node: fx.Node) -> bool:
+    """Whether the host waits for the device to learn a number, or the shape of the result."""
+    if node.target is torch.ops.aten.index.Tensor:  # by masks, whose true elements the host counts, or by positions
+        return any(index is not None and index.meta["val"].dtype in _MASKS for index in node.args[1])  # type: ignore[union-attr]
+    return any(tag in getattr(node.target, "tags", ()) for tag in _READ_BY_HOST)
+
+
 def _of(node: fx.Node, device: str) -> str | None:
     if isinstance(node.target, RegionCall):
         return cuda_graph_obstacle(node.target.region.graph, device)
     if is_collective(node) or is_wait(node):
         return f"{node} exchanges values with other ranks"
-    if is_check(node) or any(tag in getattr(node.target, "tags", ()) for tag in _READ_BY_HOST):
+    if is_check(node) or _is_read_by_host(node):
         return f"the host waits for {node}"
     if getattr(node.target, "__name__", "") in _CONTROL and node.op == "call_function":
         return f"the host decides which branch of {node} runs"
