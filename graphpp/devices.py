@@ -190,8 +190,8 @@ GB = 10**9  # of a data sheet; the rest of 2 ** 30 is about what contexts, commu
 # NVIDIA H100 SXM5 data sheet: halves of the figures with sparsity; NVLink 4: 900 GB/s in both directions together; one NIC of
 # 400 Gb/s for each GPU.
 H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, host=_PCIE_5)
-# The H100 with HBM3e. Products as cuBLAS ran them in steps of a Llama in bfloat16 on one H200 (benchmarks/RESULTS.md, gpu_step):
-# 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s. Copies to pinned memory: 55 GB/s.
+# The H100 with HBM3e. Products as cuBLAS ran them in steps of a Llama in bfloat16 on one H200 (gpu_step of RESULTS.md):
+# 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s.
 H200 = Device(
     "H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB,
     Efficiency(Curve(((1e8, 0.05), (2e9, 0.30), (8.6e9, 0.55), (3.4e10, 0.70), (1.4e11, 0.79), (5.5e11, 0.75)))),

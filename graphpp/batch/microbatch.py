@@ -11,7 +11,6 @@ Contract
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -143,8 +142,8 @@ class FlatMicrobatch:
     @cached_property
     def leading_size(self) -> int | None:
         """The first dimension that most tensors have, of equally frequent ones the first in order; None without any."""
-        sizes = Counter(len(leaf) for leaf in self.values if isinstance(leaf, torch.Tensor) and leaf.dim())
-        return sizes.most_common(1)[0][0] if sizes else None
+        sizes = [len(leaf) for leaf in self.values if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        return max(sizes, key=sizes.count, default=None)
 
     @cached_property
     def signature(self) -> tuple[str, ...]:

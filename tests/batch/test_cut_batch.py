@@ -1,4 +1,4 @@
-"""The cutter keeps what it knows of earlier batches: paths by structure, signatures by layout."""
+"""The cutter keeps what it knows of earlier batches: paths by structure, and by layout how a batch is cut."""
 
 from __future__ import annotations
 
@@ -28,13 +28,34 @@ BATCHES = (
 
 def test_a_batch_is_cut_alike_whatever_was_cut_before() -> None:
     used = BatchCutter()
-    for batch in (*BATCHES, *reversed(BATCHES)):
+    for batch in (each for each in (*BATCHES, *reversed(BATCHES)) for _ in range(2)):
         fresh = BatchCutter()
         pieces, expected = (cutter.cut(cutter.flat(batch), 3) for cutter in (used, fresh))
+        assert used.describe() == fresh.describe()
         for piece, other in zip(pieces, expected, strict=True):
             assert (piece.paths, piece.spec, piece.rows) == (other.paths, other.spec, other.rows)
+            torch.testing.assert_close(list(piece.tensors.values()), list(other.tensors.values()), rtol=0, atol=0)
             assert piece.signature == replace(other).signature  # a copy, which makes its own
     assert len({pieces[0].signature for pieces in (used.cut(used.flat(batch), 3) for batch in BATCHES)}) == len(BATCHES)
+
+
+def test_each_batch_of_a_layout_is_cut_with_its_own_values() -> None:
+    cutter = BatchCutter()
+    for step in range(3):
+        batch = Microbatch((torch.full((7, 4), float(step)), step > 5), {}, torch.full((7,), step))
+        pieces = cutter.cut(cutter.flat(batch), 3)
+        assert [piece.rows for piece in pieces] == [3, 3, 1]
+        assert all(bool((each == step).all()) for piece in pieces for each in piece.tensors.values())
+
+
+def test_the_marks_of_an_example_are_made_anew() -> None:
+    """A short last batch has the example's shapes: the tensors that were not cut in the batch before stay whole."""
+    mask = torch.ones(4, 4)
+    cutter = BatchCutter(Microbatch((torch.zeros(4, 2), mask)))
+    for rows, counts in ((8, [2] * 4), (4, [1] * 4), (8, [2] * 4), (4, [1] * 4)):
+        pieces = cutter.cut(cutter.flat(Microbatch((torch.zeros(rows, 2), mask))), 4)
+        assert [piece.rows for piece in pieces] == counts
+        assert all(piece.tensors["args[1]"].shape == (4, 4) for piece in pieces)
 
 
 def test_pieces_of_as_many_rows_share_one_signature() -> None:
