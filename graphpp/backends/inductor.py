@@ -47,7 +47,8 @@ class InductorCompiler:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
         from graphpp._torch import inductor  # imports Inductor, about a second, which eager pipelines save
 
-        if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in region.examples):
+        values = [*region.examples, *region.results]
+        if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
             self.find_vector_units()
         options = self._options if _LAYOUT & self._options.keys() else {**self._layouts.options(region), **self._options}
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
