@@ -17,12 +17,12 @@ and with --variants further pipelines of graphpp, which differ in one thing from
     zbv               ZBVZeroBubble over 2 local stages
     recompute         every layer computed a second time
     looped            LoopedBFS: all forwards before the first backward
-    offload           LoopedBFS, and in it the given fraction of the saved bytes in the host's memory meanwhile
+    offload           LoopedBFS, with the fraction --offload of the saved bytes in the host's memory meanwhile
 
 A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Before timing, the losses must
 agree to 2 % (bfloat16; 0.01 % in float32). Times are medians over rounds, ratios the medians of the rounds' ratios. MiB
 is the most that a step allocates above the bytes allocated before it, gradients included. The memory pool of recorded
-graphs is allocated before, so of the graphs only the values that outlive them count. "foretold": the step of the pipeline's
+graphs is allocated before, so of the graphs only the values that outlive them count. "predicted": the step of the pipeline's
 own profile and the bytes of its plan, over the measured ones, less 1.
 
 "hidden" of offload: 1 less the seconds that its step takes more than that of `looped`, over the seconds of its copies by the
@@ -115,7 +115,7 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
     Console(width=130).print(table(record))
-    print(hidden(record) or "")
+    print(hidden_share(record))
     if option.json:
         Path(option.json).write_text(json.dumps(record, indent=1))
 
@@ -261,13 +261,13 @@ def measured(case: Case, option: argparse.Namespace, device: torch.device) -> di
         "compile backend": option.compile_backend,
         "memory": memory,
         "samples": {name: [asdict(sample) for sample in taken] for name, taken in samples.items()},
-        "foretold": {name: foretold(step.pipe, case, device) for name, step in steps.items() if step.pipe is not None},
+        "predicted": {name: predicted(step.pipe, case, device) for name, step in steps.items() if step.pipe is not None},
         "graphs": {name: dict(step.pipe.cudagraphs) for name, step in steps.items() if name == "graphs" and step.pipe},
         "copied": copied(steps["offload"].pipe, device) if "offload" in steps else None,
     }
 
 
-def foretold(pipe: graphpp.Pipeline, case: Case, device: torch.device) -> dict[str, float]:
+def predicted(pipe: graphpp.Pipeline, case: Case, device: torch.device) -> dict[str, float]:
     """The seconds of a step by the pipeline's own profile, and the bytes of its plan that a step adds."""
     tokens, targets = case.batch(device)
     for parameter in pipe.parameters():
@@ -324,13 +324,13 @@ def table(record: Mapping[str, Any]) -> Table:
     title = f"{record['parameters'] / 1e6:.1f} M parameters in {record['dtype']}, {STAGES} local stages, "
     title += f"{record['microbatches']} microbatches of {record['tokens']} tokens, {record['device']}, "
     title += f"torch {record['torch']}, backend {record['backend']}"
-    caption = "torch / it, it / torch.compile: medians over the rounds. foretold: over measured, less 1"
+    caption = "torch / it, it / torch.compile: medians over the rounds. predicted: over measured, less 1"
     shown = Table(title=title, title_justify="left", caption=caption)
-    for column in ("", "ms", "cpu ms", "torch / it", "it / torch.compile", "foretold", "MiB", "foretold"):
+    for column in ("", "ms", "cpu ms", "torch / it", "it / torch.compile", "predicted ms", "MiB", "predicted MiB"):
         shown.add_column(column, justify="right" if column else "left")
     samples = {name: [Sample(**sample) for sample in taken] for name, taken in record["samples"].items()}
     for name, taken in samples.items():
-        middle, memory, predicted = medians(taken), record["memory"][name], record["foretold"].get(name)
+        middle, memory, predicted = medians(taken), record["memory"][name], record["predicted"].get(name)
         ratios = (median_ratio(samples["torch"], taken), median_ratio(taken, samples["torch.compile"]))
         cells = [f"{1e3 * middle.seconds:.1f}", f"{1e3 * middle.cpu:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
         cells.append("" if predicted is None else f"{predicted['seconds'] / middle.seconds - 1:+.1%}")
@@ -340,16 +340,16 @@ def table(record: Mapping[str, Any]) -> Table:
     return shown
 
 
-def hidden(record: Mapping[str, Any]) -> str | None:
-    """The share of the offloading copies that a step hides; None without the variants `looped` and `offload`."""
+def hidden_share(record: Mapping[str, Any]) -> str:
+    """A line with the share of the offloading copies that a step hides."""
     samples = {name: [Sample(**sample) for sample in taken] for name, taken in record["samples"].items()}
     if not {"looped", "offload"} <= samples.keys():
-        return None
+        return "offload: not measured, for it takes the variants looped and offload"
     more = medians(samples["offload"]).seconds - medians(samples["looped"]).seconds
     nbytes, seconds = record["copied"]["bytes"], record["copied"]["seconds"]
     if not nbytes:
         return "offload: no value is offloaded"
-    return f"offload: {nbytes / 2**20:.0f} MiB away and back in {1e3 * seconds:.1f} ms, {1 - more / seconds:.1%} hidden"
+    return f"offload: {nbytes / 2**20:.0f} MiB to the host and back in {1e3 * seconds:.1f} ms, {1 - more / seconds:.1%} hidden"
 
 
 if __name__ == "__main__":

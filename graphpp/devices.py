@@ -191,7 +191,7 @@ GB = 10**9  # of a data sheet; the rest of 2 ** 30 is about what contexts, commu
 # 400 Gb/s for each GPU.
 H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, host=_PCIE_5)
 # The H100 with HBM3e. Products as cuBLAS ran them in steps of a Llama in bfloat16 on one H200 (gpu_step of RESULTS.md):
-# 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s.
+# 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s; smaller ones as for an H100.
 H200 = Device(
     "H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB,
     Efficiency(Curve(((1e8, 0.05), (2e9, 0.30), (8.6e9, 0.55), (3.4e10, 0.70), (1.4e11, 0.79), (5.5e11, 0.75)))),

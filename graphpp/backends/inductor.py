@@ -47,8 +47,7 @@ class InductorCompiler:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
         from graphpp._torch import inductor  # imports Inductor, about a second, which eager pipelines save
 
-        values = [*region.examples, *region.results]
-        if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
+        if "cpu" in {device.type for device in _devices(region)}:
             self.find_vector_units()
         options = self._options if _LAYOUT & self._options.keys() else {**self._layouts.options(region), **self._options}
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
@@ -75,10 +74,15 @@ class InductorCompiler:
             self._cache.write(_VECTOR_UNITS, known)
 
     def _key(self, region: Region) -> str:
-        device = next((value.device for value in region.examples if isinstance(value, torch.Tensor)), torch.device("cpu"))
+        device = next(iter(_devices(region)), torch.device("cpu"))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
         words = [region.key, torch.__version__, name, str(sorted(self._options.items())), str(torch.get_num_threads())]
         return hashlib.sha256("\n".join(words).encode()).hexdigest()[:40]
+
+
+def _devices(region: Region) -> list[torch.device]:
+    """The devices of a region's inputs and results."""
+    return [value.device for value in (*region.examples, *region.results) if isinstance(value, torch.Tensor)]
 
 
 def _options_of(option: Inductor) -> dict[str, Any]:

@@ -8,14 +8,13 @@ Contract
 - A tensor whose first dimension is the batch size is cut along it, in order, into equal pieces. If the size does not divide,
   the last piece is smaller, or larger where a smaller one would be empty. Every other argument goes whole to each microbatch.
   A tensor of the target must be cut or wrapped in `graphpp.whole`.
-- How a batch is cut depends on its structure and layout alone, but where an example decides: such a batch, and one with a
-  wrapped argument, is looked at anew each time; for any other the cutter keeps a recipe.
+- For a batch that is cut by its structure and layout alone the cutter keeps a recipe. A batch with wrapped arguments or
+  registered classes, or some of whose tensors have their shape in the example, is looked at anew each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,24 +29,28 @@ _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How batches of one layout are cut: the rows and the signature of each microbatch, and which leaves are cut.
+    """How batches of one layout are cut: the rows of each microbatch, and whether each leaf is cut.
 
-    `cut`, `tensors`: the paths of the tensors that are cut, and of all tensors.
+    `cut`, `tensors`: the paths of the tensors that are cut, and of all tensors. `has_whole`: whether an argument is wrapped.
+    `signatures`: of the microbatches by their rows, once one batch is cut.
     """
 
     sizes: list[int]
-    signatures: list[tuple[str, ...]]
     is_cut: tuple[bool, ...]
     cut: frozenset[str]
     tensors: frozenset[str]
+    has_whole: bool
+    signatures: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flat: FlatMicrobatch, pieces: Sequence[FlatMicrobatch]) -> _Recipe:
-        """The recipe by which a batch was cut into `pieces`."""
-        sizes = [leading_size(piece) or 0 for piece in pieces]
-        is_cut = tuple(_is_cut(leaf, sum(sizes)) for leaf in flat.values)
+    def of(cls, flat: FlatMicrobatch, microbatches: int) -> _Recipe:
+        """The recipe for a batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
+        size = batch_size(flat)
+        sizes = microbatch_sizes(size, microbatches)
+        is_cut = tuple(_is_cut(path, leaf, size) for path, leaf in _pairs(flat))
         cut = frozenset(path for path, each in zip(flat.paths, is_cut, strict=True) if each)
-        return cls(sizes, [piece.signature for piece in pieces], is_cut, cut, frozenset(flat.tensors))
+        tensors = frozenset(path for path, leaf in _pairs(flat) if isinstance(leaf, torch.Tensor | Whole))
+        return cls(sizes, is_cut, cut, tensors, _has_whole(flat))
 
 
 class BatchCutter:
@@ -60,7 +63,7 @@ class BatchCutter:
         tensors = {} if example is None else FlatMicrobatch.of(example).tensors
         self._shapes = {path: leaf.shape for path, leaf in tensors.items()}
         self._structure: Structure | None = None  # the structure of the latest batch
-        self._recipes: tuple[TreeSpec, dict[tuple[int, tuple[Any, ...]], _Recipe]] | None = None  # by number and layout
+        self._recipes: tuple[TreeSpec, dict[Any, _Recipe]] | None = None  # the latest structure, and its recipes
         self._cut: frozenset[str] | None = None  # the paths of the tensors that were cut in the latest batch
         self._tensors = frozenset[str]()  # the paths of all tensors of that batch
 
@@ -72,46 +75,37 @@ class BatchCutter:
 
     def cut(self, flat: FlatMicrobatch, microbatches: int) -> list[FlatMicrobatch]:
         """The microbatches of a flat batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
-        if any(isinstance(leaf, Whole) for leaf in flat.values) or not is_plain(flat.spec):
-            return self._cut_anew(self._with_whole_tensors(flat, microbatches), microbatches)
-        known, batch = self._recipes, (microbatches, flat.layout)
-        if known is None or known[0] != flat.spec or len(known[1]) > _RECIPES:
-            known = self._recipes = flat.spec, {}
-        recipe = known[1].get(batch)
-        if recipe is not None:
-            return self._cut_by(recipe, flat)
-        marked = self._with_whole_tensors(flat, microbatches)
-        pieces = self._cut_anew(marked, microbatches)
-        if marked is flat:  # the marks depend on the batch before, too
-            known[1][batch] = _Recipe.of(flat, pieces)
-        return pieces
+        kept = is_plain(flat.spec) and not _has_whole(flat)
+        recipes, batch = (self._recipes_for(flat.spec), (microbatches, flat.layout)) if kept else ({}, None)
+        recipe = recipes.get(batch)
+        if recipe is None:
+            marked = self._with_whole_tensors(flat, microbatches)
+            recipe = _Recipe.of(marked, microbatches)
+            if marked is flat:  # the marks depend on the batch before, too
+                recipes[batch] = recipe
+            flat = marked
+        return self._cut_by(recipe, flat)
+
+    def _recipes_for(self, spec: TreeSpec) -> dict[Any, _Recipe]:
+        """The recipes of the latest structure, by number of microbatches and layout of the batch."""
+        if self._recipes is None or self._recipes[0] != spec or len(self._recipes[1]) >= _RECIPES:
+            self._recipes = spec, {}
+        return self._recipes[1]
 
     def _cut_by(self, recipe: _Recipe, flat: FlatMicrobatch) -> list[FlatMicrobatch]:
-        """The microbatches of a batch of a layout that was cut before."""
         sizes = recipe.sizes
         if len(sizes) > 1:
             self._tensors, self._cut = recipe.tensors, recipe.cut
         leaves = zip(flat.values, recipe.is_cut, strict=True)
         columns = [leaf.split(sizes) if cut else [leaf] * len(sizes) for leaf, cut in leaves]
         pieces = [FlatMicrobatch(flat.spec, flat.paths, *each) for each in zip(zip(*columns, strict=True), sizes, strict=True)]
-        for piece, signature in zip(pieces, recipe.signatures, strict=True):
-            piece.take_signature(signature)
-        return pieces
-
-    def _cut_anew(self, flat: FlatMicrobatch, microbatches: int) -> list[FlatMicrobatch]:
-        """The microbatches of a batch of another layout than before."""
-        sizes = microbatch_sizes(batch_size(flat), microbatches)
-        columns = [_pieces(path, leaf, sizes) for path, leaf in _pairs(flat)]
-        if microbatches > 1:
-            self._tensors = frozenset(path for path, leaf in _pairs(flat) if isinstance(leaf, torch.Tensor | Whole))
-            self._cut = frozenset(path for path, leaf in _pairs(flat) if _is_cut(leaf, sum(sizes)))
-        rows_and_values = zip(sizes, zip(*columns, strict=True), strict=True)
-        pieces = [FlatMicrobatch(flat.spec, flat.paths, values, rows) for rows, values in rows_and_values]
-        if any(isinstance(leaf, Whole) for leaf in flat.values):
+        if recipe.has_whole:
             pieces = [replace(FlatMicrobatch.of(piece.microbatch()), rows=piece.rows) for piece in pieces]
-        signatures = {piece.rows: piece.signature for piece in (pieces[0], pieces[-1])}
-        for piece in pieces:  # pieces of as many rows have one signature
-            piece.take_signature(signatures[piece.rows])
+        for piece, rows in zip(pieces, sizes, strict=True):  # microbatches of as many rows have one signature
+            if rows in recipe.signatures:
+                piece.take_signature(recipe.signatures[rows])
+            else:
+                recipe.signatures[rows] = piece.signature
         return pieces
 
     def describe(self) -> str:
@@ -176,18 +170,17 @@ def batch_size(flat: FlatMicrobatch) -> int:
     return size
 
 
-def _pieces(path: str, leaf: Any, sizes: list[int]) -> list[Any]:
-    """The argument at `path` for each microbatch: cut into `sizes` rows, or whole."""
-    size = sum(sizes)
-    if _is_cut(leaf, size):
-        return list(leaf.split(sizes))
-    if isinstance(leaf, torch.Tensor) and leaf.dim() and path.startswith("target"):
+def _has_whole(flat: FlatMicrobatch) -> bool:
+    return any(isinstance(leaf, Whole) for leaf in flat.values)
+
+
+def _is_cut(path: str, leaf: Any, size: int) -> bool:
+    """Whether a leaf is cut. Raises `BatchError` for a tensor of the target that has another first dimension."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+        return False
+    if len(leaf) != size and path.startswith("target"):
         raise BatchError(
             f"{path} has first dimension {len(leaf)}, the batch has {size}: it cannot be told how to cut it. "
             "Reshape it to [batch, ...], or wrap it in graphpp.whole(...) if every microbatch needs all of it."
         )
-    return [leaf] * len(sizes)
-
-
-def _is_cut(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size
+    return len(leaf) == size

@@ -27,9 +27,9 @@ class Eager:
 
     `cudagraphs`: stage programs are recorded as CUDA graphs in the third microbatch that they run, and replayed from then
     on. Programs with collectives, random numbers or operations for which the host waits run without a graph;
-    `Pipeline.cudagraphs` says for each program why. Saved values are copied out of and into graphs, so graphs pay where
+    `Pipeline.cudagraphs` says for each program why. Saved values are copied out of and into graphs, so graphs may pay where
     kernels are so small that the device waits for the host: the step of a Llama of 1.1 B parameters on an H200, with
-    kernels of 50 µs on average, took 8 % longer with them.
+    kernels of 50 µs on average, took 9 % longer with them.
     """
 
     cudagraphs: bool = False

@@ -287,6 +287,18 @@ def test_states_say_what_is_replayed_and_why_not(pool: Pool, caplog: pytest.LogC
     assert [record for record in caplog.records if "stage 0 forward" in record.message] == caplog.records[:1]
 
 
+def test_nobody_is_told_of_programs_that_compute_nothing(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    """The first stage makes no gradient of its input."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options: dict[str, Any] = {"split": 2, "schedule": "InterleavedZeroBubble", "microbatches": 4}
+    pipe = graphpp.compile(model, nn.functional.mse_loss, backend=graphpp.Eager(cudagraphs=True), **options)
+    batch = torch.randn(8, 4)
+    with caplog.at_level(logging.WARNING, "graphpp"):
+        pipe.step(batch, target=batch)
+    assert pipe.cudagraphs["stage 0 input_grad"] == "not replayed: it computes nothing"
+    assert caplog.records == []
+
+
 def test_evaluation_is_replayed_too(pool: Pool) -> None:
     pipe = small(backend=graphpp.Eager(cudagraphs=True))
     for _ in range(3):

@@ -46,7 +46,7 @@ def one_step(name: str, steps: int = 1, **options: Any) -> tuple[torch.Tensor, d
 def test_stages_on_one_gpu_equal_one_stage(name: str, schedule: str) -> None:
     losses, grads = one_step(name, schedule=schedule, split=4, microbatches=4)
     uncut_losses, uncut = one_step(name, microbatches=4)
-    assert torch.equal(losses, uncut_losses)
+    assert torch.equal(losses, uncut_losses) and grads.keys() == uncut.keys()
     assert all(torch.equal(grads[fqn], uncut[fqn]) for fqn in uncut)
 
 
@@ -54,7 +54,7 @@ def test_stages_on_one_gpu_equal_one_stage(name: str, schedule: str) -> None:
 def test_every_schedule_on_one_gpu(schedule: str) -> None:
     losses, grads = one_step("llama", schedule=schedule, microbatches=8)
     uncut_losses, uncut = one_step("llama", microbatches=8)
-    assert torch.equal(losses, uncut_losses)
+    assert torch.equal(losses, uncut_losses) and grads.keys() == uncut.keys()
     assert all(torch.equal(grads[fqn], uncut[fqn]) for fqn in uncut)
 
 
@@ -65,6 +65,7 @@ def test_inductor_on_one_gpu(name: str, graphs: bool) -> None:
     losses, grads = one_step(name, steps=4, schedule="Interleaved1F1B", split=4, microbatches=4, backend=backend)
     uncut_losses, uncut = one_step(name, steps=4, microbatches=4)
     torch.testing.assert_close(losses, uncut_losses)
+    assert grads.keys() == uncut.keys()
     for fqn, grad in grads.items():
         torch.testing.assert_close(grad, uncut[fqn], rtol=1e-3, atol=1e-5)
 
@@ -117,6 +118,7 @@ def test_bfloat16_with_fused_attention(backend: str) -> None:
     losses, grads = step(split=4, schedule="InterleavedZeroBubble", backend=backend)
     uncut_losses, uncut = step()
     torch.testing.assert_close(losses, uncut_losses, rtol=1e-2, atol=1e-2)
+    assert grads.keys() == uncut.keys()
     for fqn, grad in grads.items():
         assert relative_error(grad, uncut[fqn]) < (0.05 if backend == "inductor" else 1e-9)
 
@@ -156,8 +158,8 @@ def test_a_training_resumes_on_the_gpu(tmp_path: Path) -> None:
     resumed = torch.optim.AdamW(other.parameters())
     other.checkpoint(resumed).load(tmp_path / "checkpoint")
     assert_equal(list(other.parameters()), list(pipe.parameters()))
-    moments = [[state["exp_avg"] for state in each.state.values()] for each in (resumed, optimizer)]
-    assert_equal(*moments)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert_equal(*([state[name] for state in each.state.values()] for each in (resumed, optimizer)))
 
 
 def test_close_to_eager_on_the_gpu() -> None:
@@ -322,8 +324,8 @@ def test_graphs_of_models_while_they_are_trained(name: str) -> None:
             optimizer = optimizer or torch.optim.SGD(list(pipe.parameters()), lr=1e-2)
             optimizer.step()
             optimizer.zero_grad()
-        states = pipe.cudagraphs.values()
-        assert not options or "replayed" in states
+        forwards = {state for name, state in pipe.cudagraphs.items() if "forward" in name}
+        assert not options or forwards == {"replayed"}  # the backward of attention may read its random state on the host
         return found
 
     for one, other in zip(losses(backend=graphpp.Eager(cudagraphs=True)), losses(), strict=True):
