@@ -330,12 +330,12 @@ def table(record: Mapping[str, Any]) -> Table:
         shown.add_column(column, justify="right" if column else "left")
     samples = {name: [Sample(**sample) for sample in taken] for name, taken in record["samples"].items()}
     for name, taken in samples.items():
-        middle, memory, predicted = medians(taken), record["memory"][name], record["predicted"].get(name)
+        middle, memory, own = medians(taken), record["memory"][name], record["predicted"].get(name)
         ratios = (median_ratio(samples["torch"], taken), median_ratio(taken, samples["torch.compile"]))
         cells = [f"{1e3 * middle.seconds:.1f}", f"{1e3 * middle.cpu:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
-        cells.append("" if predicted is None else f"{predicted['seconds'] / middle.seconds - 1:+.1%}")
+        cells.append("" if own is None else f"{own['seconds'] / middle.seconds - 1:+.1%}")
         cells.append("-" if memory is None else f"{memory / 2**20:.0f}")
-        cells.append("" if predicted is None or memory is None else f"{predicted['bytes'] / memory - 1:+.1%}")
+        cells.append("" if own is None or memory is None else f"{own['bytes'] / memory - 1:+.1%}")
         shown.add_row(name, *cells)
     return shown
 
