@@ -3,7 +3,8 @@
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch._dynamo.convert_frame.compile_lock`: the lock under which Dynamo compiles; `torch._dynamo.trace_rules`:
-  `_numpy_function_ids`, `get_tensor_method`: tables that Dynamo makes at its first use
+  `_numpy_function_ids`, `get_tensor_method`, `get_torch_obj_rule_map`: tables that Dynamo makes at its first use, and anew
+  after `init_process_group`
 - `torch.export._trace`: `_ignore_backend_decomps`, `_override_builtin_ops`: contexts that export opens around a trace;
   `torch._export.non_strict_utils._tensor_min_max`: the `max` and `min` of the second one
 - `torch._functorch.aot_autograd.patch`: the function of `unittest.mock`, with which the joint trace replaces
@@ -43,9 +44,9 @@ def traces_in_this_thread() -> Iterator[None]:
     from torch._functorch import aot_autograd
     from torch.export import _trace
 
-    # Dynamo remembers addresses of functions at its first use, which must not be those of replacements.
-    trace_rules._numpy_function_ids()
-    trace_rules.get_tensor_method()
+    # Dynamo remembers functions in tables at its first use, which must not be replacements.
+    for table in (trace_rules._numpy_function_ids, trace_rules.get_tensor_method, trace_rules.get_torch_obj_rule_map):
+        table()
     is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
     replacements: tuple[tuple[Any, ...], ...] = (
         # Export switches off MKLDNN and cuDNN, and so other kernels run. A trace on fake tensors runs no kernel.

@@ -62,8 +62,9 @@ def expression(size: Any) -> Any:
 
 
 def is_of_latest_trace(size: Any) -> bool:
-    """Whether a symbolic size belongs to the latest trace with symbols."""
-    return any(size.node.shape_env is env() for env in _LATEST)
+    """Whether a symbolic size belongs to the latest trace with symbols. That of a nested tensor belongs to no trace."""
+    own = getattr(size.node, "shape_env", None)
+    return own is not None and any(own is env() for env in _LATEST)
 
 
 def plain_number(size: Any, value: Any) -> Any:

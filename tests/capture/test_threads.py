@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -390,6 +391,15 @@ def test_another_thread_sets_the_random_state_of_its_gpu(monkeypatch: pytest.Mon
     with visiting(visit):
         captured(Everything(), the_input())
     assert states == visits and "forward of a Function" in visits
+
+
+def test_dynamo_knows_what_a_trace_replaced() -> None:
+    """The start of a process group empties Dynamo's tables of functions, and the next capture may be what fills them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    captured(Everything(), the_input())
+    power = torch.compile(lambda x: x * math.pow(2.0, 0.5), backend="eager", fullgraph=True)
+    assert torch.equal(power(the_input()), the_input() * math.pow(2.0, 0.5))
 
 
 # ------------------------------------------------------------------------------------------------- the same model

@@ -188,6 +188,18 @@ def test_slices_of_a_longer_batch() -> None:
     assert len(made) == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+def test_a_nested_tensor_of_the_program_fixes_no_size() -> None:
+    """Its ragged length looks like a symbol, but is none of a trace."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    length = nested.shape[1]
+    pipe = graphpp.compile(Model(), loss, microbatches=1)
+    with internals.captures() as made:
+        for size in (5, 8, 11):
+            pipe.step(tokens(2, size), target=tokens(2, size))
+    assert [graph.joint.symbols is not None for graph in made] == [False, False, True] and nested.shape[1] == length
+
+
 class Branches(Model):
     """Doubles the output of long sequences."""
 
