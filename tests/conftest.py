@@ -1,5 +1,7 @@
 """What holds in every test: one thread, fixed seeds, fast captures, no worker left behind."""
 
+import gc
+import importlib
 import logging
 import os
 import random
@@ -11,20 +13,28 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from tests.distributed import close_workers
+from tests.distributed import PRELOADED, close_workers
 from tests.exhaustive import examples
 from tests.quick import QUICK
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests and would walk over its modules in each collection
+    for name in PRELOADED:
+        importlib.import_module(name)
+gc.collect()
+gc.freeze()  # before tests are imported, whose own objects captures search
 # Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
 LONGEST = (
     "tests/pipeline/test_varying_sizes.py",
-    "tests/end_to_end/test_numbers.py",
     "tests/backends/test_inductor.py",
     "tests/zoo/",
+    "tests/pipeline/checkpoint/",
+    "tests/end_to_end/",
+    "tests/pipeline/test_soak.py",
     "tests/test_benchmarks.py",
+    "tests/test_documents.py",
 )
 # Random tests draw the same in every run, however busy the machine is. Hypothesis would also draw the numbers that it finds in
 # the modules loaded so far: by other tests, in another order in each run.
@@ -46,15 +56,6 @@ def seeds() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def no_structured_trace() -> Iterator[None]:
-    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and writes one."""
-    trace = logging.getLogger("torch.__trace")
-    handlers, trace.handlers = trace.handlers, []
-    yield
-    trace.handlers = handlers
-
-
 @pytest.fixture(scope="session", autouse=True)
 def workers() -> Iterator[None]:
     """The processes of `run_ranks` end with the session."""
@@ -66,6 +67,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """A test that is named by its id runs, also if it is exhaustive."""
     if config.option.markexpr == "not exhaustive" and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
+
+
+def _without_structured_trace() -> Iterator[None]:
+    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and graphpp writes its dump.
+
+    pytest adds its handlers anew for the set-up and for the call of each test, in hooks that this one runs within.
+    """
+    trace = logging.getLogger("torch.__trace")
+    handlers, trace.handlers = trace.handlers, []
+    try:
+        return (yield)
+    finally:
+        trace.handlers = handlers
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True, trylast=True)(_without_structured_trace)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ same function of the ranks' batches. `train_on_mesh` runs on one rank and gather
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ def train(pipe: graphpp.Pipeline, replica: int, *, flat: bool) -> Trained:
     return found
 
 
+@cache
 def train_alone(replicas: int) -> Trained:
     """The same training in one process; the losses are those of the first rank."""
     pipe, found = compiled(None, mixture(None)), Trained([], [], [], {})

@@ -7,6 +7,7 @@ batches in turn, adds the gradients in the order of the replicas and divides by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -163,6 +164,7 @@ def train_on_mesh(
     return found
 
 
+@cache
 def train_alone(replicas: int, tied: bool = False, max_norm: float | None = None) -> list[Trained]:
     """The same training in one process; for each replica its losses, and what all have in common."""
     pipe = compiled(None, odd(tied=tied), example=example())

@@ -53,10 +53,10 @@ class Attention(nn.Module):
 class Decoder(nn.Module):
     """Tokens to logits."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, layers: int, dropout: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(4))
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
@@ -67,9 +67,9 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def decoder(*, tied: bool = False, dropout: float = 0.0) -> Decoder:
+def decoder(*, layers: int = 4, tied: bool = False, dropout: float = 0.0) -> Decoder:
     torch.manual_seed(3)
-    model = Decoder(dropout)
+    model = Decoder(layers, dropout)
     if tied:
         model.head.weight = model.embed.weight
     return model

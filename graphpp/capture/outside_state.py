@@ -22,13 +22,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, NoReturn
 
 from torch import fx, nn
 
 from graphpp._torch import aot, autograd
-from graphpp._torch.this_thread import replaced
+from graphpp._torch.this_thread import found_in_modules, replaced
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -66,10 +65,8 @@ def _refuse_global_draws(by_others: set[str]) -> Iterator[None]:
     `by_others` gets the names of the generators from which other threads draw.
     """
     names = {id(function): generator for generator, function in _global_draws()}
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    found = [(module, key, value) for module in modules for key, value in list(vars(module).items()) if id(value) in names]
     with contextlib.ExitStack() as stack:
-        for module, key, function in found:
+        for module, key, function in found_in_modules(names):
             generator = names[id(function)]
             elsewhere = partial(_draw_and_note, function, partial(by_others.add, generator))
             stack.enter_context(replaced(module, key, partial(_refuse_draw, generator), elsewhere))

@@ -23,7 +23,7 @@ from graphpp.backends.gemm_kernels import GemmKernels, product_workspace
 from graphpp.backends.inductor import InductorCompiler
 from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.passes.graph.region import Region
-from tests.distributed import run_ranks
+from tests.distributed import close_workers, run_ranks
 from tests.exhaustive import further
 from tests.models import MODELS, Batch, Case
 from tests.reference import eager_steps, gradients
@@ -501,8 +501,9 @@ def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
             assert (value - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
-def start(name: str) -> None:
-    """The program of another process: one step under Inductor, checked by `close`; a region that runs eagerly raises."""
+def start(rank: int, name: str, cache: Path) -> None:
+    """The work of a new process: one step under Inductor, checked by `close`; a region that runs eagerly raises."""
+    os.environ["GRAPHPP_CACHE"] = str(cache)
     warnings.filterwarnings("error", message="graphpp:", category=UserWarning)
     torch.set_num_threads(1)
     case = MODELS[name]()
@@ -519,9 +520,8 @@ def knows_vector_units(cache: Path) -> None:
 
 def started(name: str, cache: Path) -> dict[Path, int]:
     """Run `start` in a new process; returns the time of writing of each library in the cache, in nanoseconds."""
-    code = f"from tests.backends.test_inductor import start; start({name!r})"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "GRAPHPP_CACHE": str(cache)})
+    close_workers()
+    run_ranks(start, 1, name, cache)
     return {path: path.stat().st_mtime_ns for path in cache.rglob("*.so")}
 
 
@@ -549,8 +549,8 @@ def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:
     knows_vector_units(tmp_path)
     backend = graphpp.Inductor(cache=tmp_path)
     options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": "ZBVZeroBubble"}
-    found = trained(2, "llama", 1, **options, backend=backend)
-    exact = trained(2, "llama", 1, **options)
+    found = trained(2, "sequential", 1, **options, backend=backend)
+    exact = trained(2, "sequential", 1, **options)
     torch.testing.assert_close(found.losses[0], exact.losses[0], rtol=1e-5, atol=1e-6)
     for name, value in exact.grads[0].items():
         assert value is not None
@@ -559,21 +559,23 @@ def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:
     assert len(entries) < 16  # 4 stages with 3 programs of several layers: most regions are shared
 
 
+def tried_on(rank: int, cache: Path) -> int:
+    """The number of vector instruction sets that Inductor tries in this process."""
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    tried, check = [], VecISA.check_build
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
+        patched.setattr(VecISA, "check_build", lambda isa, code: tried.append(isa) or check(isa, code))
+        _ = InductorCompiler(graphpp.Inductor(cache=cache))._compiler
+    return len(tried)
+
+
 def tries(cache: Path) -> int:
     """The number of vector instruction sets that Inductor tries in a new process."""
-    code = """if True:
-        import sys
-        import graphpp
-        from torch._inductor.cpu_vec_isa import VecISA
-        tried, check = [], VecISA.check_build
-        VecISA.check_build = lambda isa, code: tried.append(isa) or check(isa, code)
-        from graphpp.backends.inductor import InductorCompiler
-        InductorCompiler(graphpp.Inductor(cache=sys.argv[1]))._compiler
-        print(len(tried))
-    """
-    root = Path(__file__).parents[2]
-    process = subprocess.run([sys.executable, "-c", code, str(cache)], check=True, cwd=root, text=True, capture_output=True)
-    return int(process.stdout)
+    close_workers()
+    found: int = run_ranks(tried_on, 1, cache)[0]
+    return found
 
 
 @needs_compiler

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from graphpp._torch.this_thread import caller, replaced
+from graphpp._torch.this_thread import caller, found_in_modules, replaced
 from tests.other_thread import elsewhere
 
 
@@ -102,3 +103,13 @@ def test_a_replacement_knows_the_code_that_uses_it() -> None:
     with replaced(MODULE, "function", name), replaced(Thing, "field", property(name)), replaced(Thing, "of_class", name):
         names = [MODULE.function(), Thing().field, Thing().of_class()]
     assert set(names) == {"test_a_replacement_knows_the_code_that_uses_it"}
+
+
+def test_all_names_of_an_object_in_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = object(), object()
+    made = module()
+    vars(made).update(first=one, again=one, other=other)
+    monkeypatch.setitem(sys.modules, "made", made)
+    monkeypatch.setitem(sys.modules, "no module", vars(made))
+    assert found_in_modules([id(one)]) == [(made, "first", one), (made, "again", one)]
+    assert found_in_modules([]) == []

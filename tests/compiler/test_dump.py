@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import graphpp
+from graphpp._torch import aot
 from graphpp.errors import GraphPPError
 from graphpp.passes.text.render import RenderedGraph
 from graphpp.pipeline.pipeline import Pipeline
@@ -257,6 +258,12 @@ def test_the_trace_has_the_same_texts(tmp_path: Path) -> None:
     assert set(artefacts) == set(names)
     for name, text in artefacts.items():
         assert text.rstrip("\n") == (folder / names[name]).read_text().rstrip("\n"), name
+
+
+def test_tests_write_no_trace() -> None:
+    """pytest's own handlers look like a trace to torch: every test would render every graph."""
+    stepped("sequential", None)
+    assert not aot.tracing()
 
 
 def test_a_trace_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def between_steps(rank: int, options: Mapping[str, Any]) -> Any:
         return found, local_grads(pipe)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+@pytest.mark.parametrize("schedule", ["1F1B", *further("GPipe")])
 def test_calls_between_steps(tmp_path: Path, schedule: str) -> None:
     check(tmp_path, 2, between_steps, {"schedule": schedule}, rules=STRICTEST)
 
@@ -276,13 +276,13 @@ def context(rank: int, mesh: Mesh, schedule: str) -> Any:
     ("train", "mesh", "args"),
     [
         (sharded, PIPE_REPLICAS, ("ZBVZeroBubble", None)),
-        (sharded, PIPE_SHARDS, ("LoopedBFS", 1)),
         (sharded, PIPE_SHARDS, ("Interleaved1F1B", 0)),
         (tensors, PIPE_TENSOR, ("Interleaved1F1B", True)),
         (experts, PIPE_EXPERTS, ("DualPipeV",)),
         (context, PIPE_CONTEXT, ("1F1B",)),
         *further(
             (sharded, PIPE_REPLICAS, ("Interleaved1F1B", None)),
+            (sharded, PIPE_SHARDS, ("LoopedBFS", 1)),
             (sharded, HYBRID, ("auto", 0)),
             (sharded, HYBRID, ("auto", None, "any")),
             (sharded, PIPE_SHARDS, ("ZBVZeroBubble", 0, "any")),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import further
 from tests.fuzz.harness import shuffled
 from tests.models import MODELS, cuts
 from tests.special_models import SPECIAL
@@ -30,7 +31,7 @@ def stages_of(name: str) -> int:
     return 4 if name in MODELS else 2
 
 
-@pytest.mark.parametrize("name", ["llama", "hf_gpt2", "hf_vit", "sequential", *SPECIAL])
+@pytest.mark.parametrize("name", ["llama", "hf_gpt2", *SPECIAL, *further("hf_vit", "sequential")])
 def test_halves_and_recomputation_change_no_bit(name: str) -> None:
     options = {"split": split_of(name), "schedule": shuffled(stages_of(name), MICROBATCHES, 5)}
     whole = trained(1, name, split=options["split"], schedule="1F1B", microbatches=MICROBATCHES)

@@ -33,7 +33,7 @@ def soak() -> dict[str, Any]:
 def test_nothing_grows_on_two_ranks(steps: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(SOAK), "--steps", str(steps), "--every", str(steps // 20)]
+    command = [*launcher, str(SOAK), "--steps", str(steps), "--every", "10"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "nothing grew" in ended.stdout
@@ -46,6 +46,8 @@ def test_growth_is_told(soak: dict[str, Any], what: str) -> None:
     steps = [replace(note, **{what: getattr(note, what) + number}) for number in (0, 0, allowed, allowed + 1)]
     assert soak["grown"](steps[:3]) == []
     assert [fault.split()[0] for fault in soak["grown"](steps)] == [what]
+    assert [fault.split()[0] for fault in soak["grown"](steps, warm_up=3)] == ([what] if allowed == 0 else [])
+    assert soak["grown"]([*steps, steps[-1]], warm_up=4) == []
 
 
 def test_one_note_tells_nothing(soak: dict[str, Any]) -> None:

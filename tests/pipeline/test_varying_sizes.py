@@ -131,9 +131,9 @@ def on_rank(rank: int, schedule: str, options: dict[str, Any]) -> tuple[list[Ten
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        ("1F1B", {}),
         ("ZBVZeroBubble", {"memory": Memory(recompute="full")}),
         *further(
+            ("1F1B", {}),
             ("Interleaved1F1B", {"memory": Memory(offload=0.5)}),
             ("ZBVZeroBubble", {}),
             ("1F1B", {"memory": Memory(recompute=0.5)}),

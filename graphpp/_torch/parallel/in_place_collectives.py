@@ -30,13 +30,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, NewType, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.this_thread import replaced
+from graphpp._torch.this_thread import found_in_modules, replaced
 from graphpp.errors import CaptureError
 
 _LOCAL = re.compile(
@@ -58,11 +58,9 @@ def as_functional(line: Callable[[], str]) -> Iterator[None]:
     functions = communicating_functions()
     instead = {name: _refusal(f"torch.distributed.{name}", line) for name in functions} | {"all_reduce": _all_reduce(line)}
     known = {id(functions[name]): function for name, function in instead.items() if name not in _COMPARED}
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    found = [(module, key, id(value)) for module in modules for key, value in list(vars(module).items()) if id(value) in known]
     with contextlib.ExitStack() as stack:
-        for module, key, function in found:
-            stack.enter_context(replaced(module, key, known[function]))
+        for module, key, function in found_in_modules(known):
+            stack.enter_context(replaced(module, key, known[id(function)]))
         for owner, name in communicating_methods():
             stack.enter_context(replaced(owner, name, _refusal(f"{owner.__name__}.{name}", line)))
         stack.enter_context(replaced(dist.P2POp, "__new__", _refusal("torch.distributed.P2POp", line)))

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -254,6 +254,7 @@ def _moments(layout: Layout, local: bool) -> int:
     return _MOMENTS[layout, local]
 
 
+@cache
 def undisturbed() -> list[Ended]:
     """The training that nobody disturbs, in one process."""
     with tempfile.TemporaryDirectory() as scratch:

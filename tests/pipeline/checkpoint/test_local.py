@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ import graphpp
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.pipeline.checkpoint.machines import Machines, MeshRank
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
+from tests.exhaustive import further
 
 LAYERS = 8
 
@@ -87,7 +89,9 @@ def train(
     return checkpoint.extra["losses"], began, {key: value.clone() for key, value in pipe.state_dict().items()}
 
 
+@cache
 def undisturbed() -> list[float]:
+    """The losses of one process."""
     pipe, optimizer = training(1)
     losses = []
     for step in range(5):
@@ -98,15 +102,29 @@ def undisturbed() -> list[float]:
     return losses
 
 
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of two machines after three steps."""
+    folder = tmp_path_factory.mktemp("three")
+    run_ranks(train, 2, folder, each_its_own, 2, 3)
+    return folder
+
+
+@pytest.fixture
+def saved(three_steps: Path, tmp_path: Path) -> None:
+    """The folders of two machines after three steps are in `tmp_path`."""
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_machine_of_two(tmp_path: Path, lost: int) -> None:
-    run_ranks(train, 2, tmp_path, each_its_own, 2, 3)
     shutil.rmtree(tmp_path / f"machine{lost}")
     again = run_ranks(train, 2, tmp_path, each_its_own, 2, 5)
     assert all(losses == undisturbed() and began == 3 for losses, began, _ in again)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *further(1)])
 def test_fewer_ranks_go_on(tmp_path: Path, ranks: int) -> None:
     run_ranks(train, 4, tmp_path, two_on_each, 4, 3)
     shutil.rmtree(tmp_path / "machine1")
@@ -114,8 +132,8 @@ def test_fewer_ranks_go_on(tmp_path: Path, ranks: int) -> None:
     assert all(losses == undisturbed() and began == 3 for losses, began, _ in again)
 
 
+@pytest.mark.usefixtures("saved")
 def test_more_ranks_on_new_machines_under_another_schedule(tmp_path: Path) -> None:
-    run_ranks(train, 2, tmp_path, each_its_own, 2, 3)
     (tmp_path / "machine0").rename(tmp_path / "machine3")
     shutil.rmtree(tmp_path / "machine1")
     again = run_ranks(train, 4, tmp_path, each_its_own, 4, 5)
@@ -126,8 +144,8 @@ def on_a_v(rank: int, folder: Path) -> Any:
     return train(rank, folder, each_its_own, 2, 5, schedule="ZBVZeroBubble")
 
 
+@pytest.mark.usefixtures("saved")
 def test_another_schedule(tmp_path: Path) -> None:
-    run_ranks(train, 2, tmp_path, each_its_own, 2, 3)
     assert all(losses == undisturbed() and began == 3 for losses, began, _ in run_ranks(on_a_v, 2, tmp_path))
 
 
@@ -135,7 +153,7 @@ def replicated(rank: int, folder: Path, until: int) -> Any:
     return train(rank, folder, each_its_own, 2, until, replicas=2)
 
 
-@pytest.mark.parametrize("lost", [(2, 3), (0, 1), (1, 2), (3,)])
+@pytest.mark.parametrize(("lost",), [((2, 3),), ((1, 2),), *further(((0, 1),), ((3,),))])
 def test_a_replica_takes_the_values_of_its_twin(tmp_path: Path, lost: tuple[int, ...]) -> None:
     whole = run_ranks(replicated, 4, tmp_path / "whole", 5)
     run_ranks(replicated, 4, tmp_path / "lost", 3)
@@ -226,8 +244,10 @@ def killed(rank: int, folder: Path, victim: int, moment: int) -> Any:
         return train(rank, folder, each_its_own, 2, 4)
 
 
-@pytest.mark.parametrize("moment", range(1, 13, 2))
-@pytest.mark.parametrize("victim", [0, 1])
+MOMENTS = [(0, 1), (1, 3), (0, 5), (1, 7), (0, 9), (1, 11)]
+
+
+@pytest.mark.parametrize(("victim", "moment"), [*MOMENTS, *further(*((1 - victim, moment) for victim, moment in MOMENTS))])
 def test_a_rank_that_is_killed_in_a_save_leaves_one(tmp_path: Path, victim: int, moment: int) -> None:
     outcomes = rank_outcomes(killed, 2, tmp_path, victim, moment)
     assert isinstance(outcomes[victim].error, WorkerDied)
@@ -272,9 +292,9 @@ def damage(folder: Path, machine: str, harm: str) -> None:
     victim.write_bytes(content[: len(content) // 2] if harm == "half" else content[:0] if harm == "empty" else content)
 
 
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize("harm", ["half", "empty", "metadata"])
 def test_a_torn_file_is_taken_from_the_other_machine(tmp_path: Path, harm: str) -> None:
-    run_ranks(train, 2, tmp_path, each_its_own, 2, 3)
     damage(tmp_path, "machine0", harm)
     again = run_ranks(train, 2, tmp_path, each_its_own, 2, 5)
     assert all(losses == undisturbed() and began == 3 for losses, began, _ in again)
@@ -344,9 +364,11 @@ def replicas_in_mesh(rank: int, folder: Path, shape: tuple[tuple[str, int], ...]
     [
         ((("dp_replicate", 1), ("pp", 2)), each_its_own, 2, ["machine1"]),
         ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine1"]),
-        ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine0"]),
         ((("dp_replicate", 3), ("pp", 1)), each_its_own, 3, ["machine0", "machine1"]),
-        ((("dp_replicate", 3), ("pp", 1)), each_its_own, 3, ["machine0", "machine2"]),
+        *further(
+            ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine0"]),
+            ((("dp_replicate", 3), ("pp", 1)), each_its_own, 3, ["machine0", "machine2"]),
+        ),
     ],
 )
 def test_any_layout_of_replicas_survives_a_lost_machine(

@@ -65,12 +65,13 @@ def counted(rank: int, mesh: Mesh, how: Any) -> tuple[torch.Tensor, torch.Tensor
     return whole_tensor(dict(pipe.named_buffers())["seen"]).clone(), dict(pipe.named_buffers())["steps"].clone()
 
 
-@pytest.mark.parametrize("how", ["average", "broadcast"])
-def test_buffers_of_experts_are_shared_with_the_ranks_that_have_them(how: str) -> None:
-    for mesh in (EXPERTS, REPLICAS):
-        found = run_ranks(counted, mesh.ranks, mesh, how)
-        assert all(torch.equal(seen, torch.arange(4.0) + 4) for seen, _ in found)
-        assert all(torch.equal(steps, found[0][1]) for _, steps in found)
+@pytest.mark.parametrize(
+    ("mesh", "how"), [(REPLICAS, "average"), (REPLICAS, "broadcast"), *further((EXPERTS, "average"), (EXPERTS, "broadcast"))]
+)
+def test_buffers_of_experts_are_shared_with_the_ranks_that_have_them(mesh: Mesh, how: str) -> None:
+    found = run_ranks(counted, mesh.ranks, mesh, how)
+    assert all(torch.equal(seen, torch.arange(4.0) + 4) for seen, _ in found)
+    assert all(torch.equal(steps, found[0][1]) for _, steps in found)
 
 
 def other_rows(rank: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,33 +21,43 @@ from tests.special_models import CUTS
 SHARD2, PIPE = Mesh((2,), ("dp_shard",)), Mesh((2, 2), ("pp", "dp_shard"))
 
 
-def evaluated(rank: int, mesh: Mesh, keep: int | None) -> None:
+Evaluations = list[tuple[Tensor, Tensor | None]]  # loss and output
+
+
+def evaluations(pipe: graphpp.Pipeline) -> Evaluations:
     """Evaluations before the first step, after an optimizer's step, and of other sizes."""
-    torch.set_num_threads(1)
-    options = {"split": CUTS[4 if "pp" in mesh.names else 1], "parallel": graphpp.Parallel(keep=keep)}
-    own = dist.new_group([rank], use_local_synchronization=True)
-    alone = graphpp.compile(odd(), F.cross_entropy, example=example(), microbatches=4, mesh=own)
-    pipe, optimizer = compiled(mesh.made(), odd(), **options), None
-    other = sgd(alone.parameters())
+    found, optimizer = [], None
     for number in range(3):
         tokens, target = batch(number)
         for rows in (16, 8):
-            found = pipe.eval(tokens[:rows], target=target[:rows])
-            expected = alone.eval(tokens[:rows], target=target[:rows])
-            assert torch.equal(found.loss, expected.loss)
-            if found.output is not None:
-                assert torch.equal(found.output, expected.output)
+            result = pipe.eval(tokens[:rows], target=target[:rows])
+            found.append((result.loss, result.output))
         pipe.step(tokens, target=target)
-        alone.step(tokens, target=target)
         optimizer = optimizer or sgd(pipe.parameters())
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def evaluated(rank: int, mesh: Mesh, keep: int | None) -> Evaluations:
+    torch.set_num_threads(1)
+    split = CUTS[4 if "pp" in mesh.names else 1]
+    return evaluations(compiled(mesh.made(), odd(), split=split, parallel=graphpp.Parallel(keep=keep)))
+
+
+@cache
+def evaluated_alone() -> Evaluations:
+    return evaluations(compiled(None, odd(), example=example()))
 
 
 @pytest.mark.parametrize(("mesh", "keep"), [(SHARD2, None), (SHARD2, 0), (PIPE, 1)])
 def test_evaluations_are_those_of_one_process(mesh: Mesh, keep: int | None) -> None:
-    run_ranks(evaluated, mesh.ranks, mesh, keep)
+    ranks = run_ranks(evaluated, mesh.ranks, mesh, keep)
+    assert all(found[0][1] is not None for found in ranks[-mesh.size("dp_shard") :])  # the last stage has the outputs
+    for found in ranks:
+        for (loss, output), (expected_loss, expected_output) in zip(found, evaluated_alone(), strict=True):
+            assert torch.equal(loss, expected_loss)
+            assert output is None or torch.equal(output, expected_output)
 
 
 def without_coalesced_gathers(rank: int, keep: int | None) -> None:

@@ -25,10 +25,10 @@ def refused(rank: int, what: str) -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
     options: dict[str, Any] = {"mesh": mesh, "model": None}
-    model = decoder(dropout=0.1 if what == "dropout of tokens" else 0.0)
+    model = decoder(layers=2, dropout=0.1 if what == "dropout of tokens" else 0.0)
     spread(model, mesh["tp"], sequence=what == "dropout of tokens")
     if what == "dropout of heads":
-        model.layers[2].attention.dropout = 0.1
+        model.layers[1].attention.dropout = 0.1
     elif what == "no dimension":
         options["mesh"] = mesh["pp"]
     elif what == "another mesh":
@@ -39,7 +39,7 @@ def refused(rank: int, what: str) -> str:
     elif what == "unequal values":
         torch.nn.init.constant_(model.layers[1].norm.bias, float(rank))
     elif what == "an error on one rank" and rank:
-        model.layers[3].register_forward_hook(lambda *_: 1 / 0)
+        model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     options.pop("model")
     tokens, target = batch(rank if what == "unequal data" else 0)
     with pytest.raises(GraphPPError) as caught:
@@ -50,7 +50,7 @@ def refused(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "messages"),
     [
-        ("dropout of heads", ["CaptureError: aten.*dropout.* in layers.2.attention .*tensor_parallel.py:.*ranks of tp"] * 2),
+        ("dropout of heads", ["CaptureError: aten.*dropout.* in layers.1.attention .*tensor_parallel.py:.*ranks of tp"] * 2),
         ("dropout of tokens", ["CaptureError: aten.native_dropout.default in layers.0.dropout .* over the ranks of tp"] * 2),
         ("no dimension", [r"CaptureError: embed.weight is a DTensor .* mesh= .* has no dimension tp or ep"] * 2),
         ("another mesh", ["CaptureError: embed.weight is a DTensor .* has no dimension tp or ep"] * 2),
@@ -68,7 +68,7 @@ def test_refusals_name_the_cause_on_all_ranks(what: str, messages: list[str]) ->
 def losses_of_sharded_logits(rank: int, how: str) -> None:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
-    model, reference = spread(decoder(), mesh["tp"], whole_logits=False), decoder()
+    model, reference = spread(decoder(layers=2), mesh["tp"], whole_logits=False), decoder(layers=2)
     tokens, target = batch(3)
 
     def squares(logits: Tensor, target: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ TENSOR, PIPE, SHARDS = Mesh((2,), ("tp",)), Mesh((2, 2), ("pp", "tp")), Mesh((2,
 
 def alone(*, tied: bool) -> Decoder:
     """The model that one process initialises."""
-    model = decoder(tied=tied)
+    model = decoder(layers=2, tied=tied)
     torch.manual_seed(5)
     model.apply(reset)
     return model
@@ -31,8 +31,8 @@ def filled(rank: int, mesh: Mesh, tied: bool, file: Path | None) -> None:
     torch.set_num_threads(1)
     made = mesh.made()
     with torch.device("meta"):
-        model = decoder(tied=tied)
-    pipe = compiled(made, spread(model, made["tp"], sequence=True), split=["layers.2"], schedule="1F1B")
+        model = decoder(layers=2, tied=tied)
+    pipe = compiled(made, spread(model, made["tp"], sequence=True), split=["layers.1"], schedule="1F1B")
     torch.manual_seed(5)
     pipe.materialize(weights=file) if file is not None else pipe.materialize()
     expected = alone(tied=tied)

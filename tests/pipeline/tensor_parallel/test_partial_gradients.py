@@ -16,14 +16,15 @@ from tests.sharding import Mesh
 from tests.tensor_parallel import batch, compiled, decoder, spread
 
 TENSOR, SHARDS, PIPE = Mesh((2,), ("tp",)), Mesh((2, 2), ("dp_shard", "tp")), Mesh((2, 2), ("pp", "tp"))
-NORMS = 2 * (2 * 4 + 1)  # weights and biases
+LAYERS = 2
+NORMS = 2 * (2 * LAYERS + 1)  # weights and biases
 
 
 def sums_in_backwards(rank: int, mesh: Mesh, options: Mapping[str, Any]) -> int:
     """How many all-reduces stand in the backwards of the first stage."""
     torch.set_num_threads(1)
     made = mesh.made()
-    pipe = compiled(made, spread(decoder(), made["tp"], sequence=True), **options)
+    pipe = compiled(made, spread(decoder(layers=LAYERS), made["tp"], sequence=True), **options)
     tokens, target = batch(1)
     pipe.step(tokens, target=target)
     return pipe.programs(0).programs[Phase.BACKWARD].source.count("all_reduce_default(")
@@ -42,7 +43,7 @@ def accumulated(rank: int, mesh: Mesh, options: Mapping[str, Any], steps: int) -
     """Whole gradients of some steps without `zero_grad` between."""
     torch.set_num_threads(1)
     made = mesh.made()
-    pipe = compiled(made, spread(decoder(), made["tp"], sequence=True), **options)
+    pipe = compiled(made, spread(decoder(layers=LAYERS), made["tp"], sequence=True), **options)
     for number in range(steps):
         tokens, target = batch(100 * number + mesh.replica(rank))
         pipe.step(tokens, target=target)
@@ -50,7 +51,7 @@ def accumulated(rank: int, mesh: Mesh, options: Mapping[str, Any], steps: int) -
 
 
 def accumulated_alone(replicas: int, steps: int) -> dict[str, torch.Tensor]:
-    pipe = compiled(None, decoder())
+    pipe = compiled(None, decoder(layers=LAYERS))
     for number in range(steps):
         for replica in range(replicas):
             tokens, target = batch(100 * number + replica)
@@ -61,8 +62,8 @@ def accumulated_alone(replicas: int, steps: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (PIPE, {"split": ["layers.2"], "schedule": "ZB1P"}),
-        (SHARDS, {"split": ["layers.2"], "schedule": "LoopedBFS", "parallel": graphpp.Parallel(keep=1)}),
+        (PIPE, {"split": ["layers.1"], "schedule": "ZB1P"}),
+        (SHARDS, {"split": ["layers.1"], "schedule": "LoopedBFS", "parallel": graphpp.Parallel(keep=1)}),
     ],
 )
 def test_gradients_of_earlier_steps_are_not_summed_again(mesh: Mesh, options: Mapping[str, Any]) -> None:
@@ -76,7 +77,7 @@ def seen_by_a_hook(rank: int) -> torch.Tensor:
     """The gradient of a norm's weight when the hook on complete gradients is called."""
     torch.set_num_threads(1)
     made, seen = TENSOR.made(), dict[str, torch.Tensor]()
-    model = spread(decoder(), made["tp"], sequence=True)
+    model = spread(decoder(layers=LAYERS), made["tp"], sequence=True)
     weight = model.layers[0].norm.weight
     weight.register_post_accumulate_grad_hook(lambda parameter: seen.update(weight=whole_tensor(parameter.grad).clone()))
     tokens, target = batch(0)

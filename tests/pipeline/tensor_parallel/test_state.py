@@ -25,12 +25,14 @@ SHARDS, REPLICAS = Mesh((2, 2), ("dp_shard", "tp")), Mesh((2, 2), ("dp_replicate
 def pipeline(mesh: Mesh) -> graphpp.Pipeline:
     torch.set_num_threads(1)
     made = mesh.made() if mesh.names else None
-    model = decoder(tied=True) if made is None else spread(decoder(tied=True), made["tp"], sequence=True)
-    return compiled(made, model, split=["layers.2"], schedule="1F1B")
+    model = decoder(layers=2, tied=True)
+    if made is not None:
+        spread(model, made["tp"], sequence=True)
+    return compiled(made, model, split=["layers.1"], schedule="1F1B")
 
 
 def states(rank: int, mesh: Mesh, folder: Path) -> None:
-    pipe, whole = pipeline(mesh), decoder(tied=True).state_dict()
+    pipe, whole = pipeline(mesh), decoder(layers=2, tied=True).state_dict()
     own = pipe.state_dict()
     assert all(torch.equal(whole_tensor(value), whole[key]) for key, value in own.items())
     assert all(isinstance(value, DTensor) for key, value in own.items() if "norm" not in key or "layers" in key)
