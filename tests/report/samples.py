@@ -87,6 +87,6 @@ def full_page(name: str = "Interleaved1F1B", ranks: int = 4, stages: int = 8, mi
     )
 
 
-def big_timeline() -> graphpp.Timeline:
-    """64 ranks and 512 microbatches, with split backwards: 98,304 computations."""
-    return simulate(make_table("ZB1P", 64, 64, 512), replace(costs(64), blocking=False))
+def big_timeline(ranks: int, microbatches: int) -> graphpp.Timeline:
+    """A step with split backwards: three computations of each microbatch on each rank."""
+    return simulate(make_table("ZB1P", ranks, ranks, microbatches), replace(costs(ranks), blocking=False))

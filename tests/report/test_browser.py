@@ -17,6 +17,7 @@ import pytest
 from graphpp.report.page import Page
 from graphpp.report.page_html import write_page
 from graphpp.report.timeline_view import TimelineView
+from tests.exhaustive import further
 from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory, timeline
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
@@ -288,25 +289,25 @@ def test_a_page_without_data_has_no_chart(context: Any, tmp_path: Path) -> None:
     shown.page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "microbatches"), [(24, 192), *further((64, 512))])
 def test_a_large_step_is_small_and_soon_painted(
-    context: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
+    ranks: int, microbatches: int, context: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = big_timeline()
-    page = Page(timelines=(TimelineView.of(step),), memory=memory(step, [700 * MIB] * 64))
+    step = big_timeline(ranks, microbatches)
+    page = Page(timelines=(TimelineView.of(step),), memory=memory(step, [700 * MIB] * ranks))
     path = write_page(page, tmp_path / "page.html")
     size = path.stat().st_size
-    assert size < 5_000_000
+    assert size < 1_300_000 + 10 * 3 * ranks * microbatches  # scripts, and 10 bytes for each computation
     shown = Shown(context, path)
     painted = int(shown.page.get_attribute("html", "data-painted"))
-    record_property("first paint of 64 ranks x 512 microbatches, ms", painted)
+    record_property(f"first paint of {ranks} ranks x {microbatches} microbatches, ms", painted)
     with capsys.disabled():
-        print(f"\n64 ranks x 512 microbatches: {size:,} bytes, the first chart is painted after {painted} ms")
+        print(f"\n{ranks} ranks x {microbatches} microbatches: {size:,} bytes, the first chart is painted after {painted} ms")
     assert shown.painted("timeline-0") > 20
     for _ in range(6):
         shown.page.click("[data-zoom=in]")
-    shown.page.fill("#microbatch", "300")
+    shown.page.fill("#microbatch", "100")
     shown.page.press("#microbatch", "Enter")
-    assert "microbatch 300 has 192 actions on 64 ranks" in shown.page.inner_text("#selection")
+    assert f"microbatch 100 has {3 * ranks} actions on {ranks} ranks" in shown.page.inner_text("#selection")
     assert shown.errors == []
     shown.page.close()
