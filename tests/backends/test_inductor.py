@@ -21,8 +21,9 @@ from torch import Tensor, fx, nn
 import graphpp
 from graphpp.backends.gemm_kernels import GemmKernels, product_workspace
 from graphpp.backends.inductor import InductorCompiler
-from graphpp.cache.disk_cache import DiskCache, default_folder
+from graphpp.cache.disk_cache import DiskCache
 from graphpp.passes.graph.region import Region
+from tests.backends.vector_units import copy_vector_units
 from tests.distributed import close_workers, run_ranks
 from tests.exhaustive import further
 from tests.models import MODELS, Batch, Case
@@ -510,14 +511,6 @@ def start(rank: int, name: str, cache: Path) -> None:
     close(case, graphpp.compile(case.model, case.loss, split=2, microbatches=4, backend="inductor"))
 
 
-def knows_vector_units(cache: Path) -> None:
-    """Write to a new cache which vector instructions this process has tried: each process would try them for seconds."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
-        InductorCompiler(graphpp.Inductor()).find_vector_units()
-    shutil.copy(default_folder() / "vector_units.json", cache)
-
-
 def started(name: str, cache: Path) -> dict[Path, int]:
     """Run `start` in a new process; returns the time of writing of each library in the cache, in nanoseconds."""
     close_workers()
@@ -529,7 +522,7 @@ def started(name: str, cache: Path) -> dict[Path, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequential", *further("llama")])
 def test_inductor_trains_close_to_eager_and_starts_from_its_cache(name: str, tmp_path: Path) -> None:
-    knows_vector_units(tmp_path)
+    copy_vector_units(tmp_path)
     kept = started(name, tmp_path)
     assert kept
     assert started(name, tmp_path) == kept  # nothing is compiled again
@@ -546,7 +539,7 @@ def test_inductor_trains_close_to_eager_and_starts_from_its_cache(name: str, tmp
 @needs_compiler
 @pytest.mark.slow
 def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:
-    knows_vector_units(tmp_path)
+    copy_vector_units(tmp_path)
     backend = graphpp.Inductor(cache=tmp_path)
     options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": "ZBVZeroBubble"}
     found = trained(2, "sequential", 1, **options, backend=backend)

@@ -21,6 +21,7 @@ from graphpp.cache.disk_cache import DiskCache
 from graphpp.options.backend import describe_backend
 from graphpp.passes.graph.region import Region
 from graphpp.passes.stage.outline_regions import graph_key
+from tests.backends.vector_units import copy_vector_units
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch 2.13's own, as it imports Inductor
 
@@ -30,6 +31,7 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++",
 @needs_compiler
 def test_an_option_reaches_the_compiler_of_the_kernels_and_has_entries_of_its_own(tmp_path: Path) -> None:
     """Inductor has an option for its own tests that lets kernels of ReLU add 1."""
+    copy_vector_units(tmp_path)
     x = torch.randn(16, 16)
     region = convolving(x)
     right, wrong = torch.relu(x + 1), x + 2
