@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from tests.distributed import PRELOADED, close_workers
+from tests.distributed import COLLECTED, PRELOADED, close_workers
 from tests.exhaustive import examples
 from tests.quick import QUICK
 
@@ -25,7 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests and wo
         importlib.import_module(name)
 gc.collect()
 gc.freeze()  # before tests are imported, whose own objects captures search
-gc.set_threshold(20_000, 20, 50)  # a capture makes objects by the hundred thousand, hardly any of them garbage
+gc.set_threshold(*COLLECTED)
 # Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
 LONGEST = (
     "tests/pipeline/test_varying_sizes.py",

@@ -43,6 +43,7 @@ PRELOADED = [  # what the process that workers are forked from imports: also wha
     *("graphpp.api", "graphpp.pipeline.checkpoint.local", "tests.models", "networkx", "torch.distributed.pipelining"),
     *("torch.export._trace", "torch._functorch.aot_autograd"),
 ]
+COLLECTED = (20_000, 20, 50)  # for `gc.set_threshold`: a capture makes objects by the hundred thousand, and hardly any garbage
 START = 60.0  # seconds that new workers are given on top, to import torch
 
 
@@ -236,6 +237,7 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
 
 def _answer_all(pipe: connection.Connection) -> None:
     gc.freeze()  # the collection after each task passes over what the modules hold
+    gc.set_threshold(*COLLECTED)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     Thread(target=_die_with_parent, daemon=True).start()

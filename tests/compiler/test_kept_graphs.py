@@ -20,6 +20,7 @@ import graphpp
 from graphpp.cache.disk_cache import DiskCache
 from tests import internals
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.training import CASES
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -333,8 +334,17 @@ def test_a_torn_entry_is_made_again(program: Path, file: str) -> None:
     assert captures(OneLinear(), F.mse_loss) == (0, before[1])
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"version": 3}', "nonsense"])
-@pytest.mark.parametrize("file", ["graph.json", "evidence.json"])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("graph.json", "{}"),
+        ("graph.json", '{"version": 3}'),
+        ("evidence.json", "[]"),
+        ("evidence.json", "nonsense"),
+        *further(*(("graph.json", text) for text in ("[]", "nonsense"))),
+        *further(*(("evidence.json", text) for text in ("{}", '{"version": 3}'))),
+    ],
+)
 def test_a_foreign_entry_is_made_again(program: Path, file: str, text: str) -> None:
     before = captures(OneLinear(), F.mse_loss)
     (entry,) = graphpp.cache.entries()

@@ -277,7 +277,7 @@ def context(rank: int, mesh: Mesh, schedule: str) -> Any:
     [
         (sharded, PIPE_REPLICAS, ("ZBVZeroBubble", None)),
         (sharded, PIPE_SHARDS, ("Interleaved1F1B", 0)),
-        (tensors, PIPE_TENSOR, ("Interleaved1F1B", True)),
+        (tensors, PIPE_TENSOR, ("1F1B", True)),
         (experts, PIPE_EXPERTS, ("DualPipeV",)),
         (context, PIPE_CONTEXT, ("1F1B",)),
         *further(
@@ -288,6 +288,7 @@ def context(rank: int, mesh: Mesh, schedule: str) -> Any:
             (sharded, PIPE_SHARDS, ("ZBVZeroBubble", 0, "any")),
             (sharded, PIPE_SHARDS, ("DualPipeV", None)),
             (sharded, PIPE_SHARDS, ("ZBVZeroBubble", 0)),
+            (tensors, PIPE_TENSOR, ("Interleaved1F1B", True)),
             (tensors, PIPE_TENSOR, ("ZBVZeroBubble", False)),
             (tensors, SHARDS_TENSOR, ("auto", True)),
             (experts, PIPE_EXPERTS, ("1F1B",)),

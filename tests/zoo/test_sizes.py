@@ -45,7 +45,7 @@ def test_sizes_that_the_trace_has_not_seen(name: str) -> None:
         taken = examples(len(others))
         static = graphpp.compile(twin, entry.loss, debug=Debug(dynamic=False), **options)
         static.step_microbatches([first.microbatch()])
-        for other in others[:: len(others) // taken]:
+        for other in others[:: -(-len(others) // taken)]:
             before = len(captured)
             found, wanted = (each.step_microbatches([other.microbatch()]) for each in (pipe, static))
             assert len(captured) == before + 1, "the graph does not serve the size"

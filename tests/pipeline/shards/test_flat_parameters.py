@@ -12,6 +12,7 @@ from torch import Tensor
 import graphpp
 from graphpp.runtime.shards.local_rows import whole_tensor
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.sharding import Mesh, batch, compiled, example, odd
 from tests.special_models import CUTS
 
@@ -134,7 +135,9 @@ def resumed(rank: int, mesh: Mesh, flat: bool, folder: Path) -> dict[str, Tensor
     return values(pipe)
 
 
-@pytest.mark.parametrize(("before", "after"), [((PIPE, True), (SHARD3, False)), ((SHARD3, False), (PIPE, True))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((PIPE, True), (SHARD3, False)), *further(((SHARD3, False), (PIPE, True)))]
+)
 def test_checkpoints_of_flat_parameters_fit_others(before: Any, after: Any, tmp_path: Path) -> None:
     known: dict[str, Tensor] = {}
     for found in run_ranks(saved, before[0].ranks, *before, tmp_path / "run"):

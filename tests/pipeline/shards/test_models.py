@@ -66,9 +66,9 @@ def alone(name: str, replicas: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "mesh", "stages", "schedule", "keep"),
     [
-        ("mixtral", PIPE, 4, "Interleaved1F1B", 1),
+        ("llama", PIPE, 2, "1F1B", None),
         *further(
-            ("llama", PIPE, 2, "1F1B", None),
+            ("mixtral", PIPE, 4, "Interleaved1F1B", 1),
             ("llama", PIPE, 4, "ZBVZeroBubble", None),
             ("llama", HYBRID, 2, "LoopedBFS", 1),
             ("lora_llama", PIPE, 4, "DualPipeV", 2),

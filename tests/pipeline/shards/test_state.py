@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 import graphpp
 from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.sharding import Mesh, batch, compiled, example, odd
 from tests.special_models import CUTS
 
@@ -150,8 +151,8 @@ def undisturbed(rank: int) -> dict[str, Tensor]:
         (SHARD2, ONE, "save"),
         (ONE, SHARD3, "save"),
         (PIPE, SHARD3, "async"),
-        (HYBRID, PIPE, "save"),
         (PIPE, HYBRID, "local"),
+        *further((HYBRID, PIPE, "save")),
     ],
 )
 def test_any_mesh_goes_on_with_the_checkpoint_of_another(before: Mesh, after: Mesh, how: str, tmp_path: Path) -> None:

@@ -77,9 +77,8 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
     ("saves", "loads"),
     [
         (PIPE, ONE),
-        (ONE, SHARDS),
         (SHARDS, TENSOR),
-        *further((TENSOR, PIPE), (PIPE, SHARDS), (REPLICAS, TENSOR), (TENSOR, REPLICAS)),
+        *further((ONE, SHARDS), (TENSOR, PIPE), (PIPE, SHARDS), (REPLICAS, TENSOR), (TENSOR, REPLICAS)),
     ],
 )
 def test_a_checkpoint_fits_every_mesh(saves: Mesh, loads: Mesh, tmp_path: Path) -> None:

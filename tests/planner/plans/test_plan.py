@@ -19,6 +19,7 @@ from graphpp.errors import GraphPPError, NoPlanError, ScheduleError
 from graphpp.planner.cluster.capture_costs import capture_costs
 from graphpp.planner.cluster.model_costs import ModelCosts
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 LAYERS, WIDTH, LENGTH, VOCAB, BATCH = 8, 64, 32, 128, 16
 
@@ -292,12 +293,14 @@ def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, {"pp": 2, "param_dtype": None, "schedules": ["1F1B"]}),
         (2, {"pp": 2, "param_dtype": None, "schedules": ["ZBVZeroBubble"], "recompute": ["full"]}),
         (2, {"pp": 1, "keep": None}),
         (4, {"pp": 2, "schedules": ["MegatronInterleaved", "Interleaved1F1B"]}),
-        (2, {"pp": 1, "keep": 0, "rows": 2}),
         (4, {"pp": 2, "keep": 0, "rows": 1, "tp": 1, "schedules": ["ZB1P"], "recompute": ["full"]}),
+        *further(
+            (2, {"pp": 2, "param_dtype": None, "schedules": ["1F1B"]}),
+            (2, {"pp": 1, "keep": 0, "rows": 2}),
+        ),
     ],
 )
 def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any]) -> None:
