@@ -585,6 +585,25 @@ def test_vector_instructions_that_work_are_tried_once(tmp_path: Path) -> None:
     assert DiskCache(tmp_path).read("vector_units.json") == kept
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch 2.13 imports what it deprecates
+@pytest.mark.parametrize(("device", "given", "asked"), [("cpu", True, True), ("cpu", False, True), ("meta", True, False)])
+def test_code_for_the_processor_alone_needs_vector_instructions(
+    device: str, given: bool, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a region that is given nothing. The meta device stands for a GPU."""
+    graph = fx.Graph()
+    if given:
+        graph.placeholder("x").meta["val"] = torch.zeros(2, device=device)
+    made = graph.call_function(torch.ops.aten.zeros.default, ([2],), {"device": device})
+    made.meta["val"] = torch.zeros(2, device=device)
+    graph.output((made,))
+    searches: list[bool] = []
+    monkeypatch.setattr(InductorCompiler, "find_vector_units", lambda self: searches.append(True))
+    monkeypatch.setattr("graphpp._torch.inductor.inductor_compile", lambda *rest: (lambda values: values, None))
+    InductorCompiler(graphpp.Inductor(cache=tmp_path))(Region("a region", graph, "a key"))
+    assert bool(searches) is asked
+
+
 # ------------------------------------------------------------------------------------------------- cache and products
 
 
