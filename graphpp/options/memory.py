@@ -56,8 +56,9 @@ class Memory(Group):
         "to nothing (views, casts, pointwise operations, norms, look-ups in saved tensors). A number above 0 and up to 1: "
         "more of them, at the least cost in time, until every stage saves that fraction of the bytes that it saves under "
         'None, or as close as it can come. "selective": in the layers all but matrix products, convolutions, attention and '
-        'collectives. "full": every layer. Bit-equal, dropout included. A schedule with recompute marks says for which '
-        "stages and microbatches.",
+        'collectives. "full": every layer. Bit-equal, dropout included; code of Inductor for a GPU '
+        "rounds by the kernel in which an operation stands. A schedule with recompute marks says for which stages and "
+        "microbatches.",
     )
     offload: Option[OffloadLike, Offload | None] = Option(
         None,
