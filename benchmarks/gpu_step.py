@@ -37,25 +37,34 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Contender, Sample, alternate, median_ratio, medians, start, synchronize
+from gpu_step_table import hidden_share, table
+from harness import Contender, alternate, start, synchronize
 from models import Config, Llama, Part, llama_1b, llama_small, loss, new_llama
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import graphpp
 
 STAGES = 4
-SCHEDULES = {"zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "looped": "LoopedBFS", "offload": "LoopedBFS"}
-VARIANTS = ("eager", "graphs", "zero_bubble", "zbv", "recompute", "looped", "offload")
+KINDS = {"eager": graphpp.Eager, "inductor": graphpp.Inductor}
+# By name, the options of `graphpp.compile` in which a variant differs from the first pipeline; "stages": how many it has.
+VARIANTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "eager": lambda option: {"backend": "eager"},
+    "graphs": lambda option: {"backend": KINDS[option.backend](cudagraphs=True)},
+    "zero_bubble": lambda option: {"schedule": "InterleavedZeroBubble"},
+    "zbv": lambda option: {"schedule": "ZBVZeroBubble", "stages": 2},
+    "recompute": lambda option: {"memory": graphpp.Memory(recompute="full")},
+    "looped": lambda option: {"schedule": "LoopedBFS"},
+    "offload": lambda option: {"schedule": "LoopedBFS", "memory": graphpp.Memory(offload=option.offload)},
+}
 
 
 @dataclass(frozen=True)
@@ -122,8 +131,8 @@ def main() -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="eager", help="of graphpp.compile")
-    parser.add_argument("--variants", nargs="*", default=[], choices=VARIANTS, help="further pipelines of graphpp")
+    parser.add_argument("--backend", default="eager", choices=[*KINDS], help="of graphpp.compile")
+    parser.add_argument("--variants", nargs="*", default=[], choices=[*VARIANTS], help="further pipelines of graphpp")
     parser.add_argument("--offload", type=float, default=0.5, help="the fraction of the saved bytes, of the variant")
     parser.add_argument("--compile-backend", default="inductor", help="of torch.compile")
     parser.add_argument("--compile-mode", help="of torch.compile")
@@ -147,22 +156,15 @@ def small(option: argparse.Namespace) -> Case:
 # ---------------------------------------------------------------------------------------------------------- contenders
 
 
-def graphpp_step(case: Case, device: torch.device, variant: str, option: argparse.Namespace) -> Step:
-    """The pipeline that graphpp compiles."""
+def graphpp_step(case: Case, device: torch.device, **chosen: Any) -> Step:
+    """The pipeline that graphpp compiles by these options of `graphpp.compile`, over so many `stages`."""
     tokens, targets = case.batch(device)
-    chosen: dict[str, Any] = {
-        "split": [f"layers.{layer}" for layer in case.cuts(2 if variant == "zbv" else STAGES)[1:-1]],
-        "schedule": SCHEDULES.get(variant, "Interleaved1F1B"),
-        "backend": "eager" if variant == "eager" else option.backend,
-    }
-    if variant == "graphs":
-        chosen["backend"] = (graphpp.Eager if option.backend == "eager" else graphpp.Inductor)(cudagraphs=True)
-    if variant in ("recompute", "offload"):
-        chosen["memory"] = graphpp.Memory(**({"recompute": "full"} if variant == "recompute" else {"offload": option.offload}))
+    cuts = case.cuts(chosen.pop("stages", STAGES))
     pipe = graphpp.compile(
         case.model(device),
         loss,
         example=graphpp.Microbatch((tokens[: case.rows],), target=targets[: case.rows]),
+        split=[f"layers.{layer}" for layer in cuts[1:-1]],
         microbatches=case.microbatches,
         parallel=graphpp.Parallel(device=device),
         **chosen,
@@ -223,8 +225,10 @@ def compiled_step(case: Case, device: torch.device, option: argparse.Namespace) 
 
 def steps_of(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Step]:
     """All contenders by name."""
+    first = {"schedule": "Interleaved1F1B", "backend": option.backend}
+    chosen = {"graphpp": first, **{name: {**first, **VARIANTS[name](option)} for name in option.variants}}
     makers: dict[str, Callable[[], Step]] = {
-        **{name: functools.partial(graphpp_step, case, device, name, option) for name in ("graphpp", *option.variants)},
+        **{name: functools.partial(graphpp_step, case, device, **each) for name, each in chosen.items()},
         "torch": lambda: torch_step(case, device),
         "torch.compile": lambda: compiled_step(case, device, option),
     }
@@ -253,6 +257,7 @@ def measured(case: Case, option: argparse.Namespace, device: torch.device) -> di
         "model": asdict(case.config),
         "dtype": str(case.dtype).removeprefix("torch."),
         "parameters": sum(parameter.numel() for parameter in steps["torch"].parameters),
+        "stages": STAGES,
         "microbatches": case.microbatches,
         "tokens": case.rows * case.length,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -262,7 +267,7 @@ def measured(case: Case, option: argparse.Namespace, device: torch.device) -> di
         "memory": memory,
         "samples": {name: [asdict(sample) for sample in taken] for name, taken in samples.items()},
         "predicted": {name: predicted(step.pipe, case, device) for name, step in steps.items() if step.pipe is not None},
-        "graphs": {name: dict(step.pipe.cudagraphs) for name, step in steps.items() if name == "graphs" and step.pipe},
+        "graphs": {name: dict(step.pipe.cudagraphs) for name, step in steps.items() if step.pipe is not None},
         "copied": copied(steps["offload"].pipe, device) if "offload" in steps else None,
     }
 
@@ -317,39 +322,6 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
     step.losses()
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def table(record: Mapping[str, Any]) -> Table:
-    """A line per contender: its time, the ratios to the other contenders, its bytes, and how far off its predictions are."""
-    title = f"{record['parameters'] / 1e6:.1f} M parameters in {record['dtype']}, {STAGES} local stages, "
-    title += f"{record['microbatches']} microbatches of {record['tokens']} tokens, {record['device']}, "
-    title += f"torch {record['torch']}, backend {record['backend']}"
-    caption = "torch / it, it / torch.compile: medians over the rounds. predicted: over measured, less 1"
-    shown = Table(title=title, title_justify="left", caption=caption)
-    for column in ("", "ms", "cpu ms", "torch / it", "it / torch.compile", "predicted ms", "MiB", "predicted MiB"):
-        shown.add_column(column, justify="right" if column else "left")
-    samples = {name: [Sample(**sample) for sample in taken] for name, taken in record["samples"].items()}
-    for name, taken in samples.items():
-        middle, memory, own = medians(taken), record["memory"][name], record["predicted"].get(name)
-        ratios = (median_ratio(samples["torch"], taken), median_ratio(taken, samples["torch.compile"]))
-        cells = [f"{1e3 * middle.seconds:.1f}", f"{1e3 * middle.cpu:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
-        cells.append("" if own is None else f"{own['seconds'] / middle.seconds - 1:+.1%}")
-        cells.append("-" if memory is None else f"{memory / 2**20:.0f}")
-        cells.append("" if own is None or memory is None else f"{own['bytes'] / memory - 1:+.1%}")
-        shown.add_row(name, *cells)
-    return shown
-
-
-def hidden_share(record: Mapping[str, Any]) -> str:
-    """A line with the share of the offloading copies that a step hides."""
-    samples = {name: [Sample(**sample) for sample in taken] for name, taken in record["samples"].items()}
-    if not {"looped", "offload"} <= samples.keys():
-        return "offload: not measured, for it takes the variants looped and offload"
-    more = medians(samples["offload"]).seconds - medians(samples["looped"]).seconds
-    nbytes, seconds = record["copied"]["bytes"], record["copied"]["seconds"]
-    if not nbytes:
-        return "offload: no value is offloaded"
-    return f"offload: {nbytes / 2**20:.0f} MiB to the host and back in {1e3 * seconds:.1f} ms, {1 - more / seconds:.1%} hidden"
 
 
 if __name__ == "__main__":
