@@ -3,7 +3,7 @@
     python benchmarks/published.py [--only NAME ...]
 
 Nothing runs on a GPU: each model is captured on the meta device (minutes for all), and its published mesh, schedule and
-microbatches are priced by `graphpp.planner.plans.predict`. The published layouts are not searched for.
+microbatches are priced by `graphpp.cluster_planner.plans.predict`. The published layouts are not searched for.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rich.table import Table
 from torch import Tensor
 
 import graphpp
+from graphpp.cluster_planner.costs.capture_costs import capture_costs
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.predict import predict
+from graphpp.cluster_planner.plans.question import Question
+from graphpp.cluster_planner.plans.settings import ScheduleChoice, Setting
 from graphpp.devices import A100, H100_SXM, Machines
-from graphpp.planner.cluster.capture_costs import capture_costs
-from graphpp.planner.cluster.model_costs import ModelCosts
-from graphpp.planner.plans.mesh_shapes import MeshShape
-from graphpp.planner.plans.predict import predict
-from graphpp.planner.plans.question import Question
-from graphpp.planner.plans.settings import ScheduleChoice, Setting
 
 H100_HBM2E = replace(H100_SXM, name="H100 96 GB", memory_bandwidth=2.4e12, memory=96 * 10**9)  # of torchtitan's machines
 H800 = replace(H100_SXM, name="H800", inside=replace(H100_SXM.inside, bandwidth=200e9))  # NVLink with 400 GB/s both ways

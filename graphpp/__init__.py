@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from graphpp import attention, cache, devices, experts, schedules
     from graphpp.api import compile, verify
     from graphpp.batch.microbatch import Microbatch, absent, whole
+    from graphpp.cluster_planner.plans.found_plans import TrainingPlans
+    from graphpp.cluster_planner.plans.plan import plan
+    from graphpp.cluster_planner.plans.training_plan import TrainingPlan
     from graphpp.errors import (
         BatchError,
         CaptureError,
@@ -40,9 +43,6 @@ if TYPE_CHECKING:
     from graphpp.pipeline.results import EvalResult, StepResult
     from graphpp.planner.megatron_layout import Layout
     from graphpp.planner.plan import Plan
-    from graphpp.planner.plans.found_plans import TrainingPlans
-    from graphpp.planner.plans.plan import plan
-    from graphpp.planner.plans.training_plan import TrainingPlan
     from graphpp.planner.resolve_split import split_points
     from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
     from graphpp.schedules.any_form import simulate
@@ -140,9 +140,9 @@ _HOMES = {
     "graphpp.pipeline.results": "EvalResult StepResult",
     "graphpp.planner.megatron_layout": "Layout",
     "graphpp.planner.plan": "Plan",
-    "graphpp.planner.plans.found_plans": "TrainingPlans",
-    "graphpp.planner.plans.plan": "plan",
-    "graphpp.planner.plans.training_plan": "TrainingPlan",
+    "graphpp.cluster_planner.plans.found_plans": "TrainingPlans",
+    "graphpp.cluster_planner.plans.plan": "plan",
+    "graphpp.cluster_planner.plans.training_plan": "TrainingPlan",
     "graphpp.planner.resolve_split": "split_points",
     "graphpp.planner.search_plans": "PlanCandidate PlanSearch plan_auto",
     "graphpp.schedules.any_form": "simulate",

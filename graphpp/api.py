@@ -13,6 +13,8 @@ from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
 from graphpp.capture.dtensors.check_meshes import check_meshes
 from graphpp.capture.loss import LossFunction
+from graphpp.cluster_planner.plans.as_options import DECIDED, with_plan
+from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.backend import BackendLike
 from graphpp.options.debug import DebugLike
@@ -34,8 +36,6 @@ from graphpp.parallel.place import (
 )
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
-from graphpp.planner.plans.as_options import DECIDED, with_plan
-from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.runtime.model_state import tensor_lines
 from graphpp.runtime.shards.local_rows import is_sharded
 from graphpp.runtime.shards.spread_tensors import refuse_spread

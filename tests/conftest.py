@@ -31,7 +31,7 @@ LONGEST = (
     "tests/pipeline/test_varying_sizes.py",
     "tests/backends/test_inductor.py",
     "tests/zoo/",
-    "tests/pipeline/checkpoint/",
+    "tests/checkpoint/",
     "tests/end_to_end/",
     "tests/pipeline/test_soak.py",
     "tests/test_benchmarks.py",

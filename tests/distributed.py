@@ -40,7 +40,7 @@ import torch.distributed as dist
 GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
 PATIENCE = 600.0  # seconds that a call may take, on a machine that is ten times slower than this one or as busy
 PRELOADED = [  # what the process that workers are forked from imports: also what a first capture would import on each rank
-    *("graphpp.api", "graphpp.pipeline.checkpoint.local", "tests.models", "networkx", "torch.distributed.pipelining"),
+    *("graphpp.api", "graphpp.checkpoint.local", "tests.models", "networkx", "torch.distributed.pipelining"),
     *("torch.export._trace", "torch._functorch.aot_autograd"),
 ]
 COLLECTED = (20_000, 20, 50)  # for `gc.set_threshold`: a capture makes objects by the hundred thousand, and hardly any garbage

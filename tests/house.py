@@ -71,9 +71,9 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     ),
     "graphpp.batch": ("graphpp.options", "graphpp.streams", "graphpp._torch"),
     "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),
-    "graphpp.pipeline.checkpoint": ("graphpp.parallel", "graphpp.streams", "graphpp._torch"),
-    "graphpp.pipeline.ownership": (
-        "graphpp.pipeline.checkpoint",
+    "graphpp.checkpoint": ("graphpp.parallel", "graphpp.streams", "graphpp._torch"),
+    "graphpp.ownership": (
+        "graphpp.checkpoint",
         "graphpp.options",
         "graphpp.parallel",
         "graphpp.runtime",
@@ -89,16 +89,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.runtime",
         "graphpp.schedules",
     ),
-    "graphpp.planner.plans": (
-        "graphpp._torch.this_thread",  # no garbage is collected while tables grow
-        "graphpp.options",
-        "graphpp.batch",
-        "graphpp.devices",
-        "graphpp.planner",
-        "graphpp.report",
-        "graphpp.schedules",
-    ),
-    "graphpp.planner.cluster": (  # fake tensors say how values grow
+    "graphpp.cluster_planner.costs": (  # fake tensors say how values grow
         "graphpp._torch.aot",
         "graphpp._torch.symbols",
         "graphpp._torch.this_thread",
@@ -111,6 +102,17 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.runtime",
         "graphpp.schedules",
     ),
+    "graphpp.cluster_planner.plans": (
+        "graphpp._torch.this_thread",  # no garbage is collected while tables grow
+        "graphpp.options",
+        "graphpp.batch",
+        "graphpp.cluster_planner.costs",
+        "graphpp.devices",
+        "graphpp.planner",
+        "graphpp.report",
+        "graphpp.schedules",
+    ),
+    "graphpp.cluster_planner": (),
 }
 
 

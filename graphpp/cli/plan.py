@@ -18,7 +18,7 @@ from graphpp.errors import GraphPPError, NoPlanError
 if TYPE_CHECKING:
     import torch
 
-    from graphpp.planner.plans.found_plans import TrainingPlans
+    from graphpp.cluster_planner.plans.found_plans import TrainingPlans
 
 _MACHINES_HELP = 'Machines as "<count>x<device>", e.g. 512xH100, or a JSON file with the fields of graphpp.devices.Machines.'
 _SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
@@ -59,7 +59,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     The model is built on the meta device and takes no memory. Exit code 1 where no plan fits the memory.
     """
     from graphpp.cli.models import load_model  # load torch, which help pages need not
-    from graphpp.planner.plans.plan import plan as search
+    from graphpp.cluster_planner.plans.plan import plan as search
 
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
     options = {
@@ -103,7 +103,7 @@ def read_machines(text: str) -> Machines:
     """Machines from "<count>x<device>", or from a JSON file of their fields, whose device may be the name of a known one."""
     if not text.endswith(".json"):
         return Machines.read(text)
-    from graphpp.planner.plans.from_json import document, read
+    from graphpp.cluster_planner.plans.from_json import document, read
 
     try:
         given = document(Path(text), "machines")

@@ -13,7 +13,7 @@ from graphpp.cli.plan import written
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
-    from graphpp.planner.plans.training_plan import TrainingPlan
+    from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 
 _FILE_HELP = "The JSON of `graphpp plan --json`, or of its --save."
 
@@ -37,7 +37,7 @@ def compare(
 
 def _plan(text: str) -> TrainingPlan:
     """A plan of a file. Raises `GraphPPError` for a number that the file does not have."""
-    from graphpp.planner.plans.found_plans import TrainingPlans  # loads torch, which help pages need not
+    from graphpp.cluster_planner.plans.found_plans import TrainingPlans  # loads torch, which help pages need not
 
     numbered = re.fullmatch(r"(.+):([0-9]{1,9})", text)
     file, number = (numbered[1], int(numbered[2])) if numbered and not Path(text).exists() else (text, 1)
@@ -52,7 +52,7 @@ def report(
     output: Annotated[Path, typer.Option(help="The file of the page.")] = Path("report.html"),
 ) -> Answer:
     """Write a page of plans: time against bytes, each plan in full. The page needs no network."""
-    from graphpp.planner.plans.found_plans import TrainingPlans  # loads torch, which help pages need not
+    from graphpp.cluster_planner.plans.found_plans import TrainingPlans  # loads torch, which help pages need not
 
     found = TrainingPlans.from_json(file)
     note = written("--output", output, found.to_html())

@@ -26,6 +26,7 @@ from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
+from graphpp.ownership.initial_values import InitialValues
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
@@ -36,7 +37,6 @@ from graphpp.parallel.timeouts import Timeouts
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
-from graphpp.pipeline.ownership.initial_values import InitialValues
 from graphpp.pipeline.step_call import StepCall
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder

@@ -36,10 +36,10 @@ from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_grap
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.shared_layers import check_shared_layers
 from graphpp.errors import GraphPPError
+from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
 from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
-from graphpp.pipeline.ownership.ownership import Ownership
 from graphpp.pipeline.step_call import GraphKey, KeysOfCall, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables

@@ -20,19 +20,19 @@ from torch import nn
 
 from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, Accepted, checked, or_none, require
 from graphpp.errors import GraphPPError
+from graphpp.ownership.gather import gathered, keys_of
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.module_habits import ModuleHabits
-from graphpp.pipeline.ownership.gather import gathered, keys_of
 from graphpp.runtime.model_state import ModelState
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from graphpp.pipeline.checkpoint.folder import Checkpoint
-    from graphpp.pipeline.checkpoint.optimizer_state import Part
-    from graphpp.pipeline.ownership.shard_values import ShardValues
+    from graphpp.checkpoint.folder import Checkpoint
+    from graphpp.checkpoint.optimizer_state import Part
+    from graphpp.ownership.shard_values import ShardValues
 
 
 _FUNCTION = or_none(FUNCTION)
@@ -134,7 +134,7 @@ class RankPart(ModuleHabits):
         meta device and the generators of random numbers are as before.
         """
         # safetensors and the files' part of torch: a second that `import graphpp` must not cost.
-        from graphpp.pipeline.ownership.materialize import Materials, Source
+        from graphpp.ownership.materialize import Materials, Source
 
         if self._cache.first is not None and self._cache.ownership.sharded is not None:
             raise GraphPPError(
@@ -211,7 +211,7 @@ class RankPart(ModuleHabits):
         the first. `dtype` converts floating-point tensors. Raises `CheckpointError` on all ranks where the folder has weights
         already or cannot be written, and for entries of the state dict that are no tensors.
         """
-        from graphpp.pipeline.ownership.export import Export
+        from graphpp.ownership.export import Export
 
         path = Path(folder).expanduser().resolve()
         export = Export(self._state.entries(), self._holders(), names, dtype, max_file_bytes)
@@ -229,8 +229,8 @@ class RankPart(ModuleHabits):
         `CheckpointError` for an object without a state.
         """
         # The files' part of torch imports SymPy: a second that `import graphpp` must not cost.
-        from graphpp.pipeline.checkpoint.folder import Checkpoint
-        from graphpp.pipeline.checkpoint.training_state import TrainingState, check_stateful
+        from graphpp.checkpoint.folder import Checkpoint
+        from graphpp.checkpoint.training_state import TrainingState, check_stateful
 
         self._cache.captured()
         require(GraphPPError, "extra", MAPPING, {} if extra is None else extra)
@@ -244,7 +244,7 @@ class RankPart(ModuleHabits):
 
     def _flat_parts(self) -> dict[int, list[Part]]:
         """The parameters of each flat parameter that somebody has asked for, by the flat one's `id`."""
-        from graphpp.pipeline.checkpoint.optimizer_state import Part  # `checkpoint` has imported it
+        from graphpp.checkpoint.optimizer_state import Part  # `checkpoint` has imported it
 
         return {
             id(flat.parameter): [Part(fqn, self._state.tensor(fqn), partial(flat.rows, fqn)) for fqn in flat.fqns]

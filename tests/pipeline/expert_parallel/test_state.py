@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import graphpp
-from graphpp.pipeline.ownership.initialize import reset
+from graphpp.ownership.initialize import reset
 from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further

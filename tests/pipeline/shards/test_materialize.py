@@ -19,8 +19,8 @@ from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.pipeline.ownership.models import Model, X, compiled, init, on_meta, whole
-from tests.pipeline.ownership.test_materialize import Wide, anonymous
+from tests.ownership.models import Model, X, compiled, init, on_meta, whole
+from tests.ownership.test_materialize import Wide, anonymous
 from tests.sharding import Mesh
 
 ONE, SHARD2, SHARD3, SHARD4 = (Mesh((ranks,), ("dp_shard",)) for ranks in (1, 2, 3, 4))

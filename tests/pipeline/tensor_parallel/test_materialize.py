@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from graphpp.pipeline.ownership.initialize import reset
+from graphpp.ownership.initialize import reset
 from graphpp.runtime.shards.local_rows import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further

@@ -1,0 +1,190 @@
+"""A checkpoint folder: written whole or not at all, read by any layout of ranks.
+
+Contract
+--------
+- `save` writes into `<folder>.partial` and renames when all ranks have written. A process that is killed at any moment leaves
+  the checkpoint of before, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
+  and `load` takes it where `<folder>` is missing.
+- The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
+- `load` reads no class and runs no code that a file names (`safe_reading.py`), and a checkpoint that does not fit changes
+  nothing (`restore.py`).
+- A folder that is no checkpoint is never replaced.
+- Ranks of one pipeline write and read. Of several replicas the first writes.
+- Errors are `CheckpointError`, raised on all ranks; a rank that fails alone lets the others raise `MismatchError`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from graphpp._torch.checkpoint_files import write_entries
+from graphpp.arguments import FLAG, PATH, checked, or_none
+from graphpp.checkpoint.background import PendingSave, host_copies, in_background
+from graphpp.checkpoint.local import LocalCheckpoint
+from graphpp.checkpoint.restore import ENTRY, restore_from, told, without_os_errors
+from graphpp.checkpoint.safe_reading import METADATA
+from graphpp.checkpoint.training_state import TrainingState, check_not_saving
+from graphpp.errors import CheckpointError
+from graphpp.parallel.rank_place import RankPlace
+
+
+class Checkpoint:
+    """The training of a pipeline, to save and to load; made by `pipe.checkpoint`.
+
+    `state_dict` and `load_state_dict` make it a `Stateful`, so `dcp.save({"training": checkpoint}, checkpoint_id=folder)`
+    works too. `extra` has the values that were given, and after `load` those of the checkpoint.
+    """
+
+    def __init__(self, state: TrainingState, place: RankPlace) -> None:
+        self._state, self._calls = state, state.calls
+        self._writes = place.writes_files
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The values that the caller adds to the checkpoint."""
+        return self._state.extra
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, by names that do not depend on ranks, stages or schedule."""
+        return self._state.entries()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore this rank's part. Raises `CheckpointError` where the state of an optimizer is missing."""
+        self._state.restore(state)
+
+    @checked(CheckpointError, folder=PATH)
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a checkpoint. Called by all ranks.
+
+        After an error, or if a process is killed, the folder has the checkpoint of before.
+        """
+        path = self._path(folder)
+
+        def write() -> None:
+            if self._writes:
+                entries = self._read(path)
+                with self._calls.watched(), told():
+                    write_entries({ENTRY: entries}, FileSystemWriter(_partial(path)), self._calls.file_group)
+                self._publish(path)
+
+        self._calls.replicas_do(f"checkpoint {path}", write)
+
+    @checked(CheckpointError, folder=PATH)
+    def async_save(self, folder: str | os.PathLike[str]) -> PendingSave:
+        """Copy the training into the host's memory and write it in the background. Called by all ranks.
+
+        Call `wait` of the result before the next save or load.
+        """
+        path = self._path(folder)
+        written: list[Future[Any]] = []
+
+        def begin() -> None:
+            if self._writes:
+                entries = {ENTRY: self._read(path, copied=True)}
+                writer, group = FileSystemWriter(_partial(path)), self._calls.file_group
+                written.append(in_background(lambda: write_entries(entries, writer, group)))
+
+        def end() -> None:
+            self._calls.saving = None
+            self._calls.replicas_do(f"checkpoint {path} is complete", publish)
+
+        def publish() -> None:
+            for each in written:
+                with self._calls.watched(), told():
+                    each.result()
+                self._publish(path)
+
+        self._calls.replicas_do(f"checkpoint {path}", begin)
+        self._calls.saving = str(path)
+        return PendingSave(written[0] if written else None, end)
+
+    @checked(CheckpointError, folder=PATH, missing_ok=FLAG)
+    def load(self, folder: str | os.PathLike[str], *, missing_ok: bool = False) -> bool:
+        """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks.
+
+        Returns True; with `missing_ok` False where no save into `folder` has ended yet, as at the first start of a job that may
+        be started again. Raises `CheckpointError` on all ranks where the folder is torn or does not fit this training.
+        """
+        path = self._path(folder)
+
+        def find() -> Path | None:
+            empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+            return None if missing_ok and empty and not _before(path).exists() else complete(path)
+
+        return restore_from(self._state, f"the checkpoint in {path}", find)
+
+    @checked(CheckpointError, folder=PATH, mirror=or_none(FLAG))
+    def local(self, folder: str | os.PathLike[str], *, mirror: bool | None = None) -> LocalCheckpoint:
+        """The same training in a folder of each machine, in memory (`/dev/shm/run`) or on a local disk, with `save` and `load`.
+
+        All ranks of a machine name one folder, which holds the saves of this training alone. `mirror`: whether a rank's part is
+        sent to the next machine as well. None: where no replica on another machine has the same values.
+        """
+        path = Path(folder).expanduser().resolve()
+        return LocalCheckpoint(self._state, path, mirror)
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _path(self, folder: str | os.PathLike[str]) -> Path:
+        """The folder's own path. Raises `CheckpointError` where an asynchronous save is not over."""
+        check_not_saving(self._calls)
+        return Path(folder).expanduser().resolve()
+
+    def _read(self, path: Path, *, copied: bool = False) -> dict[str, Any]:
+        """This rank's entries or copies of them, on all ranks or on none. Removes what a save that was killed has left."""
+        entries: dict[str, Any] = {}
+
+        def read() -> None:
+            if self._state.first:
+                _check_replaceable(path)
+                shutil.rmtree(_partial(path), ignore_errors=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
+            own = self._state.entries()
+            entries.update(host_copies(own) if copied else own)
+
+        self._calls.all_do(f"checkpoint {path}", without_os_errors(read), self._state.alike)
+        return entries
+
+    def _publish(self, path: Path) -> None:
+        """Give the complete checkpoint its name."""
+
+        def publish() -> None:
+            if not self._state.first:
+                return
+            if path.exists():
+                shutil.rmtree(_before(path), ignore_errors=True)
+                path.rename(_before(path))
+            _partial(path).rename(path)
+            shutil.rmtree(_before(path), ignore_errors=True)
+
+        self._calls.all_do(f"checkpoint {path} is complete", without_os_errors(publish))
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise `CheckpointError` where something else than a checkpoint stands at `path`."""
+    if path.exists() and not (path.is_dir() and ((path / METADATA).is_file() or not any(path.iterdir()))):
+        raise CheckpointError(f"{path} is no checkpoint, and a save would replace it: name a new folder, or remove this one")
+
+
+def complete(path: Path) -> Path:
+    """The folder with the latest complete checkpoint. Raises `CheckpointError` where there is none."""
+    for found in (path, _before(path)):
+        if (found / METADATA).is_file():
+            return found
+    if _partial(path).exists():
+        raise CheckpointError(f"{path} has no complete checkpoint: {_partial(path).name} is what a save that was cut off left")
+    raise CheckpointError(f"{path} has no checkpoint: it has no file .metadata, which every complete checkpoint has")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(f"{path.name}.before")

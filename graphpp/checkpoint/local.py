@@ -1,0 +1,250 @@
+"""A checkpoint in a folder of each machine, so that a restart reads no storage that the machines share.
+
+Contract
+--------
+- Each rank writes its part into the folder of its own machine. A part that no replica has on another machine is sent to the
+  next machine of the pipeline, unless the caller decides.
+- A save is published when the files of all machines are complete, and counts when every machine has published it. Only then is
+  the save before removed. A machine that is lost at any moment leaves a complete save.
+- `load` takes the newest save of which all files are on some machine, one for all replicas, and sends each machine the files
+  that its ranks read. Ranks, stages, replicas, schedule and machines may be others than those of the save.
+- All methods are called by all ranks of all replicas. Errors are `CheckpointError`, and what a lost rank leads to.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from graphpp._torch.checkpoint_files import write_entries
+from graphpp.arguments import FLAG, checked
+from graphpp.checkpoint.background import PendingSave, host_copies, in_background
+from graphpp.checkpoint.find_saves import (
+    PARTIAL,
+    Part,
+    Saves,
+    files_in,
+    keep_only,
+    link,
+    name_of_save,
+    number_of,
+    parts_in,
+    save_of,
+    saves_in,
+    training_of,
+)
+from graphpp.checkpoint.machines import Machines, MeshRank
+from graphpp.checkpoint.restore import ENTRY, restore_from, told
+from graphpp.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader
+from graphpp.checkpoint.training_state import TrainingState, check_not_saving
+from graphpp.errors import CheckpointError
+
+_LOG = logging.getLogger("graphpp")
+_NAME_IN_ERRORS = "the local checkpoint"  # machines may call the folder differently
+_LITTLE = 2**16  # bytes; a folder with less room counts as full
+
+
+class LocalCheckpoint:
+    """The training of a pipeline, to save in the machines' own folders and to load; made by `checkpoint.local`."""
+
+    def __init__(self, state: TrainingState, folder: Path, mirror: bool | None) -> None:
+        """`mirror`: whether parts are sent to the next machine; None: those that no replica has on another machine."""
+        self._state, self._calls, self._folder, self._mirror = state, state.calls, folder, mirror
+        self._looked = False  # whether this run has found that there is no complete save
+        self._last: str | None = None  # the save that this run has loaded or published last
+        self._number = 0
+
+    def save(self) -> None:
+        """Write this rank's part, and a copy on another machine. Called by all ranks, between an optimizer's step and the next.
+
+        After an error the save before is still there. Raises `CheckpointError` where the folder has saves of another training.
+        """
+        entries, save = self._begin_save(copied=False)
+        with self._calls.watched():
+            self._store(entries, save)
+
+    def async_save(self) -> PendingSave:
+        """Copy the training into the host's memory; write, send and publish the save in the background. Called by all ranks.
+
+        Call `wait` of the result before the next save or load: it raises the error of a save that failed.
+        """
+        entries, save = self._begin_save(copied=True)
+        written = in_background(lambda: self._store(entries, save))
+        self._calls.saving = str(self._folder)
+
+        def end() -> None:
+            self._calls.saving = None
+            with self._calls.watched():
+                written.result()
+
+        return PendingSave(written, end)
+
+    @checked(CheckpointError, missing_ok=FLAG)
+    def load(self, *, missing_ok: bool = False) -> bool:
+        """Restore the newest save that the machines have together. Called by all ranks.
+
+        Returns True; with `missing_ok` False where there is none, so that the training goes on from a checkpoint on a disk.
+        Raises `CheckpointError` for a save that does not fit this training, and for saves of several trainings.
+        """
+        self._begin("load")
+        machines, folder = self._machines, self._folder
+        with self._calls.watched():
+            parts, files = dict[str, Part](), dict[str, int]()
+
+            def look() -> None:
+                parts.update(parts_in(folder))
+                for save in saves_in(folder):
+                    files.update(files_in(folder / save, folder))
+
+            machines.agreed(look)
+            saves = Saves(machines.gathered(parts), machines.gathered(files))
+            found = saves.newest(machines.own.replica)
+            if found is not None:
+                self._bring_together(found, saves)
+        self._looked = self._looked or found is None
+        if found is None and not missing_ok:
+            raise CheckpointError(
+                f"the machines of this job have no complete save in {folder} ({len(parts)} parts are on this one): load a "
+                "checkpoint from a disk"
+            )
+        part = None if found is None else folder / found[0]
+        loaded = restore_from(self._state, _NAME_IN_ERRORS, lambda: part, self._fetch_files)
+        if found is not None:
+            self._last = save_of(found[0])
+            self._number = number_of(self._last)
+        return loaded
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    @cached_property
+    def _machines(self) -> Machines:
+        return Machines(self._calls.file_group, self._calls.replica_file_group, self._folder)
+
+    def _begin(
+        self, what: str, work: Callable[[], None] | None = None, alike: Callable[[], Mapping[str, list[str]]] | None = None
+    ) -> None:
+        """Do `work` on all ranks of all replicas once they agree on the call; afterwards it is known who shares a machine."""
+
+        def begin() -> None:
+            check_not_saving(self._calls)
+            if work is not None:
+                work()
+
+        def facts() -> dict[str, list[str]]:
+            return {"mirror": [str(self._mirror)], **(alike() if alike is not None else {})}
+
+        words = f"{what} {_NAME_IN_ERRORS}"
+        self._calls.replicas_do(words, partial(self._calls.all_do, words, begin, facts))
+        with self._calls.watched():
+            _ = self._machines.of
+
+    def _begin_save(self, *, copied: bool) -> tuple[dict[str, Any], str]:
+        """This rank's entries, the model's own memory or a copy in the host's, and the name of the save."""
+        entries: dict[str, Any] = {}
+
+        def read() -> None:
+            own = self._state.entries()
+            entries.update(host_copies(own) if copied else own)
+
+        self._begin("save", read, self._state.alike)
+        self._number += 1
+        training = self._machines.name if self._last is None else training_of(self._last)
+        return entries, name_of_save(self._calls.steps, self._number, training, self._machines.name)
+
+    def _store(self, entries: dict[str, Any], save: str) -> None:
+        """Write, exchange and publish a save."""
+        machines, folder, unpublished = self._machines, self._folder, f"{save}{PARTIAL}"
+        part = folder / unpublished / str(machines.own.replica)
+        machines.once_per_machine(self._make_place)
+        try:
+            machines.agreed(lambda: self._write(entries, part))
+            self._copy_to_other_machines(unpublished)
+            machines.once_per_machine(lambda: (folder / unpublished).rename(folder / save))
+        except BaseException:
+            shutil.rmtree(folder / unpublished, ignore_errors=True)
+            raise
+        self._last = save
+        machines.once_per_machine(lambda: keep_only([save], folder))
+
+    def _make_place(self) -> None:
+        """Remove the saves of this training but the last."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        there = [save for save in saves_in(self._folder) if not save.endswith(PARTIAL)]
+        if there and not self._looked and self._last is None:
+            raise CheckpointError(
+                f"{self._folder} has saves that this run has not loaded, {there[-1]} for one: load them, remove them, or give "
+                "this training a folder of its own"
+            )
+        keep_only([self._last] if self._last is not None else [], self._folder)
+
+    def _write(self, entries: dict[str, Any], folder: Path) -> None:
+        try:
+            with told():
+                write_entries({ENTRY: entries}, FileSystemWriter(folder), self._calls.file_group)
+        except CheckpointError as fault:
+            free = shutil.disk_usage(self._folder).free
+            if free < _LITTLE:
+                raise CheckpointError(f"{self._folder} is full, and needs room for two saves: {fault}") from fault
+            raise
+
+    def _copy_to_other_machines(self, save: str) -> None:
+        """Give every machine the metadata, and the next machine the files that no other machine would have."""
+        machines = self._machines
+        stored = machines.gathered(files_in(self._folder / save / str(machines.own.replica), self._folder))
+        wanted = {rank: {f"{save}/{rank.replica}/{METADATA}"} for rank in stored}
+        alone = False
+        for rank in machines.of:
+            if not self._sends(rank):
+                continue
+            targets = machines.on_next_machine(rank)
+            for number, file in enumerate(sorted(stored[rank]) if targets else ()):
+                wanted[targets[number % len(targets)]].add(file)
+            alone = alone or not targets
+        if alone and self._number == 1:
+            _LOG.warning(
+                "the saves in %s outlive the processes, but not the machine: the ranks of the pipeline share it, and no "
+                "replica is on another one",
+                self._folder,
+            )
+        machines.bring(wanted, stored)
+
+    def _sends(self, rank: MeshRank) -> bool:
+        """Whether the part of a rank goes to the next machine; of replicas on one machine the first one's."""
+        machines = self._machines
+        twins = machines.twins(rank)
+        here = [each for each in twins if machines.of[each] == machines.of[rank]]
+        copied = len({machines.of[each] for each in twins}) > 1
+        return here[0] == rank and (self._mirror or (self._mirror is None and not copied))
+
+    # ------------------------------------------------------------------------------------------------ loading
+
+    def _bring_together(self, found: tuple[str, list[str]], saves: Saves) -> None:
+        """Give every machine the metadata of the part that its ranks read, and remove all other saves."""
+        machines, folder = self._machines, self._folder
+        part, parts = found
+        machines.once_per_machine(lambda: keep_only([save_of(part)], folder))
+        machines.once_per_machine(lambda: link(parts, saves.files[machines.own], folder))
+        machines.bring(machines.gathered([f"{part}/{METADATA}"]), saves.files)
+
+    def _fetch_files(self, part: Path, entries: dict[str, Any]) -> None:
+        """Bring the files with the entries that this rank reads next onto its machine."""
+        needed: set[str] = set()
+        stored: dict[str, int] = {}
+
+        def plan() -> None:
+            metadata, planner = SafeReader(part).read_metadata(), SafePlanner(part)
+            planner.set_up_planner(entries, metadata)
+            places = (metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items)
+            needed.update(str((part / place).relative_to(self._folder)) for place in places)
+            written = Part.of(metadata)
+            stored.update((file, size) for file, size in files_in(part, self._folder).items() if written.is_whole(file, size))
+
+        with self._calls.watched():
+            self._machines.agreed(plan)
+            self._machines.bring(self._machines.gathered(needed), self._machines.gathered(stored))

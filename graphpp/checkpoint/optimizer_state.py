@@ -1,0 +1,186 @@
+"""The state of optimizers by parameter: tensors and plain values under the parameter's FQN, whatever the groups are.
+
+Contract
+    `entries` reads the optimizers and changes nothing. Each parameter has
+        <FQN>.state.<name>    each tensor of its state
+        <FQN>.values          the names of these tensors, the other values of its state, and the values of its group, as text
+                              (`plain_text.py`)
+    Loading has three steps. `texts` names the text of each parameter, and `check_texts` reads the loaded texts. `targets` makes
+    the memory for the tensors, and `restore` puts texts and tensors into the optimizers: a parameter that had no state when it
+    was saved has none afterwards. The parameters of one group must have been saved with equal values of their group. A
+    parameter belongs to one optimizer.
+    An optimizer whose state is no mapping by parameter, as that of LBFGS is not, or that holds a parameter of another rank is
+    refused. Errors are `CheckpointError`.
+
+`torch.distributed.checkpoint.state_dict` is not used: it makes the state of a new optimizer by a step of that optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from graphpp._torch.parallel.sharded_tensor import local_of, with_local
+from graphpp.checkpoint.plain_text import as_text, from_text
+from graphpp.errors import CheckpointError
+
+_STATE, _VALUES = ".state.", ".values"
+_ON_HOST = "step"  # a count that optimizers keep on the host, unless their kernels need it on the device
+
+
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of this rank by FQN. `rows`: its rows in a tensor laid out as the flat parameter that has them, if any."""
+
+    fqn: str
+    parameter: torch.Tensor
+    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+Own = Mapping[int, Sequence[Part]]
+"""This rank's parameters: by the `id` of a tensor that an optimizer may hold, the parameters in it."""
+
+
+def check(optimizers: Sequence[Optimizer], own: Own) -> None:
+    """Raise `CheckpointError` for an optimizer that cannot be saved."""
+    seen: set[str] = set()
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS):
+            raise CheckpointError(f"{name} keeps one state for all parameters, which belongs to no parameter by name")
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise CheckpointError(
+                        f"{name} holds a parameter of shape {list(parameter.shape)} in group {number} which this rank does not "
+                        "train: make the optimizer of pipe.parameters()"
+                    )
+                for part in own[id(parameter)]:
+                    if part.fqn in seen:
+                        raise CheckpointError(f"{part.fqn} is in two optimizers of the checkpoint: give it to one")
+                    seen.add(part.fqn)
+
+
+def entries(optimizers: Sequence[Optimizer], own: Own) -> dict[str, Any]:
+    """The entries of this rank's optimizers. Tensors are the optimizers' own memory."""
+    found: dict[str, Any] = {}
+    for part, optimizer, group, parameter in _parameters(optimizers, own):
+        fqn, state = part.fqn, optimizer.state.get(parameter, {})
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        found |= {f"{fqn}{_STATE}{name}": _part_of(value, part, parameter) for name, value in tensors.items()}
+        values = {name: value for name, value in state.items() if name not in tensors}
+        group_values = {name: value for name, value in group.items() if name != "params"}
+        about = f"the group of {fqn} in {type(optimizer).__name__}"
+        found[f"{fqn}{_VALUES}"] = as_text(about, [sorted(tensors), values, group_values])
+    return found
+
+
+def texts(optimizers: Sequence[Optimizer], own: Own) -> dict[str, str]:
+    """The entry for the text of each of this rank's parameters, empty."""
+    return {f"{part.fqn}{_VALUES}": "" for part, *_ in _parameters(optimizers, own)}
+
+
+def check_texts(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` where a text is no plain data, or the parameters of a group have other values than each other."""
+    groups: dict[int, tuple[str, str]] = {}
+    for part, _, group, _ in _parameters(optimizers, own):
+        fqn = part.fqn
+        text = as_text(fqn, _values(fqn, loaded)[2])
+        first, known = groups.setdefault(id(group), (fqn, text))
+        if known != text:
+            raise CheckpointError(
+                f"{first} and {fqn} are in one group of the optimizer, and the checkpoint has other values for their groups "
+                "(learning rate, decay ..): group the parameters as they were when they were saved"
+            )
+
+
+def targets(
+    optimizers: Sequence[Optimizer], own: Own, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Memory for the stored tensors of this rank's parameters. `stored`: each stored tensor as an empty one of its shape."""
+    by_parameter: dict[str, list[str]] = {}
+    for name in stored:
+        by_parameter.setdefault(name.rpartition(_STATE)[0], []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    for part, _, group, _ in _parameters(optimizers, own):
+        parameter = part.parameter
+        for name in by_parameter.get(part.fqn, ()):
+            counts = name.endswith(f"{_STATE}{_ON_HOST}")
+            if stored[name].shape == parameter.shape and not counts:  # sharded as the parameter is
+                found[name] = torch.empty_like(parameter, dtype=stored[name].dtype, requires_grad=False)
+                continue
+            on_host = counts and not (group.get("capturable") or group.get("fused"))
+            found[name] = torch.empty_like(stored[name], device="cpu" if on_host else parameter.device)
+    return found
+
+
+def restore(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]) -> None:
+    """Put loaded texts and tensors into the optimizers. Raises `CheckpointError`, and changes nothing, if one is missing."""
+    check_texts(optimizers, own, loaded)
+    states: dict[int, dict[str, Any]] = {}
+    for part, _, _, parameter in _parameters(optimizers, own):
+        names, values, _ = _values(part.fqn, loaded)
+        lacking = [name for name in names if f"{part.fqn}{_STATE}{name}" not in loaded]
+        if lacking:
+            raise CheckpointError(
+                f"the state {lacking[0]!r} of {part.fqn} was saved and not loaded: torch.distributed.checkpoint.load fills the "
+                "state that an optimizer has already, so load with pipe.checkpoint(...).load(folder)"
+            )
+        tensors = {name: loaded[f"{part.fqn}{_STATE}{name}"] for name in names}
+        _join(states.setdefault(id(parameter), {}), {**tensors, **values}, part, parameter)
+    for part, optimizer, group, parameter in _parameters(optimizers, own):
+        group.update(_values(part.fqn, loaded)[2])
+        optimizer.state.pop(parameter, None)
+        if states[id(parameter)]:
+            optimizer.state[parameter] = states[id(parameter)]
+
+
+def _part_of(value: torch.Tensor, part: Part, parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor of a state that belongs to `part` of a parameter that the optimizer holds."""
+    if part.rows is None or value.shape != parameter.shape:
+        return value
+    return with_local(part.parameter, part.rows(value))
+
+
+def _join(state: dict[str, Any], loaded: Mapping[str, Any], part: Part, parameter: torch.Tensor) -> None:
+    """Put what was loaded for `part` into the state of the parameter that has it.
+
+    Raises `CheckpointError` where parts of a flat parameter have other values, such as another count of steps.
+    """
+    for name, value in loaded.items():
+        by_element = isinstance(value, torch.Tensor) and value.shape == part.parameter.shape and name != _ON_HOST
+        if part.rows is not None and by_element:
+            local = local_of(value)
+            flat = state.setdefault(name, torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False))
+            part.rows(flat).copy_(value if local is None else local)
+        elif not _equal(state.setdefault(name, value), value):
+            raise CheckpointError(
+                f"{part.fqn} was saved with another {name} than the parameters that share a flat one with it: make the "
+                "optimizer of pipe.parameters()"
+            )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one is other or (torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other))
+
+
+def _values(fqn: str, loaded: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """The text of a parameter: the names of its state's tensors, the other values of its state, the values of its group."""
+    names, values, group = from_text(fqn, loaded[f"{fqn}{_VALUES}"])
+    return names, values, group
+
+
+def _parameters(
+    optimizers: Sequence[Optimizer], own: Own
+) -> Iterator[tuple[Part, Optimizer, dict[str, Any], torch.Tensor]]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for part in own[id(parameter)]:
+                    yield part, optimizer, group, parameter

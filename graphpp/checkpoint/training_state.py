@@ -1,0 +1,220 @@
+"""The contents of a checkpoint, by name and independent of ranks, stages and schedule.
+
+Contract
+    `TrainingState` reads and restores this rank's part of a training. Its entries:
+        model.<key>                 the rank's parameters and buffers, under every key of the model's state dict
+        optimizer.<FQN>...          the state of a parameter's optimizer, and the values of its group (`optimizer_state.py`)
+        others.<number>             schedulers, scalers and all else with a `state_dict`, in the order given
+        extra.<name>                values that the caller adds
+        random.<device type>        the default generator of the pipeline's first rank, which all ranks read
+        steps                       how many training calls the pipeline has made
+    Entries that several ranks have are equal; `alike` gives the texts by which ranks compare them. Reading changes nothing.
+    Values that are no tensors are plain data. Errors are `CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from graphpp.checkpoint import optimizer_state
+from graphpp.checkpoint.optimizer_state import Part
+from graphpp.checkpoint.plain_text import as_text, from_text
+from graphpp.errors import CheckpointError
+
+_EXTRA_STATE = "_extra_state"  # torch's name for what a module's `get_extra_state` returns
+
+
+class Trained(Protocol):
+    """The pipeline, as far as a checkpoint needs it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's entries of the model's state dict."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters of this rank's stages."""
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy this rank's entries into the model."""
+
+
+class RankCalls(Protocol):
+    """The calls of a pipeline on this rank, as far as a checkpoint needs them."""
+
+    steps: int
+    saving: str | None  # the folder of an asynchronous save until it is waited for
+
+    @property
+    def file_group(self) -> dist.ProcessGroup | None:
+        """A process group of the pipeline's ranks for checkpoints; None for one process."""
+
+    @property
+    def replica_file_group(self) -> dist.ProcessGroup | None:
+        """A process group of this rank's replicas for checkpoints; None without replicas."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """A context around a call of all ranks."""
+
+    def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
+        """Do `work` on every rank, and go on when all have done it."""
+
+    def replicas_do(self, what: str, work: Callable[[], None]) -> None:
+        """Do `work` on every replica, and go on when all have done it."""
+
+
+def check_not_saving(calls: RankCalls) -> None:
+    """Raise `CheckpointError` where an asynchronous save is not over."""
+    if calls.saving is not None:
+        raise CheckpointError(f"the asynchronous save into {calls.saving} is not over: call wait() of its result")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A pipeline's training as it is now.
+
+    `check_listed` raises where the model's state dict lacks a tensor of this rank that it should have; `first`: whether this is
+    the pipeline's first rank; `calls` counts the training calls; `flat_parts` gives the flat parameters.
+    """
+
+    pipeline: Trained
+    check_listed: Callable[[], None]
+    optimizers: Sequence[Optimizer]
+    others: Sequence[Stateful]
+    extra: dict[str, Any]
+    device: torch.device
+    first: bool
+    calls: RankCalls
+    flat_parts: Callable[[], optimizer_state.Own] = dict
+
+    def entries(self) -> dict[str, Any]:
+        """This rank's entries. Tensors are the memory of the model and of the optimizers."""
+        own = self._own()
+        optimizer_state.check(self.optimizers, own)
+        found: dict[str, Any] = {
+            "model": self._model_entries(),
+            "optimizer": optimizer_state.entries(self.optimizers, own),
+            **self._texts(),
+            "steps": self.calls.steps,
+        }
+        if self.first:
+            found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
+        return found
+
+    def alike(self) -> dict[str, list[str]]:
+        """Digests of the entries that all ranks must have alike, by the words that an error has for them."""
+        texts = self._texts()
+        others = {
+            f"the state of the {type(each).__name__} of the checkpoint": [_digest(texts["others"][str(at)])]
+            for at, each in enumerate(self.others)
+        }
+        extra = {f"extra[{name!r}] of the checkpoint": [_digest(text)] for name, text in texts["extra"].items()}
+        return {**others, **extra, "the training calls": [str(self.calls.steps)]}
+
+    def plain_targets(self) -> dict[str, Any]:
+        """The entries of this rank that are no tensors, empty: the first part of a load."""
+        own = self._own()
+        optimizer_state.check(self.optimizers, own)
+        return {
+            "optimizer": optimizer_state.texts(self.optimizers, own),
+            "others": {str(at): "" for at in range(len(self.others))},
+            "extra": dict.fromkeys(self.extra, ""),
+            "steps": 0,
+        }
+
+    def check_plain(self, loaded: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` where a loaded entry that is no tensor does not fit; nothing is changed."""
+        optimizer_state.check_texts(self.optimizers, self._own(), loaded["optimizer"])
+        for kind in ("others", "extra"):
+            for name, text in loaded[kind].items():
+                from_text(f"{kind}.{name}", text)
+
+    def tensor_targets(self, stored: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Memory for this rank's tensors: the model's own, new memory for optimizers. `stored`: as for `optimizer_state`."""
+        prefix = "optimizer."
+        of_optimizers = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
+        found: dict[str, Any] = {
+            "model": self._model_entries(),
+            "optimizer": optimizer_state.targets(self.optimizers, self._own(), of_optimizers),
+        }
+        found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
+        return found
+
+    def restore(self, loaded: Mapping[str, Any]) -> None:
+        """Put loaded entries in place; the model's tensors may be loaded already."""
+        others = {at: from_text(f"argument {at}", text) for at, text in loaded["others"].items()}
+        extra = {name: from_text(f"extra[{name!r}]", text) for name, text in loaded["extra"].items()}
+        optimizer_state.restore(self.optimizers, self._own(), loaded["optimizer"])
+        self.pipeline.load_state_dict(loaded["model"])
+        for at, each in enumerate(self.others):
+            each.load_state_dict(others[str(at)])
+        for name, value in list(self.extra.items()):
+            if isinstance(value, Stateful):
+                value.load_state_dict(extra[name])
+            else:
+                self.extra[name] = extra[name]
+        for type_, generator in self._generators():
+            if type_ in loaded["random"]:
+                generator.set_state(loaded["random"][type_])
+        self.calls.steps = loaded["steps"]
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _own(self) -> optimizer_state.Own:
+        own = {id(parameter): [Part(fqn, parameter)] for fqn, parameter in self.pipeline.named_parameters()}
+        return {**own, **self.flat_parts()}
+
+    def _model_entries(self) -> dict[str, torch.Tensor]:
+        """This rank's entries of the model's state dict, all of them tensors."""
+        entries = self.pipeline.state_dict()
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor) or key.rpartition(".")[2] == _EXTRA_STATE:
+                raise CheckpointError(
+                    f"{key} of the model's state dict is no parameter or buffer (get_extra_state): give the module's state in "
+                    "extra={...}"
+                )
+            if value.is_meta:
+                raise CheckpointError(f"{key} is on the meta device: call pipe.materialize first, on all ranks")
+        self.check_listed()
+        return entries
+
+    def _texts(self) -> dict[str, dict[str, str]]:
+        return {
+            "others": {str(at): as_text(f"argument {at}", each.state_dict()) for at, each in enumerate(self.others)},
+            "extra": {name: as_text(f"extra[{name!r}]", _state_of(value)) for name, value in self.extra.items()},
+        }
+
+    def _generators(self) -> Iterator[tuple[str, torch.Generator]]:
+        yield "cpu", torch.default_generator
+        if self.device.type == "cuda":
+            yield "cuda", torch.cuda.default_generators[self.device.index or 0]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def check_stateful(arguments: Sequence[object], extra: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Stateful]]:
+    """The optimizers, and the other objects with a state. Raises `CheckpointError` for an object without one."""
+    for at, each in enumerate(arguments):
+        if not isinstance(each, Stateful) or isinstance(each, type):
+            raise CheckpointError(
+                f"argument {at} of pipe.checkpoint is {each!r}: give optimizers, schedulers, scalers and other objects with "
+                "state_dict and load_state_dict; plain values go into extra={...}"
+            )
+    for name in extra:
+        if not isinstance(name, str):
+            raise CheckpointError(f"extra: the names of values are strings, got {name!r}")
+    optimizers = [each for each in arguments if isinstance(each, Optimizer)]
+    return optimizers, [cast(Stateful, each) for each in arguments if not isinstance(each, Optimizer)]

@@ -1,0 +1,323 @@
+"""From a captured joint graph to the costs of a model.
+
+Contract
+    in   a captured joint graph, its module calls, the number of rows, plans of tensor and expert parallelism
+    out  `ModelCosts`, which holds no graph
+    A segment lies between neighbouring places at which a stage may start: the repeated layers, and module calls outside of
+    them. Its phases are those that `passes/lower.py` makes of a stage, so saved values, recomputation and messages are those of
+    a pipeline that runs. Equal segments are one kind. The joint graph is changed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import gcd
+from typing import Any
+
+from torch import fx
+
+from graphpp._torch import aot
+from graphpp._torch.symbols import hint
+from graphpp.cluster_planner.costs.cost_data import PHASES, OffloadableSize, ParameterCosts, SegmentKind, Variant
+from graphpp.cluster_planner.costs.facts import note_facts
+from graphpp.cluster_planner.costs.fake_calls import sizes_of
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.costs.operations import Counted, Size, operations_of, size_of, summed
+from graphpp.cluster_planner.costs.shortened import Shortened, shortened
+from graphpp.cluster_planner.costs.tensor_plan import Plan, ShardedParameters
+from graphpp.errors import CaptureError, GraphPPError
+from graphpp.options.recompute import Recompute, read_recompute
+from graphpp.options.split import ModuleCall
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.liveness import counts_in_peak, live_values
+from graphpp.passes.graph.offloadable import LocalNeighbours, offloadable
+from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
+from graphpp.passes.lower import LoweringOptions, assigned, staged_graphs
+from graphpp.planner import recompute_policy as policy
+from graphpp.planner.layers import repeated_layers
+from graphpp.planner.segments import places
+from graphpp.runtime import program
+from graphpp.schedules.table.actions import Kind
+
+RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+_STACKED = 3  # dimensions of a parameter that holds the experts of a layer: experts, inputs, outputs
+
+
+def model_costs(
+    joint: JointGraph,
+    calls: Sequence[ModuleCall],
+    *,
+    rows: int,
+    tensor_plan: Plan | None = None,
+    expert_plan: Plan | None = None,
+    inside: bool = False,
+    device_type: str = "cuda",
+    second: Callable[[], JointGraph] | None = None,
+) -> ModelCosts:
+    """The costs of a captured model. `rows`: those of the captured example.
+
+    Of a run of equal segments three are lowered (`shortened.py`); their costs are those of the others.
+
+    `inside`: also places between the modules that a layer calls; bytes are an upper bound then, for values that two segments of
+    a stage save count twice. `device_type`: the device whose launches and memory decide what is recomputed for free. `second`:
+    captures the model for twice as many rows; called where the graph alone does not tell how sizes depend on rows. Changes
+    `joint`. Raises `CaptureError`, `GraphPPError`.
+    """
+    if not joint.training:
+        raise CaptureError("cluster costs: the graph has no backward: capture the model with training=True")
+    shapes = {fqn: tuple(map(hint, meta.shape)) for fqn, meta in joint.parameters.items()}
+    sharded = ShardedParameters.of(shapes, tensor_plan or {}, expert_plan or {})
+    starts = places(joint, calls) if inside else _outside(joint, calls)
+    with aot.quick():
+        joint = assigned(joint, starts)
+        note_facts(joint, rows, sharded, second=None if second is None else lambda: assigned(second(), starts))
+        short = shortened(joint, len(starts), [policy.region_of(Recompute(), calls)])
+        staged = {each: _staged(short.joint, calls, len(short.stages), each, device_type) for each in RECOMPUTE}
+        kinds = _Kinds()
+        variants = {name: kinds.variant(*found, short.stage_of) for name, found in staged.items()}
+    cut, first = staged[None]
+    named = {node.name: node for node in cut.graph.nodes}
+    on, back = (
+        [summed(size_of(named[value.name]) for value in values) for values in each] for each in _crossing(first)
+    )
+    behind = short.stage_of[:-1]
+    layers = {call.position for call in repeated_layers(calls)}
+    return ModelCosts(
+        rows=rows,
+        starts=tuple(starts),
+        names=tuple(_name_at(calls, start) for start in starts),
+        layers=tuple(segment for segment, start in enumerate(starts) if start in layers),
+        variants=variants,
+        forward=tuple(on[stage] for stage in behind),
+        backward=tuple(back[stage] for stage in behind),
+        parameters=tuple(_parameters(joint, first, short, sharded)),
+        buffers=tuple(_buffers(joint, first, short)),
+        attentions=sum(map(_is_attention, joint.computed())),
+        tensor_ranks=gcd(*_sharded_sizes(joint)),
+        expert_ranks=_expert_ranks(shapes, sharded),
+    )
+
+
+def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParameters) -> int:
+    """The most ranks that divide the experts of every layer. Raises `GraphPPError` for experts that are modules of a list."""
+    stacked = [shapes[fqn][0] for fqn in sharded.experts if len(shapes[fqn]) == _STACKED]
+    if sharded.experts and not stacked:
+        raise GraphPPError(
+            f"expert_plan: {next(iter(sharded.experts))} has no dimension of experts: ep divides experts that are one "
+            "parameter [experts, .., ..], as graphpp.experts.routed and transformers' grouped experts have them"
+        )
+    return gcd(*stacked)
+
+
+def _sharded_sizes(joint: JointGraph) -> Iterator[int]:
+    """The sizes of all sharded dimensions: features, heads, words."""
+    for node in joint.graph.nodes:
+        if node.op != "output":
+            yield from (size for size, power in sizes_of(node.meta.get("val"), node.meta["sharded"]) if power)
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return not node.meta["backward"] and any(kind == "context" for kind, _ in node.meta.get("exchanges", ()))
+
+
+def _crossing(staged: StagedGraphs) -> tuple[Any, Any]:
+    return [each.forward for each in staged.boundaries], [each.backward for each in staged.boundaries]
+
+
+def _outside(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """The places at the starts of layers and of module calls outside of them."""
+    layers = repeated_layers(calls)
+    names = {layer.fqn for layer in layers}
+    at, starts = 0, {0}
+    for call in calls:
+        while at < len(layers) and layers[at].end <= call.position:
+            at += 1
+        within = at < len(layers) and layers[at].position <= call.position and call.end <= layers[at].end
+        if not within or call.fqn in names:
+            starts.add(call.position)
+    return tuple(start for start in places(joint, calls) if start in starts)
+
+
+def _name_at(calls: Sequence[ModuleCall], start: int) -> str:
+    return next((call.fqn for call in calls if call.position == start and call.fqn), "")
+
+
+def _staged(
+    joint: JointGraph, calls: Sequence[ModuleCall], stages: int, recompute: str | None, device_type: str
+) -> tuple[JointGraph, StagedGraphs]:
+    """The phase graphs of the segments as stages, as `compile(memory=recompute)` makes them."""
+    option = (read_recompute(recompute) if recompute is not None else None) or Recompute()
+    region = policy.region_of(option, calls) if recompute is not None else None
+    budget = policy.recompute_budget(option, region, device_type, None)
+    options = LoweringOptions(
+        split_backward=True, region_of=region, may_recompute=policy.may_recompute(option), recompute_budget=budget
+    )
+    return staged_graphs(joint, stages, options=options)
+
+
+class _Kinds:
+    """The kinds of segments, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, SegmentKind] = {}
+
+    def variant(self, joint: JointGraph, staged: StagedGraphs, stage_of: Sequence[int]) -> Variant:
+        """`stage_of`: for each segment of the model, the stage that stands for it."""
+        named = {node.name: node for node in joint.graph.nodes}
+        kinds, numbers, kind_of = list[SegmentKind](), dict[SegmentKind, int](), list[int]()
+        for stage in range(len(staged.saved)):
+            graphs = [staged.graphs.get((phase, stage)) for phase in PHASES]
+            saved = summed(size_of(named[value.name]) for value in staged.saved_memory[stage])
+            kept, unread = (
+                summed(size_of(named[value.name]) for value in each[stage])
+                for each in (staged.kept_memory, staged.unread_memory)
+            )
+            key = (saved, kept, unread, *(_signature(each) for each in graphs))
+            if key not in self._made:
+                waiting = [unread if phase is program.Phase.INPUT_GRAD else () for phase in PHASES]
+                self._made[key] = SegmentKind(
+                    operations=tuple(map(_operations, graphs)),
+                    peaks=tuple(map(_peaks, graphs, waiting)),
+                    read=tuple(map(_read, graphs)),
+                    made=tuple(map(_gradients, graphs)),
+                    saved=saved,
+                    kept=kept,
+                    offloadable=tuple(_offloadable(*graphs)),
+                )
+            kind = self._made[key]
+            if kind not in numbers:
+                numbers[kind] = len(kinds)
+                kinds.append(kind)
+            kind_of.append(numbers[kind])
+        return Variant(tuple(kinds), tuple(kind_of[stage] for stage in stage_of))
+
+
+def _signature(each: PhaseGraph | None) -> Any:
+    """Facts of a phase graph on which its costs depend; equal ones are equal costs."""
+    if each is None:
+        return None
+    at = {node: index for index, node in enumerate(each.graph.nodes)}
+    return tuple(map(type, each.outputs)), *(
+        (
+            node.target if node.op == "call_function" else type(node.meta.get("role")),
+            tuple(at[source] for source in node.all_input_nodes),
+            size_of(node),
+            node.meta.get("work"),
+            node.meta.get("exchanges"),
+            node.meta.get("kept"),
+        )
+        for node in each.graph.nodes
+    )
+
+
+def _operations(each: PhaseGraph | None) -> Counted:
+    return operations_of(each.graph) if each is not None else ()
+
+
+def _offloadable(forward: PhaseGraph | None, *backwards: PhaseGraph | None) -> Iterator[OffloadableSize]:
+    """The saved values that may leave the device, of a segment whose neighbours are on other ranks."""
+    for value in offloadable(forward.graph, LocalNeighbours(below=False, above=False)) if forward is not None else ():
+        role = program.Saved(value.meta.name)
+        readers = tuple(Kind(each.phase.value) for each in backwards if each is not None and role in each.inputs)
+        yield OffloadableSize(size_of(value.memory), readers, value.received, value.sent)
+
+
+def _read(each: PhaseGraph | None) -> Size:
+    """The bytes of the parameters that a phase reads whole, where ranks share them."""
+    if each is None:
+        return ()
+    placeholders = each.graph.find_nodes(op="placeholder")
+    return summed(
+        size_of(node)
+        for node in placeholders
+        if isinstance(node.meta["role"], program.Parameter) and node.meta["val"].dim() > 0
+    )
+
+
+def _gradients(each: PhaseGraph | None) -> Size:
+    """The bytes of the gradients that a phase makes."""
+    if each is None:
+        return ()
+    values = each.graph.output_node().args[0]
+    pairs = zip(each.outputs, values, strict=True)  # type: ignore[arg-type]
+    return summed(size_of(node) for role, node in pairs if isinstance(role, program.Gradient))
+
+
+def _peaks(each: PhaseGraph | None, waiting: Size) -> tuple[Size, ...]:
+    """The sizes of the live memory while a program runs that are largest for some rows and ranks.
+
+    `waiting`: of saved values that the program does not read.
+    """
+    if each is None:
+        return ()
+    found: dict[Size, None] = {}
+    total: dict[tuple[int, int, int], float] = {term[:3]: term[3] for term in waiting}
+    rising = False
+    for sign, node in live_values(each.graph):
+        if not counts_in_peak(node):
+            continue
+        if sign < 0 and rising:
+            found[_as_size(total)] = None
+        rising = sign > 0
+        for *powers, amount in size_of(node):
+            key = tuple(powers)
+            total[key] = total.get(key, 0.0) + sign * amount  # type: ignore[index,arg-type]
+    found[_as_size(total)] = None
+    return _largest(list(found))
+
+
+def _as_size(total: Mapping[tuple[int, int, int], float]) -> Size:
+    return tuple((*powers, amount) for powers, amount in sorted(total.items()) if amount)
+
+
+def _largest(sizes: Sequence[Size]) -> tuple[Size, ...]:
+    """The sizes that no other one covers term by term."""
+    terms = [{term[:3]: term[3] for term in size} for size in sizes]
+    order = sorted(range(len(sizes)), key=lambda at: -sum(terms[at].values()))
+    chosen: list[int] = []
+    for at in order:
+        if not any(all(terms[other].get(key, 0) >= amount for key, amount in terms[at].items()) for other in chosen):
+            chosen.append(at)
+    return tuple(sizes[at] for at in chosen)
+
+
+# ------------------------------------------------------------------------------------------- parameters
+
+
+def _stages_of(
+    staged: StagedGraphs, short: Shortened, roles: Callable[[PhaseGraph], Iterable[Any]], kind: Any
+) -> dict[str, tuple[int, ...]]:
+    """By FQN the segments in whose graphs a role of this kind stands."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for (_, stage), each in staged.graphs.items():
+        for role in roles(each):
+            if isinstance(role, kind):
+                found[role.fqn].add(stage)
+    return {name: whole for fqn, stages in found.items() for name, whole in short.whole(fqn, sorted(stages)).items()}
+
+
+def _parameters(
+    joint: JointGraph, staged: StagedGraphs, short: Shortened, sharded: ShardedParameters
+) -> Iterable[ParameterCosts]:
+    readers = _stages_of(staged, short, lambda each: each.inputs, program.Parameter)
+    makers = _stages_of(staged, short, lambda each: each.outputs, program.Gradient)
+    for fqn, meta in joint.parameters.items():
+        if fqn not in readers:
+            continue
+        made = makers.get(fqn, ())
+        yield ParameterCosts(
+            fqn,
+            meta.nbytes // meta.dtype.itemsize,
+            str(meta.dtype).removeprefix("torch."),
+            meta.dtype.itemsize,
+            tuple(sorted({*readers[fqn], *made})),
+            made,
+            fqn in sharded.dims,
+            fqn in sharded.experts,
+        )
+
+
+def _buffers(joint: JointGraph, staged: StagedGraphs, short: Shortened) -> Iterable[tuple[int, tuple[int, ...]]]:
+    readers = _stages_of(staged, short, lambda each: each.inputs, program.Buffer)
+    yield from ((meta.nbytes, readers[fqn]) for fqn, meta in joint.buffers.items() if fqn in readers)

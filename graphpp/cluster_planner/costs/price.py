@@ -1,0 +1,350 @@
+"""The seconds and bytes of a model's segments on machines that are not here.
+
+Contract
+    in   `CostData`; machines; a `Deployment`: rows, degrees of parallelism, recomputation
+    out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read: a cut is searched alike
+    All figures are those of one rank. Nothing is measured. Each kind of segment is priced once.
+
+A kernel takes the launch, and the longer of its arithmetic and its memory traffic, each at the share of the peak that the
+device's curves say. Exchanges are added: none hides behind a computation. Ranks of tensor parallelism are neighbours, those of
+context and of expert parallelism stand `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, checked, one_of, or_none, require
+from graphpp.cluster_planner.costs.cost_data import PHASES, CostData, SegmentKind, Variant
+from graphpp.cluster_planner.costs.degrees import Degrees
+from graphpp.cluster_planner.costs.operations import Operation, Size
+from graphpp.cluster_planner.costs.state import state_of_segments
+from graphpp.devices import Machines
+from graphpp.errors import ScheduleError
+from graphpp.options.memory import Memory
+from graphpp.planner.segments import Segments
+from graphpp.runtime.program import Phase
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+
+_WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+_RECOMPUTE = Accepted(
+    'None, "selective", "full", or a fraction above 0 and up to 1',
+    lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
+)
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """Whole parameters that a phase of a segment reads, and gradients that it makes; those of experts by themselves."""
+
+    read: int = 0
+    expert_read: int = 0
+    made: int = 0
+    expert_made: int = 0
+
+
+class OffloadableBytes(NamedTuple):
+    """An `OffloadableSize` in bytes."""
+
+    nbytes: int
+    readers: tuple[Kind, ...]
+    received: bool
+    sent: bool
+
+
+@dataclass(frozen=True)
+class PricedModel:
+    """A model on machines, for one microbatch on one data-parallel rank.
+
+    `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state
+    whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
+    but the last. `flops`: of forward and backward of all ranks of the microbatch, not recomputed ones. `exchanges`: by segment
+    and phase (F, B, I, W) the seconds of exchanges that are in the times. `sent`: by segment, the bytes that a rank sends along
+    `tp`, `ep` and `cp` in a forward and a backward. `layers`: by segment, what phases read and make.
+    `offloadable`: by segment, the saved values that may wait in the host's memory; none for a mixture of recomputations.
+    """
+
+    segments: Segments
+    expert_state: tuple[bool, ...]
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    flops: float
+    exchanges: tuple[tuple[float, ...], ...]
+    sent: tuple[Mapping[str, float], ...] = ()
+    layers: tuple[Mapping[Kind, PhaseBytes], ...] = ()
+    offloadable: tuple[tuple[OffloadableBytes, ...], ...] = ()
+
+
+_ACCEPTED = {
+    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "dtype": or_none(TEXT), "sequence": FLAG,
+    "stage_stride": or_none(COUNT), "shards": or_none(COUNT),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a model is laid on machines, and computed there: what a price depends on.
+
+    `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
+    one, between the three kinds in proportion (an estimate). `dtype`: the dtype in which matrix products of parameters run
+    (None: that of the graph); bytes stay as they are. `sequence`: with `tp`, work on tokens that the plan does not shard
+    divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as `memory.optimizer`, for parameters in
+    float32. `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state is sharded, of
+    which experts have 1/ep. Raises `ScheduleError` for other values.
+    """
+
+    rows: int = 1
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    recompute: str | float | None = None
+    dtype: str | None = None
+    sequence: bool = True
+    optimizer: str | float = "adamw"
+    stage_stride: int | None = None
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ACCEPTED.items():
+            require(ScheduleError, name, accepted, getattr(self, name))
+
+
+@checked(
+    ScheduleError, machines=one_of(Machines, takes="a graphpp.devices.Machines"),
+    deployment=one_of(Deployment, takes="a graphpp.cluster_planner.costs.Deployment"),
+)  # fmt: skip
+def priced(
+    costs: CostData, machines: Machines, deployment: Deployment, alike: PricedModel | None = None
+) -> PricedModel:
+    """Price a microbatch.
+
+    `alike`: a price of the same costs with equal degrees, optimizer and shards, whose state is taken over: most of the time
+    goes into the state. Raises `ScheduleError` for degrees that the model does not have.
+    """
+    rows, tp, ep, cp = deployment.rows, deployment.tp, deployment.ep, deployment.cp
+    dtype = deployment.dtype
+    _check_degrees(costs, tp, ep, cp)
+    degrees = Degrees(rows / costs.rows, tp, ep, cp, deployment.sequence)
+    pricing = _Pricing(machines, degrees, {costs.dtype: dtype} if dtype is not None else {})
+    mix = _mixed(costs, deployment.recompute, degrees)
+    variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
+    kinds = [[one.kinds[one.kind_of[at]] for one in variants] for at in range(len(costs.starts))]
+    each = [pricing.segment(own, shares) for own in kinds]
+    layers = tuple(pricing.layer(own, shares) for own in kinds)
+    leaving = tuple(pricing.offloadable(own) for own in kinds)
+    sent = tuple(pricing.sent(own, shares) for own in kinds)
+    stride = deployment.stage_stride or tp * cp
+    on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
+    ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
+    if alike is not None:
+        state, experts = alike.segments.state, alike.expert_state
+    else:
+        state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), deployment.shards)
+    segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
+    exchanges = tuple(found for _, found in each)
+    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), exchanges, sent, layers, leaving)
+
+
+def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
+    """Raise `ScheduleError` for degrees that the model cannot have."""
+    if cp > 1 and not costs.attentions:
+        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
+    each = (("tp", tp, costs.tensor_ranks, "tensor_plan"), ("ep", ep, costs.expert_ranks, "expert_plan"))
+    for name, ranks, most, plan in each:
+        if ranks > 1 and not most:
+            raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
+        if most % ranks:
+            raise ScheduleError(f"{name}: take a divisor of {most}, got {ranks}, which does not divide all that {plan}= shards")
+
+
+def _flops(costs: CostData, factor: float) -> float:
+    whole, plain = Degrees(factor, sequence=False), costs.variants[None]
+    pairs = [[pair for at in _WHOLE_PASS for pair in kind.operations[at]] for kind in plain.kinds]
+    per_kind = [sum(count * whole.amount(each.flops) for each, count in found) for found in pairs]
+    return sum(per_kind[kind] for kind in plain.kind_of)
+
+
+# -------------------------------------------------------------------------------------------- recomputation
+
+
+def _mixed(costs: CostData, recompute: str | float | None, degrees: Degrees) -> list[tuple[str | None, float]]:
+    """(kind of recomputation, share): one kind, or for a fraction the two kinds between whose saved bytes it lies."""
+    if recompute is None or isinstance(recompute, str):
+        return [(recompute, 1.0)]
+    names = (None, "selective", "full")
+    saved = [_saved(costs.variants[name], degrees) for name in names]
+    wanted = recompute * saved[0]
+    for more in (0, 1):
+        if saved[more] >= wanted >= saved[more + 1] and saved[more] > saved[more + 1]:
+            share = (wanted - saved[more + 1]) / (saved[more] - saved[more + 1])
+            return [(names[more], share), (names[more + 1], 1 - share)]
+    return [("full", 1.0)]
+
+
+def _saved(variant: Variant, degrees: Degrees) -> float:
+    each = [degrees.amount(kind.saved) for kind in variant.kinds]
+    return sum(each[kind] for kind in variant.kind_of)
+
+
+# -------------------------------------------------------------------------------------------- seconds
+
+
+class _Pricing:
+    """The prices of operations and segments; each is found once."""
+
+    def __init__(self, machines: Machines, degrees: Degrees, dtypes: Mapping[str, str]) -> None:
+        self._machines, self._degrees, self._dtypes = machines, degrees, dtypes
+        self._kinds: dict[int, tuple[StageCosts, tuple[float, ...]]] = {}
+        self._mixes: dict[tuple[int, ...], tuple[StageCosts, tuple[float, ...]]] = {}
+        self._layers: dict[tuple[int, ...], Mapping[Kind, PhaseBytes]] = {}
+        self._operations: dict[Operation, float] = {}
+        self._leaving: dict[int, tuple[OffloadableBytes, ...]] = {}
+        self._sent: dict[tuple[int, ...], Mapping[str, float]] = {}
+
+    def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> tuple[StageCosts, tuple[float, ...]]:
+        """The costs of a segment that is of several kinds in proportion."""
+        key = tuple(map(id, kinds))
+        if key not in self._mixes:
+            each = [self._kind(kind) for kind in kinds]
+            self._mixes[key] = each[0] if len(each) == 1 else _in_proportion(each, shares)
+        return self._mixes[key]
+
+    def layer(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[Kind, PhaseBytes]:
+        """By phase, the bytes of parameters and gradients of a segment that is of several kinds in proportion."""
+        key = tuple(map(id, kinds))
+        if key not in self._layers:
+            self._layers[key] = {
+                Kind(phase.value): PhaseBytes(
+                    *(
+                        round(sum(share * self._degrees.amount(part) for part, share in zip(parts, shares, strict=True)))
+                        for sizes in ([kind.read[at] for kind in kinds], [kind.made[at] for kind in kinds])
+                        for parts in ([_of_experts(size, experts) for size in sizes] for experts in (False, True))
+                    )
+                )
+                for at, phase in enumerate(PHASES)
+            }
+        return self._layers[key]
+
+    def offloadable(self, kinds: Sequence[SegmentKind]) -> tuple[OffloadableBytes, ...]:
+        """The saved values of a segment that may leave the device."""
+        if len(kinds) > 1:
+            return ()
+        if id(kinds[0]) not in self._leaving:
+            self._leaving[id(kinds[0])] = tuple(
+                OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
+                for each in kinds[0].offloadable
+            )
+        return self._leaving[id(kinds[0])]
+
+    def sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
+        """The bytes that a rank sends along `tp`, `ep` and `cp` in a forward and a backward of a segment."""
+        key = tuple(map(id, kinds))
+        if key not in self._sent:
+            found = dict.fromkeys(("tp", "ep", "cp"), 0.0)
+            for kind, share in zip(kinds, shares, strict=True):
+                for each, count in [pair for at in _WHOLE_PASS for pair in kind.operations[at]]:
+                    if each.kind in _EXCHANGES:
+                        found[_ALONG[each.kind]] += share * count * self._exchange(each).sent
+            self._sent[key] = found
+        return self._sent[key]
+
+    def _kind(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
+        if id(kind) not in self._kinds:
+            times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
+            amount = self._degrees.amount
+            most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
+            peaks = {Kind(phase.value): nbytes for phase, nbytes in zip(PHASES, most, strict=True)}
+            stage = StageCosts(
+                forward=times[0], backward=times[1], input_grad=times[2], weight_grad=times[3],
+                saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)), peak_bytes=peaks,
+            )  # fmt: skip
+            self._kinds[id(kind)] = stage, exchanges
+        return self._kinds[id(kind)]
+
+    def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float]:
+        """(seconds of a phase, seconds of its exchanges)."""
+        total = exchanged = 0.0
+        for each, count in kind.operations[phase]:
+            if each not in self._operations:
+                self._operations[each] = self._seconds(each)
+            seconds = count * self._operations[each]
+            total += seconds
+            exchanged += seconds if each.kind in _EXCHANGES else 0.0
+        return total, exchanged
+
+    def _seconds(self, each: Operation) -> float:
+        if each.kind in _EXCHANGES:
+            return self._exchange(each).seconds
+        device, degrees, fused = self._machines.device, self._degrees, each.kind in _ATTENTIONS
+        nbytes, shares = degrees.amount(each.nbytes), device.efficiency
+        traffic = nbytes / (device.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
+        work = degrees.amount(each.flops, whole=fused)  # an attention needs the keys of all tokens: none of them are split off
+        return device.launch + max(traffic, work / (self._peak(each) * self._share(each, work)) if work else 0.0)
+
+    def _peak(self, each: Operation) -> float:
+        product = each.kind == "product"
+        return self._machines.device.peak(self._dtypes.get(each.dtype, each.dtype) if product else each.dtype)
+
+    def _share(self, each: Operation, work: float) -> float:
+        shares = self._machines.device.efficiency
+        if each.kind == "attention":
+            return shares.attention.at(work)
+        if each.kind == "attention_backward":
+            return shares.attention_backward.at(work)
+        sides = [self._degrees.amount(side) for side in each.sides]
+        if each.grouped and sides:
+            ragged = 0 if any(term[0] for term in each.sides[0]) else 2  # the side of the rows, which come from all ranks
+            sides[ragged] *= self._degrees.ep
+        return shares.product.at(work) * (shares.narrow.at(max(1.0, min(sides))) if sides else 1.0)
+
+    def _exchange(self, each: Operation) -> _Exchange:
+        degrees, machines, along = self._degrees, self._machines, _ALONG[each.kind]
+        ranks, stride = getattr(degrees, along), 1 if along == "tp" else degrees.tp
+        if ranks == 1:
+            return _Exchange(0.0, 0.0)
+        nbytes = degrees.amount(each.nbytes, whole=along == "tp") * (ranks if along == "cp" else 1)
+        times, seconds = {
+            "all_to_all": (1, machines.all_to_all), "all_reduce": (2, machines.all_reduce),
+        }.get(each.kind, (1, machines.all_gather))  # fmt: skip
+        return _Exchange(seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)
+
+
+class _Exchange(NamedTuple):
+    """The seconds of an exchange, and the bytes that a rank sends in it."""
+
+    seconds: float
+    sent: float
+
+
+def _of_experts(size: Size, experts: bool) -> Size:
+    return tuple(term for term in size if bool(term[2]) is experts)
+
+
+_ATTENTIONS = ("attention", "attention_backward")
+_ALONG = {"all_reduce": "tp", "all_gather": "tp", "all_to_all": "ep", "context": "cp"}
+"""The dimension of the mesh along which an exchange runs, by its kind."""
+_EXCHANGES = tuple(_ALONG)
+
+
+def _in_proportion(
+    each: Sequence[tuple[StageCosts, tuple[float, ...]]], shares: Sequence[float]
+) -> tuple[StageCosts, tuple[float, ...]]:
+    stages = [stage for stage, _ in each]
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * share for value, share in zip(values, shares, strict=True))
+
+    peaks = {kind: round(mean([stage.peak_bytes.get(kind, 0) for stage in stages])) for kind in stages[0].peak_bytes}
+    mixed = StageCosts(
+        forward=mean([stage.forward for stage in stages]),
+        backward=mean([stage.of(Kind.B) for stage in stages]),
+        input_grad=mean([stage.input_grad for stage in stages]),
+        weight_grad=mean([stage.weight_grad for stage in stages]),
+        saved_bytes=round(mean([stage.saved_bytes for stage in stages])),
+        kept_bytes=round(mean([stage.kept_bytes or 0 for stage in stages])),
+        peak_bytes=peaks,
+    )
+    return mixed, tuple(mean([found[phase] for _, found in each]) for phase in range(len(PHASES)))

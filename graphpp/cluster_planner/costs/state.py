@@ -1,0 +1,60 @@
+"""The state of a model by segments: parameters, gradients, optimizer, buffers.
+
+Contract: elements are those of one rank after tensor and expert parallelism, before shards. Whole parameters have the dtype of
+the graph. Sums of gradients, shards and the optimizer's values are in float32 where the capture was given a dtype
+(`param_dtype`), as in mixed-precision training, and else in the dtype of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphpp.cluster_planner.costs.cost_data import CostData
+from graphpp.cluster_planner.costs.degrees import Degrees
+from graphpp.options.memory import Memory
+from graphpp.schedules.table.state_bytes import StateBytes
+
+_MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values, in mixed precision: float32
+
+
+def state_of_segments(
+    costs: CostData, degrees: Degrees, memory: Memory, shards: int | None
+) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
+    """The state of one rank by segments, and for each piece whether it is of experts."""
+    elements: dict[_Key, int] = {}
+    for each in costs.parameters:
+        key = _Key(each.readers, each.makers, each.expert, each.itemsize)
+        ranks = (degrees.tp if each.sharded else 1) * (degrees.ep if each.expert else 1)
+        elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
+    mixed = costs.param_dtype is not None
+    state = [
+        _piece(key, count, _MASTER if mixed else key.itemsize, memory, _own_shards(key, degrees, shards))
+        for key, count in elements.items()
+    ]
+    state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
+    return tuple(state), (*(key.expert for key in elements), *[False] * len(costs.buffers))
+
+
+@dataclass(frozen=True)
+class _Key:
+    readers: tuple[int, ...]
+    makers: tuple[int, ...]
+    expert: bool
+    itemsize: int
+
+
+def _own_shards(key: _Key, degrees: Degrees, shards: int | None) -> int | None:
+    """Over how many ranks experts are sharded; None: over as many as everything else."""
+    return max(1, shards // degrees.ep) if shards is not None and key.expert else None
+
+
+def _piece(key: _Key, elements: int, master: int, memory: Memory, shards: int | None) -> StateBytes:
+    """`master`: bytes of an element of a shard, of a gradient's sum, and of a value of the optimizer."""
+    rows = elements * master
+    trained: Mapping[str, int] = (
+        {"sums": rows, "optimizer": memory.optimizer_bytes(elements, master), "row_sums": rows, "sent": rows}
+        if key.makers
+        else {"row_sums": 0, "sent": 0}
+    )
+    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=rows, shards=shards, **trained)

@@ -1,0 +1,101 @@
+"""The options of `graphpp.compile` that a `TrainingPlan` stands for.
+
+Contract: `with_plan(plan, given)` -> the options with those that the plan decides. An option that was given beside the plan is
+kept where the plan leaves it open. `GraphPPError` for an option that the plan decides and that was given too, naming it, and
+for an example with other rows than a microbatch of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphpp.arguments import type_name
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch
+from graphpp.cluster_planner.plans.settings import Setting
+from graphpp.cluster_planner.plans.training_plan import TrainingPlan
+from graphpp.errors import GraphPPError
+from graphpp.options.gradients import read_gradients
+from graphpp.options.memory import read_memory
+from graphpp.options.offload import Offload
+from graphpp.options.option import Group
+from graphpp.options.parallel import read_parallel
+from graphpp.options.recompute import Recompute
+from graphpp.schedules.generate.megatron_interleaved import megatron_interleaved
+from graphpp.schedules.generate.read import ScheduleLike
+
+DECIDED = ("split", "schedule", "microbatches", "parallel", "memory", "gradients")
+"""The options that a plan decides, or of which it decides a part, in the order in which `graphpp.compile` has them."""
+
+_OPEN = {"split": None, "schedule": "auto", "microbatches": None}  # the forms that leave an option open
+_READERS = {"parallel": read_parallel, "memory": read_memory, "gradients": read_gradients}
+
+
+def with_plan(plan: object, given: Mapping[str, Any], example: object = None) -> dict[str, Any]:
+    """The options by name. `example`: the microbatch that `graphpp.compile` was given. Raises `GraphPPError`."""
+    if not isinstance(plan, TrainingPlan):
+        raise GraphPPError(f"plan: take a graphpp.TrainingPlan, e.g. graphpp.plan(...).best, got {type_name(plan)}")
+    for name, form in _OPEN.items():
+        if not (given[name] is form or (isinstance(given[name], str) and given[name] == form)):
+            raise GraphPPError(f"{name}: plan= decides it: leave one of the two out")
+    setting = plan.setting
+    _check_rows(setting, example)
+    groups = {name: read(given[name]) for name, read in _READERS.items()}
+    decided = _decided(plan)
+    return {
+        "split": list(plan.split) or None if setting.stages > 1 else 1,
+        "schedule": _schedule(setting),
+        "microbatches": setting.microbatches,
+        **{name: _merged(group, decided[name]) for name, group in groups.items()},
+    }
+
+
+def _check_rows(setting: Setting, example: object) -> None:
+    """Raise where an example has other rows than the plan's microbatches: it would be captured, and then never run."""
+    tensors = FlatMicrobatch.of(example).tensors.values() if isinstance(example, Microbatch) else ()
+    sizes = {len(each) for each in tensors if each.dim()}
+    if sizes and setting.rows not in sizes:
+        raise GraphPPError(
+            f"example: its tensors have {', '.join(map(str, sorted(sizes)))} rows, and plan= has microbatches of "
+            f"{setting.rows}: give an example of as many rows, or leave it out"
+        )
+
+
+def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
+    """The options that a plan decides, by their groups."""
+    dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
+    return {
+        "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},
+        "memory": {"recompute": _recompute(plan), "offload": _offload(plan)},
+        "gradients": {"dtype": None if dtype is None else torch.float32},
+    }
+
+
+def _recompute(plan: TrainingPlan) -> Any:
+    if plan.setting.recomputed is None:
+        return plan.setting.recompute
+    return Recompute(plan.recomputed, nodes="selective" if plan.setting.recompute == "selective" else None)
+
+
+def _offload(plan: TrainingPlan) -> Offload | None:
+    return None if plan.setting.offload is None else Offload(plan.setting.offload)
+
+
+def _schedule(setting: Setting) -> ScheduleLike:
+    if setting.schedule.order is not None:
+        return setting.schedule.table(setting.shape.pp, setting.microbatches)
+    group = setting.schedule.group
+    return setting.schedule.name if group is None else partial(megatron_interleaved, group=group)
+
+
+def _merged(group: Group, decided: Mapping[str, Any]) -> Group:
+    """A group of options with those that the plan decides. Raises `GraphPPError` where one of them was given."""
+    usual = type(group)()
+    for name in decided:
+        if getattr(group, name) != getattr(usual, name):
+            raise GraphPPError(f"{group.prefix}.{name}: plan= decides it: leave one of the two out")
+    return replace(group, **{name: value for name, value in decided.items() if value is not None})

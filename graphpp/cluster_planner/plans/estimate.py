@@ -1,0 +1,169 @@
+"""Estimates of a setting's seconds and bytes, which take microseconds: they order the settings that are worth a simulation.
+
+Contract: `estimate(question, setting)` -> `Estimate`. Neither is a bound: formulas of the schedules' papers for stages that are
+all alike, without messages. `predict.py` has the numbers that plans bear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from graphpp.cluster_planner.plans.question import Question, Totals, overlap_of
+from graphpp.cluster_planner.plans.settings import Setting
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step, and bytes of the fullest rank."""
+
+    seconds: float
+    nbytes: float
+
+
+class _Work(NamedTuple):
+    """The work of a rank for one microbatch: seconds of F, I and W; the ranks of the pipeline; the stages of a rank."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    ranks: int
+    per_rank: int
+
+    @property
+    def backward(self) -> float:
+        return self.input_grad + self.weight_grad
+
+
+_IDLE: dict[str, Callable[[_Work], float]] = {
+    "auto": lambda work: 0.0,
+    "1F1B": lambda work: work.forward + work.backward,
+    "ZB1P": lambda work: work.forward + work.input_grad - work.weight_grad,
+    "ZB2P": lambda work: max(0.0, work.forward + work.input_grad - 2 * work.weight_grad),
+    "ZBVZeroBubble": lambda work: work.forward / 2,
+    "DualPipeV": lambda work: (work.forward + work.input_grad) / 2,
+    "V-Half": lambda work: work.forward,
+    "V-Min": lambda work: work.forward + work.input_grad,
+    "Interleaved1F1B": lambda work: (work.forward + work.backward) / work.per_rank,
+    "MegatronInterleaved": lambda work: (work.forward + work.backward) / work.per_rank,
+    "LoopedBFS": lambda work: (work.forward + work.backward) / work.per_rank,
+    "InterleavedZeroBubble": lambda work: (work.forward + work.input_grad - work.weight_grad) / work.per_rank,
+}
+"""Seconds that the pipeline is idle for each rank but one, by schedule."""
+
+_ALIVE: dict[str, Callable[[Setting], float]] = {
+    "ZB2P": lambda setting: 2 * setting.shape.pp - 1,
+    "V-Half": lambda setting: setting.shape.pp / 2 + 1,
+    "V-Min": lambda setting: setting.shape.pp / 3 + 1,
+    "DualPipeV": lambda setting: setting.shape.pp + 1,
+    "LoopedBFS": lambda setting: setting.microbatches,
+    "Interleaved1F1B": lambda setting: _of_groups(setting, setting.shape.pp),
+    "InterleavedZeroBubble": lambda setting: _of_groups(setting, setting.shape.pp),
+    "MegatronInterleaved": lambda setting: _of_groups(setting, setting.schedule.group or setting.shape.pp),
+}
+"""The microbatches of which the first rank holds activations, by schedule; of others as many as there are ranks."""
+
+
+_ALTERNATING = 1.4  # gathers of a stage for each microbatch, as `check/shard_counts.py` counts them for interleaved tables
+_STAY = 2  # forwards of a stage whose values are on the device, at least: one waits for its copies, one has come back
+_SPLIT = ("ZB1P", "ZB2P", "ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min", "InterleavedZeroBubble")
+_OVERLAPPED = ("DualPipeV",)
+_IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; the longest of uneven ones sets half of the pace
+_IN_A_V = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
+
+
+def _of_groups(setting: Setting, group: int) -> float:
+    """The activations of interleaved 1F1B: all chunks but one of a group, and a warm-up of two microbatches a rank."""
+    per_rank = setting.schedule.stages_per_rank
+    return group * (per_rank - 1) / per_rank + 2 * setting.shape.pp / per_rank
+
+
+def estimate(question: Question, setting: Setting) -> Estimate:
+    """The estimate of a setting."""
+    shape, per_rank = setting.shape, setting.schedule.stages_per_rank
+    cut = question.stages(setting)
+    forward, first, second = (part * per_rank for part in cut.heaviest)
+    work = _Work(forward, first, second, shape.pp, per_rank)
+    idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
+    computed = setting.microbatches * _pace(question, setting, work) + idle
+    alive = _alive(setting)
+    turn = question.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
+    if turn is None:
+        turn = question.turns[shape] = _seconds_of_turn(question, setting, cut.totals)
+    collected = _turns(setting) * turn
+    if setting.keep == 0:  # each computation waits for its first layer: of several the others hide
+        computed += min(1.0, setting.stages / len(question.costs.starts)) * collected
+    seconds = max(computed, collected)
+    saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
+    return Estimate(seconds, (_held(question, setting, cut.totals) + alive * saved) / shape.pp)
+
+
+def with_offload(question: Question, setting: Setting, guess: Estimate, cap: int) -> Estimate | None:
+    """The estimate of as much offload as a cap asks for; None where it asks for none, and where all is too little.
+
+    `guess`: the estimate of the setting itself.
+    """
+    link, totals = question.machines.device.host, question.stages(setting).totals
+    if link is None or guess.nbytes <= cap:
+        return None
+    one = totals.offloadable / setting.shape.pp  # of one microbatch on a rank
+    most = one * max(0.0, _alive(setting) - _STAY / setting.schedule.stages_per_rank)
+    if guess.nbytes - most > cap:
+        return None
+    copied = 2 * setting.microbatches * one * (guess.nbytes - cap) / most
+    return Estimate(max(guess.seconds, link.seconds(copied)), cap)
+
+
+def _alive(setting: Setting) -> float:
+    """The microbatches of which the first rank holds activations."""
+    return min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
+
+
+def _as_many_as_ranks(setting: Setting) -> float:
+    return setting.shape.pp
+
+
+def _pace(question: Question, setting: Setting, work: _Work) -> float:
+    """The seconds from one microbatch to the next."""
+    total = work.forward + work.backward
+    if setting.schedule.name in _OVERLAPPED:
+        return total * overlap_of(question.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
+    if setting.schedule.name in _IN_CYCLES:
+        return (total + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
+    return total
+
+
+def _turns(setting: Setting) -> float:
+    """How often a stage is gathered: each time that its turn comes, but for the `keep` stages that stay."""
+    per_rank, keep = setting.schedule.stages_per_rank, setting.keep
+    if keep is None or keep >= per_rank:
+        return 1.0
+    if keep == 0:  # each forward and each backward gathers all, and each backward sums the gradients
+        return 2.0 * setting.microbatches
+    grouped = {"LoopedBFS": setting.microbatches} | dict.fromkeys(_IN_A_V, 1)
+    group = grouped.get(setting.schedule.name, setting.schedule.group or setting.shape.pp)
+    turns = 2 * max(1.0, setting.microbatches / group)
+    if keep == 1 and group < setting.microbatches:  # forwards and backwards of other stages alternate, and put each other away
+        return turns + _ALTERNATING * (setting.microbatches - group)
+    return turns * (1 - keep / per_rank) + keep / per_rank
+
+
+def _seconds_of_turn(question: Question, setting: Setting, totals: Totals) -> float:
+    """The seconds in which all stages of a rank are gathered once, and every second time reduced."""
+    shape, machines = setting.shape, question.machines
+    experts = totals.expert_rows / max(1, totals.rows + totals.expert_rows)  # their share of the parameters
+    seconds = 0.0
+    for share, ranks, along in ((experts, shape.dp_shard, "dp_shard"), (1 - experts, shape.shards, "ep")):
+        weights, sums = (share * nbytes / shape.pp for nbytes in (totals.weights, totals.whole - totals.weights))
+        if ranks > 1:
+            stride = shape.stride(along)
+            seconds += machines.all_gather(weights, ranks, stride) + machines.reduce_scatter(sums, ranks, stride) / 2
+    return seconds
+
+
+def _held(question: Question, setting: Setting, totals: Totals) -> float:
+    """The bytes of parameters, gradients and optimizer of all ranks of a pipeline."""
+    share = 1.0 if setting.keep is None else min(1.0, setting.keep / setting.schedule.stages_per_rank)
+    if setting.keep == 0:  # two layers on each rank
+        share = min(1.0, 2 * setting.shape.pp / len(question.costs.starts))
+    sharded = totals.rows / setting.shape.shards + totals.expert_rows / setting.shape.dp_shard
+    return share * totals.whole + sharded + totals.buffers

@@ -1,0 +1,46 @@
+"""The offload windows of a setting: those that a pipeline which runs by the plan chooses.
+
+Contract
+    in   the priced segments of a setting and their cut; a table; the fraction of the saved bytes
+    out  the windows of all ranks, under the policy of `planner/offload_windows.py` and the usual `graphpp.Offload`
+
+A segment's value that its neighbour made or reads belongs to the stage alone, where the neighbour is of the same stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphpp.cluster_planner.costs.price import OffloadableBytes, PricedModel
+from graphpp.options.offload import Offload
+from graphpp.planner.offload_windows import Leaving, SavedValues, windows_of
+from graphpp.planner.segments import Cut
+from graphpp.schedules.table.offload_window import OffloadWindow
+from graphpp.schedules.table.schedule import Schedule
+
+
+def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction: float) -> tuple[OffloadWindow, ...]:
+    """The windows of a setting under a table."""
+    usual = Offload(fraction)
+    ends = [*cut[1:], len(priced.offloadable)]
+    saved: list[SavedValues] = []
+    for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
+        nbytes = sum(part.saved_bytes for part in priced.segments.costs.stages[first:end])
+        values = [each for each in _leaving(priced, range(first, end), table, stage) if each.nbytes >= usual.least_bytes]
+        saved.append(SavedValues(nbytes, sorted(values, key=lambda each: -each.nbytes)))
+    return tuple(windows_of(table, usual.fraction, usual.ahead, lambda stage, _: saved[stage]))
+
+
+def _leaving(priced: PricedModel, segments: range, table: Schedule, stage: int) -> Iterator[Leaving]:
+    """The values of a stage that may leave the device."""
+    rank_of = table.rank_of_stage
+    below, above = (rank_of.get(other) == rank_of[stage] for other in (stage - 1, stage + 1))
+
+    def stays(segment: int, value: OffloadableBytes) -> bool:
+        at_ends = value.received and segment == segments[0], value.sent and segment == segments[-1]
+        return (at_ends[0] and below) or (at_ends[1] and above)
+
+    for segment in segments:
+        for number, value in enumerate(priced.offloadable[segment]):
+            if not stays(segment, value):
+                yield Leaving(f"{segment}.{number}", value.nbytes, value.readers)

@@ -1,0 +1,144 @@
+"""`graphpp.plan`: the fastest ways to train a model on machines that need not be there.
+
+Contract: the model is captured once, on fake tensors, in this process, and is not changed; no process group is needed. The
+result is a list of plans with predicted seconds and bytes (`training_plan.py`). Equal arguments give equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp._torch.this_thread import uncollected
+from graphpp.arguments import BYTES, COUNT, FLAG, Accepted, checked, one_of, or_none, require
+from graphpp.batch.microbatch import Microbatch
+from graphpp.cluster_planner.costs.capture_costs import capture_costs
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.plans.find import Choices, find_plans
+from graphpp.cluster_planner.plans.found_plans import TrainingPlans
+from graphpp.cluster_planner.plans.mesh_shapes import Limits
+from graphpp.cluster_planner.plans.question import Question
+from graphpp.cluster_planner.plans.settings import ORDER, SEARCHED
+from graphpp.devices import Machines
+from graphpp.errors import ScheduleError
+from graphpp.progress import working
+
+_USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
+_SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
+_MACHINES = one_of(str, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
+_MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.cluster_planner.costs")
+_NAMES = Accepted(
+    f"a list of names of schedules, of {', '.join(SEARCHED)}, and {ORDER}",
+    lambda value: isinstance(value, list | tuple) and any(map(SEARCHED.__contains__, value)) and all(map(_is_name, value)),
+)
+_RECOMPUTES = Accepted(
+    'a list of None, "selective", "full" and fractions',
+    lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_recompute, value)),
+)
+
+
+@checked(
+    ScheduleError, model=_MODEL, batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
+    pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
+    offload=FLAG,
+)  # fmt: skip
+@uncollected()  # hardly any of the objects of a capture and of tables is garbage before the end
+def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
+    model: nn.Module | ModelCosts,
+    loss: Any = None,
+    example: Microbatch | None = None,
+    *,
+    machines: Machines | str,
+    batch: int,
+    memory_cap: int | None = None,
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    optimizer: str | float = "adamw",
+    tensor_plan: Mapping[str, str] | None = None,
+    expert_plan: Mapping[str, str] | None = None,
+    pp: int | Sequence[int] | None = None,
+    tp: int | Sequence[int] | None = None,
+    ep: int | Sequence[int] | None = None,
+    cp: int | Sequence[int] = 1,
+    rows: int | Sequence[int] | None = None,
+    schedules: Sequence[str] | None = None,
+    recompute: Sequence[Any] | None = None,
+    offload: bool = True,
+    work: int = Choices().work,
+) -> TrainingPlans:
+    """Search the fastest plans to train `model` on `machines`.
+
+    Args:
+        model, loss, example: as for `graphpp.compile`; on the meta device a model of any size takes no memory. Or the
+            `ModelCosts` of a model that was captured before, without `loss` and `example`.
+        machines: "512xH100", or a `graphpp.devices.Machines`.
+        batch: rows of a step, on all ranks together; a row is that of `example`.
+        memory_cap: bytes that a GPU may hold. None: 90 % of its memory, for workspaces and the allocator are not counted.
+        param_dtype: in which the model computes, beside shards and an optimizer in the model's own dtype. None: its own.
+        optimizer: as `graphpp.Memory(optimizer=)`.
+        tensor_plan, expert_plan: which layers `tp` and `ep` cut, FQN patterns as in transformers' `tp_plan`. None: the model's.
+        pp, tp, ep, cp: the numbers of ranks along a dimension among which the search chooses. None: all that fit.
+        rows: the rows of a microbatch among which the search chooses. None: 1, 2, 4, 8 and 16.
+        schedules, recompute: among which the search chooses. None: all schedules by name but GPipe, which 1F1B beats, and
+            Combined1F1B, and for short steps "searched" orders (`graphpp.schedule_auto`) beside the fastest ones; no
+            recomputation, "selective" and "full". Beside None, of as few layers as fit, too.
+        offload: whether saved values may wait in the host's memory, as few as fit, where the device has a link to it.
+        work: how many computations of tables are made and simulated: some 15,000 take a second.
+
+    Raises:
+        CaptureError, NoPlanError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named;
+            `work` for none.
+    """
+    found = _machines(machines)
+    costs = model if isinstance(model, ModelCosts) else _captured(
+        model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
+        device_type=found.device.torch_type,
+    )  # fmt: skip
+    dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
+    if costs.param_dtype != dtype:
+        raise ScheduleError(
+            f"param_dtype={param_dtype}: the costs were captured with param_dtype={costs.param_dtype}: give both the same one"
+        )
+    question = Question(costs, found, batch, costs.tokens, dtype, optimizer)
+    limits = Limits(
+        stages=len(costs.starts), experts=costs.expert_ranks, tp=max(1, costs.tensor_ranks), cp=max(_listed(cp)),
+        domain=found.per_machine,
+    )  # fmt: skip
+    sizes = {name: _listed(given) for name, given in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp)) if given is not None}
+    choices = Choices(
+        rows=Choices.rows if rows is None else tuple(_listed(rows)),
+        recompute=Choices.recompute if recompute is None else tuple(recompute),
+        schedules=schedules, sizes=sizes, offload=offload, work=work,
+    )  # fmt: skip
+    cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
+    with working("searching plans"):
+        return find_plans(question, limits, cap, choices)
+
+
+def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options: Any) -> ModelCosts:
+    if example is None:
+        raise ScheduleError("plan needs example=: a graphpp.Microbatch of one or more rows, which may be on the meta device")
+    with working("capturing the model"):
+        return capture_costs(model, loss, example, **options)
+
+
+def _machines(given: object) -> Machines:
+    """The machines of any form that `plan` takes. Raises `ScheduleError`."""
+    if isinstance(given, Machines):
+        return given
+    require(ScheduleError, "machines", _MACHINES, given)
+    return Machines.read(str(given))
+
+
+def _listed(given: Any) -> list[int]:
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _is_name(value: object) -> bool:
+    return value in SEARCHED or value == ORDER
+
+
+def _is_recompute(value: object) -> bool:
+    return value is None or value in ("selective", "full") or (isinstance(value, float) and 0 < value <= 1)

@@ -1,0 +1,135 @@
+"""The question that a search for plans answers: a model, machines and a batch; and what many settings ask of it.
+
+Contract: `Question` is data beside its caches. Each answer is computed once: the costs of the segments for one microbatch, and
+the cut into a number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.costs.price import Deployment, PricedModel
+from graphpp.cluster_planner.plans.balance import balanced
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.settings import RecomputeWord, Setting
+from graphpp.devices import Machines
+from graphpp.planner.segments import Cut
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import StageCosts
+
+_HIDDEN = 0.9  # of the collectives in an overlapped action
+
+
+class Totals(NamedTuple):
+    """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, and of
+    experts; buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split;
+    those of them that may wait in the host's memory."""
+
+    weights: int
+    whole: int
+    rows: int
+    expert_rows: int
+    buffers: int
+    saved: int
+    saved_split: int
+    offloadable: int
+
+
+class CutStages(NamedTuple):
+    """`cut`: the first segment of each stage; `heaviest`: F, I and W of the stage with most work; `totals`: of the model."""
+
+    cut: Cut
+    heaviest: tuple[float, float, float]
+    totals: Totals
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """The model, the machines and the batch for which settings are compared.
+
+    `batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own); `optimizer`:
+    as `graphpp.Memory(optimizer=)`. `turns`: seconds by the shape of the mesh that `estimate.py` keeps.
+    """
+
+    costs: ModelCosts
+    machines: Machines
+    batch: int
+    tokens: int
+    dtype: str | None = "bfloat16"
+    optimizer: str | float = "adamw"
+    turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
+    _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
+    _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
+    _totals: dict[object, Totals] = field(default_factory=dict, repr=False)
+    _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
+
+    def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord) -> PricedModel:
+        """The costs of the segments for one microbatch on one rank; messages between stages have other costs (`predict.py`)."""
+        key = _key(shape, rows, recompute)
+        if key not in self._priced:
+            degrees = shape.tp, shape.ep, shape.cp
+            deployment = Deployment(rows, *degrees, recompute, self.dtype, optimizer=self.optimizer)
+            self._priced[key] = self.costs.on(self.machines, deployment, self._alike.get(degrees))
+            self._alike.setdefault(degrees, self._priced[key])
+        return self._priced[key]
+
+    def stages(self, setting: Setting) -> CutStages:
+        """The stages of a setting: no cut has a lighter heaviest stage."""
+        key = _key(setting.shape, setting.rows, setting.recompute)
+        found = self._stages.get((key, setting.stages))
+        if found is None:
+            priced = self.priced(setting.shape, setting.rows, setting.recompute)
+            if key not in self._totals:
+                self._totals[key] = _totals(priced)
+            found = self._stages[key, setting.stages] = _cut(priced, setting.stages, self._totals[key])
+        return found
+
+
+def overlap_of(priced: PricedModel, keep: int | None) -> float:
+    """The time of an overlapped F and B as a share of their sum: collectives hide under computation, but for a tenth.
+
+    `keep`: the setting's; under 0 computations gather single layers, and the two parts run one after the other.
+    """
+    if keep == 0:
+        return 1.0
+    parts = priced.segments.costs.stages
+    total = sum(part.forward + part.of(Kind.B) for part in parts)
+    exchanged = sum(each[0] + each[1] for each in priced.exchanges)
+    return 1 - _HIDDEN * min(exchanged, total - exchanged) / total if total else 1.0
+
+
+def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
+    return shape.tp, shape.ep, shape.cp, rows, recompute
+
+
+def _cut(priced: PricedModel, stages: int, totals: Totals) -> CutStages:
+    parts = priced.segments.costs.stages
+    cut = balanced([sum(_seconds(part)) for part in parts], stages)
+    ends = [*cut[1:], len(parts)]
+    each = [_added(parts[first:end]) for first, end in zip(cut, ends, strict=True)]
+    return CutStages(cut, max(each, key=sum), totals)
+
+
+def _seconds(part: StageCosts) -> tuple[float, float, float]:
+    return part.forward, part.input_grad, part.weight_grad
+
+
+def _added(parts: Sequence[StageCosts]) -> tuple[float, float, float]:
+    forward, first, second = (sum(each) for each in zip(*map(_seconds, parts), strict=True))
+    return forward, first, second
+
+
+def _totals(priced: PricedModel) -> Totals:
+    rows = [0, 0]
+    for one, expert in zip(priced.segments.state, priced.expert_state, strict=True):
+        own = one.weights if one.rows is None else one.rows
+        sums = one.sums if one.row_sums is None else one.row_sums
+        rows[expert] += own + sums + one.optimizer
+    state, parts = priced.segments.state, priced.segments.costs.stages
+    saved = sum(part.saved_bytes for part in parts), sum(max(part.saved_bytes, part.kept_bytes or 0) for part in parts)
+    whole, buffers = sum(one.weights + one.sums for one in state), sum(one.buffers for one in state)
+    away = sum(each.nbytes for segment in priced.offloadable for each in segment)
+    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved, away)

@@ -1,0 +1,95 @@
+"""The least recomputation that fits: for each pipeline rank as few layers as its memory asks for, and a cut to suit.
+
+Contract
+    in   a `Question`, a setting that recomputes all layers ("selective" or "full"), the bytes that a rank may hold
+    out  the setting with as few recomputed layers on each rank as fit, and its cut; None where not even all layers fit, and
+         where the model has no repeated layers
+
+Early ranks of 1F1B hold more microbatches, so they recompute more. A rank recomputes the layers of its first stage first. Its
+stages then take longer: the layers are shared out anew by the seconds with recomputation, some times, and the cut of which the
+slowest rank is fastest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphpp.cluster_planner.plans.balance import balanced
+from graphpp.cluster_planner.plans.layers.recomputed_layers import layers_of_stages, priced_setting
+from graphpp.cluster_planner.plans.predict import peaks_of, tables_of
+from graphpp.cluster_planner.plans.question import Question
+from graphpp.cluster_planner.plans.read_tables import ReadTable
+from graphpp.cluster_planner.plans.settings import Setting
+from graphpp.planner.segments import Cut
+from graphpp.schedules.table.actions import Kind
+
+_ROUNDS = 3  # cuts that are tried
+
+
+def least_recompute(question: Question, setting: Setting, cap: int) -> tuple[Setting, Cut] | None:
+    """The setting with the least recomputation within `cap` bytes, and its cut."""
+    tables = tables_of(question, setting)
+    if tables is None or not question.costs.layers:
+        return None
+    cut = question.stages(replace(setting, recompute=None)).cut
+    best: tuple[float, Setting, Cut] | None = None
+    for _ in range(_ROUNDS):
+        found = _Ranks(question, setting, cut, tables).least(cap)
+        if found is None:
+            break
+        slowest, seconds = _seconds(question, found, cut, tables[0])
+        if best is None or slowest < best[0] * (1 - 1e-9):
+            best = slowest, found, cut
+        following = balanced(seconds, setting.stages)
+        if following == cut:
+            break
+        cut = following
+    return None if best is None else best[1:]
+
+
+def _seconds(question: Question, setting: Setting, cut: Cut, table: ReadTable) -> tuple[float, list[float]]:
+    """For one microbatch: the seconds of the slowest rank, and of each segment."""
+    parts = priced_setting(question, setting, cut).segments.costs.stages
+    each = [part.of(Kind.F) + part.of(Kind.I) + part.of(Kind.W) for part in parts]
+    ranks, ends = [0.0] * setting.shape.pp, [*cut[1:], len(parts)]
+    for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
+        ranks[table.rank_of_stage[stage]] += sum(each[first:end])
+    return max(ranks), each
+
+
+class _Ranks:
+    """The layers of each rank under one cut, in the order in which they are recomputed."""
+
+    def __init__(self, question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> None:
+        self._question, self._setting, self._cut, self._tables = question, setting, cut, tables
+        self._layers = [len(layers) for layers in layers_of_stages(question.costs, cut)]
+        rank_of = tables[0].rank_of_stage
+        self._stages = [[stage for stage in sorted(rank_of) if rank_of[stage] == rank] for rank in range(setting.shape.pp)]
+
+    def least(self, cap: int) -> Setting | None:
+        """Bisect the number of layers of all ranks side by side: the bytes of one do not depend on another's."""
+        most = [sum(self._layers[stage] for stage in stages) for stages in self._stages]
+        low, high = [-1] * len(most), list(most)  # on each rank `low` is too few, `high` is enough
+        if any(peak > cap for peak in self._peaks(high)):
+            return None
+        while any(high[rank] - low[rank] > 1 for rank in range(len(most))):
+            middle = [(few + enough) // 2 if enough - few > 1 else enough for few, enough in zip(low, high, strict=True)]
+            for rank, peak in enumerate(self._peaks(middle)):
+                (high if peak <= cap else low)[rank] = middle[rank]
+        return self._with(high)
+
+    def _peaks(self, counts: Sequence[int]) -> tuple[int, ...]:
+        return peaks_of(self._question, self._with(counts), self._cut, self._tables)
+
+    def _with(self, counts: Sequence[int]) -> Setting:
+        """The setting with so many recomputed layers on each rank."""
+        by_stage = [0] * len(self._layers)
+        for rank, count in enumerate(counts):
+            before = 0
+            for stage in self._stages[rank]:
+                by_stage[stage] = max(0, min(count - before, self._layers[stage]))
+                before += self._layers[stage]
+        if not any(by_stage):
+            return replace(self._setting, recompute=None, recomputed=None)
+        return replace(self._setting, recomputed=tuple(by_stage))

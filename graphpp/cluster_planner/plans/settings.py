@@ -1,0 +1,197 @@
+"""One way to train a model on given machines: all that the search chooses.
+
+Contract: a `Setting` is data; equal settings are equal. `schedule_choices` lists the schedules that may take some numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, require
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.checker import check
+from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.schedule import Schedule
+
+RecomputeWord = str | float | None
+"""A form of `memory.recompute`: None, "selective", "full", or a fraction."""
+
+
+_LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(value, tuple) and all(map(INDEX.accepts, value)))
+ORDER = "searched"
+"""The name of an order that `graphpp.schedule_auto` has found."""
+_NAME = Accepted(
+    f'the name of a schedule in graphpp.schedules.SCHEDULES, or "{ORDER}"', lambda value: value in SCHEDULES or value == ORDER
+)
+_FRACTION = Accepted(
+    "a fraction above 0 and up to 1, or None",
+    lambda value: value is None or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
+)
+_TEXT = Accepted("the text of a graphpp.Schedule, or None", lambda value: value is None or isinstance(value, str))
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None.
+
+    `order`: the text of the `Schedule` to run: that of a "searched" one, or that of the named one with its weight gradients
+    placed anew, whose forwards and backwards stand as in the named one; None: the named one. Raises `ScheduleError`.
+    """
+
+    name: str
+    stages_per_rank: int = 1
+    group: int | None = None
+    order: str | None = None
+
+    def __post_init__(self) -> None:
+        require(ScheduleError, "schedule", _NAME, self.name)
+        require(ScheduleError, "stages_per_rank", COUNT, self.stages_per_rank)
+        require(ScheduleError, "order", _TEXT, self.order)
+        if self.name == ORDER and self.order is None:
+            raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table')
+
+    def table(self, ranks: int, microbatches: int) -> Schedule:
+        """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
+        stages = ranks * self.stages_per_rank
+        if self.order is None:
+            return self._named(ranks, microbatches)
+        table = Schedule.parse(self.order)
+        check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+        if self.name != ORDER and _forwards_and_backwards(table) != _forwards_and_backwards(self._named(ranks, microbatches)):
+            raise ScheduleError(f"order: its forwards and backwards do not stand as in {self.name}")
+        return table
+
+    def _named(self, ranks: int, microbatches: int) -> Schedule:
+        stages = ranks * self.stages_per_rank
+        if self.group is not None:
+            return megatron_interleaved(ranks, stages, microbatches, group=self.group)
+        return SCHEDULES[self.name](ranks, stages, microbatches)
+
+    def __str__(self) -> str:
+        name = "loop" if self.name == "auto" else self.name
+        named = name if self.group is None else f"{name} in groups of {self.group}"
+        return named if self.order is None or self.name == ORDER else f"{named}, weight gradients placed"
+
+
+def _forwards_and_backwards(table: Schedule) -> list[list[tuple[int, int | None, bool]]]:
+    """By rank the stage and the microbatch of each forward (True) and backward; of a pair the backward comes first."""
+    return [
+        [
+            (leaf.stage, leaf.microbatch, leaf.kind is Kind.F)
+            for action in row
+            if action is not None
+            for leaf in sorted(action.leaves, key=lambda leaf: leaf.kind is Kind.F)
+            if leaf.kind in (Kind.F, Kind.B, Kind.I)
+        ]
+        for row in table.table
+    ]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage.
+
+    `recomputed`: by stage, how many of its first layers `recompute` is for (None: all layers). `offload`: the fraction of the
+    saved bytes that waits in the host's memory (None: none). Raises `ScheduleError`.
+    """
+
+    shape: MeshShape
+    rows: int
+    microbatches: int
+    schedule: ScheduleChoice
+    keep: int | None = None
+    recompute: RecomputeWord = None
+    recomputed: tuple[int, ...] | None = None
+    offload: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "microbatches"):
+            require(ScheduleError, name, COUNT, getattr(self, name))
+        require(ScheduleError, "offload", _FRACTION, self.offload)
+        if self.offload is not None and isinstance(self.recompute, float):
+            raise ScheduleError(
+                f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}: which values '
+                "a fraction of recomputation saves is known only when the pipeline is compiled"
+            )
+        if self.recomputed is not None:
+            require(ScheduleError, "recomputed", _LAYERS, self.recomputed)
+            if len(self.recomputed) != self.stages or self.recompute not in ("selective", "full"):
+                raise ScheduleError(
+                    f'recomputed: give numbers of layers of {self.stages} stages, beside recompute="selective" or "full", got '
+                    f"{len(self.recomputed)} beside recompute={self.recompute!r}"
+                )
+
+    @property
+    def stages(self) -> int:
+        return self.shape.pp * self.schedule.stages_per_rank
+
+    @property
+    def degree(self) -> str:
+        """The kind of recomputation and the number of its layers, as text; "-" for none."""
+        if self.recomputed is None:
+            return str(self.recompute or "-")
+        return f"{self.recompute} of {_counted(sum(self.recomputed), 'layer')}"
+
+    def __str__(self) -> str:
+        """A line that names the setting."""
+        keep = "" if self.keep is None else f", keep {self.keep}"
+        again = "" if self.recompute is None else f", recompute {self.degree}"
+        cut = f"{_counted(self.microbatches, 'microbatch', 'es')} of {_counted(self.rows, 'row')}"
+        away = "" if self.offload is None else f", offload {self.offload:g}"
+        return f"{self.shape}, {_counted(self.stages, 'stage')}, {self.schedule}, {cut}{keep}{again}{away}"
+
+
+def _counted(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending * (number > 1)}"
+
+
+_OF_ONE = ("1F1B", "ZB1P", "ZB2P")
+_OF_TWO = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
+_OF_SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+SEARCHED = ("auto", *_OF_ONE, *_OF_TWO, *_OF_SEVERAL, "MegatronInterleaved")
+"""The names of all schedules that the search tries; "auto" is a plain loop, where a pipeline has one rank."""
+
+
+def schedule_choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:
+    """The schedules that take these numbers of ranks and microbatches, with up to so many stages."""
+    return (each for each in _choices(ranks, microbatches, most_stages) if admits(each, ranks, microbatches))
+
+
+def admits(choice: ScheduleChoice, ranks: int, microbatches: int) -> bool:
+    """Whether a schedule of `SEARCHED` takes these numbers: known without its table, which may take seconds to make."""
+    if choice.order is not None:
+        return table_of(choice, ranks, microbatches) is not None
+    if choice.group is not None:
+        return microbatches >= ranks and choice.group in legal_groups(ranks, microbatches)
+    if choice.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        return microbatches % max(1, microbatches // ranks) == 0
+    return choice.name != "DualPipeV" or microbatches >= 2 * ranks
+
+
+def _choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:
+    if ranks == 1:
+        yield ScheduleChoice("auto")
+        return
+    yield from (ScheduleChoice(name) for name in _OF_ONE if ranks <= most_stages)
+    if 2 * ranks <= most_stages:
+        yield from (ScheduleChoice(name, 2) for name in _OF_TWO)
+    several = 2
+    while several * ranks <= most_stages and several <= 8:
+        yield from (ScheduleChoice(name, several) for name in _OF_SEVERAL)
+        groups = legal_groups(ranks, microbatches) if microbatches >= ranks else ()
+        middle = [group for group in groups if ranks < group < microbatches]
+        if middle:  # the one in the middle; the ends are those of Interleaved1F1B and of LoopedBFS
+            yield ScheduleChoice("MegatronInterleaved", several, middle[len(middle) // 2])
+        several *= 2
+
+
+def table_of(choice: ScheduleChoice, ranks: int, microbatches: int) -> Schedule | None:
+    """The table of a choice, or None where the schedule does not take the numbers."""
+    try:
+        return choice.table(ranks, microbatches)
+    except ScheduleError:
+        return None

@@ -1,0 +1,165 @@
+"""Write the whole model as safetensors, in the files and names that Hugging Face reads.
+
+Contract
+--------
+- Each rank writes the tensors of which it is the first holder, so no tensor travels. A tensor under several keys is written
+  under the first. A file has at most `max_file_bytes`, or one tensor; that many bytes are copied at a time.
+- All ranks know the files of all ranks from shapes and holders alone. The first rank writes `model.safetensors.index.json`, or
+  there is one file `model.safetensors`.
+- Files are written into a folder inside of `folder` and moved up when all ranks have written, the index last. A folder with
+  weights in it is never changed. All ranks see one file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from graphpp.arguments import TEXT, callback
+from graphpp.checkpoint.restore import without_os_errors
+from graphpp.checkpoint.training_state import RankCalls
+from graphpp.errors import CheckpointError
+from graphpp.parallel.rank_place import RankPlace
+from graphpp.runtime.shards.local_rows import whole_tensor
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class Export:
+    """The files of a model.
+
+    `entries`: its tensors, or stand-ins for those of other ranks, by key; `holders`: the rank that holds a tensor, by its `id`,
+    where it is not every rank.
+    """
+
+    entries: Mapping[str, torch.Tensor]
+    holders: Mapping[int, int]
+    names: Callable[[str], str] | None
+    dtype: torch.dtype | None
+    max_file_bytes: int
+
+    @cached_property
+    def files(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """(Rank that writes it, tensors by name) for each file. Raises `CheckpointError` for two tensors of one name."""
+        files: list[tuple[int, dict[str, torch.Tensor]]] = []
+        sizes: list[int] = []
+        for rank, tensors in self._by_rank().items():
+            files.append((rank, {}))
+            sizes.append(0)
+            for name, tensor in tensors.items():
+                if files[-1][1] and sizes[-1] + self._bytes(tensor) > self.max_file_bytes:
+                    files.append((rank, {}))
+                    sizes.append(0)
+                files[-1][1][name] = tensor
+                sizes[-1] += self._bytes(tensor)
+        return files
+
+    def _by_rank(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The tensors that each rank writes, by name."""
+        name_of = callback(CheckpointError, "names", TEXT, self.names) if self.names is not None else str
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        keys: dict[str, str] = {}
+        written: set[int] = set()
+        for key, tensor in self.entries.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(f"{key} of the model's state dict is no tensor: safetensors cannot hold it")
+            if id(tensor) not in written:
+                written.add(id(tensor))
+                name = name_of(key)
+                if keys.setdefault(name, key) != key:
+                    raise CheckpointError(f"names: {keys[name]} and {key} would both be written as {name}")
+                found.setdefault(self.holders.get(id(tensor), 0), {})[name] = tensor
+        return dict(sorted(found.items()))
+
+    def save(self, folder: Path, place: RankPlace, calls: RankCalls, check: Callable[[], None]) -> None:
+        """Write all files into `folder`. Called by all ranks; of several replicas the first one writes.
+
+        `check` raises where this rank's tensors cannot be written.
+        """
+        first, unfinished = place.first_holder, folder / _UNFINISHED
+        writes = place.first_of_stage
+
+        def begin() -> None:
+            check()
+            _ = self.files
+            if first:
+                _begin(folder, unfinished)
+
+        def asked() -> dict[str, list[str]]:
+            files = [f"rank {rank}: {', '.join(tensors)}" for rank, tensors in self.files]
+            return {"the arguments of save_weights": [f"folder={folder}", f"dtype={self.dtype}", *files]}
+
+        def publish() -> None:
+            if first:
+                self._write_index(unfinished)
+                _publish(unfinished, folder)
+
+        if place.writes_files:
+            calls.all_do(f"save_weights {folder}", without_os_errors(begin), asked)
+            calls.all_do("its files", without_os_errors(lambda: self._write(unfinished, place.rank, writes=writes)))
+            calls.all_do("its index", without_os_errors(publish))
+
+    def _write(self, folder: Path, rank: int, *, writes: bool) -> None:
+        """Gather the tensors of a rank's files, and write them if `writes`."""
+        for number, (writer, tensors) in enumerate(self.files):
+            if writer == rank:
+                blank = [name for name, tensor in tensors.items() if tensor.is_meta]
+                if blank:
+                    raise CheckpointError(f"{blank[0]} is on the meta device, and no stage reads it: give it values")
+                ready = {name: self._converted(tensor) for name, tensor in tensors.items()}
+                if not writes:
+                    continue
+                try:
+                    save_file(ready, folder / self._file(number), metadata={"format": "pt"})
+                except (KeyError, RuntimeError, ValueError) as fault:
+                    keys = ", ".join(list(tensors)[:3])
+                    raise CheckpointError(f"safetensors cannot hold {keys} ..: {type(fault).__name__}: {fault}") from fault
+
+    def _write_index(self, folder: Path) -> None:
+        """Write the index of all files."""
+        if len(self.files) > 1:
+            where = {name: self._file(number) for number, (_, tensors) in enumerate(self.files) for name in tensors}
+            size = sum(self._bytes(tensor) for _, tensors in self.files for tensor in tensors.values())
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _file(self, number: int) -> str:
+        count = len(self.files)
+        return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+    def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype in which a tensor is written."""
+        return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def _bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.numel() * self._dtype(tensor).itemsize
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return whole_tensor(tensor).to("cpu", self._dtype(tensor)).contiguous()
+
+
+def _begin(folder: Path, unfinished: Path) -> None:
+    """Make the folder for incomplete files. Raises `CheckpointError` where `folder` has weights already."""
+    files = [each.name for each in folder.iterdir()] if folder.exists() else []
+    weights = sorted(name for name in files if name.endswith(_WEIGHTS))
+    if weights:
+        raise CheckpointError(f"{folder} has weights already, {weights[0]} for one: name a new folder, or remove them")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    """Move complete files into `folder`, the index last."""
+    for file in sorted(unfinished.iterdir(), key=lambda file: file.suffix == ".json"):
+        os.replace(file, folder / file.name)
+    unfinished.rmdir()

@@ -1,0 +1,105 @@
+"""The values with which ranks begin that hold the same parameters and buffers: compared once, before the first training step.
+
+Contract
+--------
+- Ranks along `tp` have equal values of all tensors that each of them holds whole. Replicas have equal values, but for experts
+  along `ep`; or the first replica sends its values to the others, where `replica_values="broadcast"` asks for it. Ranks with
+  the same experts have equal values of them.
+- A difference raises `MismatchError` on all ranks, naming the tensor.
+- Ranks compare checksums. Of parameters that are sharded since, the checksums are those of the whole values before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from functools import partial
+
+from graphpp.options.options import Options
+from graphpp.ownership.ownership import Ownership
+from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.checksum import checksum
+from graphpp.parallel.data_parallel import broadcast_
+from graphpp.parallel.facts import Facts
+from graphpp.parallel.rank_place import RankPlace
+from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.spread_tensors import is_spread_over
+
+
+class InitialValues:
+    """Compares this rank's values with those of other ranks. `known`: whether that is done."""
+
+    def __init__(
+        self, options: Options, place: RankPlace, replicas: Agreement, ownership: Ownership, state: ModelState
+    ) -> None:
+        self._replicas = replicas
+        self._broadcasts = options.parallel.replica_values == "broadcast" and place.replicas is not None
+        self._place, self._ownership, self._state = place, ownership, state
+        self._along_layers = place.agreement(place.tensor)
+        self._along_experts = None if place.experts is None else place.agreement(place.experts.replicas)
+        self.known = False
+
+    def compare_shared_layers(self, pipeline: Agreement) -> None:
+        """Compare with the ranks along `tp`. Called by all ranks of a pipeline, whose `Agreement` this is."""
+        if self._along_layers.several and not self.known:
+            pipeline.together(lambda: self._along_layers.compare(self._of_shared_layers()), _nothing)
+
+    def of_replica(self) -> Facts:
+        """The lines that all replicas must have alike."""
+        if self.known or not self._replicas.several:
+            return Facts({})
+        return self._of_tensors() if self._broadcasts else self._checksums(self._ownership.local - self._ownership.experts)
+
+    @property
+    def sends(self) -> bool:
+        """Whether `send` is due."""
+        return self._broadcasts and not self.known
+
+    def send(self) -> None:
+        """Give all replicas the values of the first one. Called by all replicas."""
+        sharded, replicas = self._ownership.sharded, self._place.replicas
+        assert replicas is not None, "values are sent to replicas only"
+        own = [fqn for fqn in sorted(self._ownership.local) if sharded is None or fqn not in sharded]
+        broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in own], replicas)
+
+    def finish(self, pipeline: Agreement) -> None:
+        """Compare experts with the replicas that have the same ones. Called by all replicas, on all ranks of each pipeline."""
+        along = self._along_experts
+        if along is not None and not self.known:
+            compare = partial(self._replicas.together, lambda: along.compare(self._of_experts()), _nothing)
+            pipeline.together(compare, _nothing)
+        self.known = True
+
+    def _of_tensors(self) -> Facts:
+        tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
+        lines = [f"{fqn}: {list(each.shape)} {each.dtype}" for fqn, each in tensors.items()]
+        return Facts({"the tensors of its stages": lines})
+
+    def _of_experts(self) -> Facts:
+        return self._checksums(self._ownership.experts)
+
+    def _of_shared_layers(self) -> Facts:
+        advice = (
+            "which every rank along tp has whole and must have equal (seed all ranks alike, or make the parameter a DTensor "
+            "where each rank has another part)"
+        )
+        tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
+        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tensor)}
+        return _lines({fqn: checksum(local_tensor(each)) for fqn, each in whole.items()}, advice)
+
+    def _checksums(self, fqns: Set[str]) -> Facts:
+        spread = self._place.experts is not None
+        experts = "; an expert, of which each rank along ep has another, is a DTensor over ep" if spread else ""
+        advice = f"with which replicas must begin alike (seed all ranks alike, or load one state dict on all{experts})"
+        before = self._ownership.values_before_sharding
+        own = {fqn: before[fqn] if fqn in before else checksum(local_tensor(self._state.tensor(fqn))) for fqn in sorted(fqns)}
+        return _lines(own, advice)
+
+
+def _lines(sums: dict[str, int], advice: str) -> Facts:
+    return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
+
+
+def _nothing(_: object) -> Facts:
+    """The facts of work whose results ranks need not compare."""
+    return Facts({})

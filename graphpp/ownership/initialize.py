@@ -1,0 +1,99 @@
+"""Run the code that initialises a model on a rank that has memory for a part of it.
+
+Contract
+--------
+- `initialize` calls a function with every module, children first, in the order of `nn.Module.apply`. Tensors of other ranks
+  have memory while one call touches them (`borrowed_memory.py`), so that the generators of random numbers move on as in a
+  process that holds the whole model. This rank's values are bit-equal to those of such a process.
+- With a seed, each module draws from generators seeded by the seed and the module's FQN, and modules without a tensor of this
+  rank are left out. The values are equal for every split and number of ranks; the generators are as before.
+- Code that reads a tensor of another rank, whose values an earlier call has written, raises `GraphPPError`. NaN and other marks
+  of unwritten memory in a tensor of this rank are refused (`check_written`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from graphpp.arguments import Accepted, callback
+from graphpp.errors import GraphPPError
+from graphpp.ownership.borrowed_memory import BorrowedMemory, poisoned
+from graphpp.runtime.model_state import own_tensors
+
+Initializer = Callable[[nn.Module], object]
+
+_ANYTHING = Accepted("anything", lambda value: True)
+_RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
+
+
+def reset(module: nn.Module) -> None:
+    """Initialise a module as its constructor does, by the methods that torch's own modules have for this."""
+    for name in _RESETS:
+        method = getattr(module, name, None)
+        if callable(method):
+            method()
+
+
+def initialize(
+    model: nn.Module, init: Initializer, own: Collection[int], lent: BorrowedMemory, seed: int | None, device: torch.device
+) -> None:
+    """Call `init` with the modules of `model`. `own`: the `id` of this rank's tensors; `lent` has the memory of all others."""
+    holding = {id(module) for module in model.modules() if any(id(tensor) in own for _, tensor in _tensors_below(module))}
+    with torch.no_grad(), lent, _generators_kept(seed, device):
+        for fqn, module in _children_first(model, ""):
+            if seed is not None:
+                if id(module) not in holding:
+                    continue
+                for generator in default_generators(device):
+                    generator.manual_seed(_seed_of(seed, fqn))
+            name = f"init of {fqn or 'the model'} (a {type(module).__name__})"
+            callback(GraphPPError, name, _ANYTHING, init)(module)
+            lent.give_back()
+
+
+def check_written(model: nn.Module, tensors: Mapping[str, torch.Tensor], advice: str) -> None:
+    """Raise `GraphPPError` with the FQNs of tensors that have an element which nobody has written."""
+    left = [fqn for fqn, tensor in tensors.items() if tensor.is_meta or poisoned(tensor)]
+    if not left:
+        return
+    owners = {id(tensor): module for module in model.modules() for _, tensor in own_tensors(module)}
+    named = [f"{fqn} of a {type(owners.get(id(tensors[fqn]))).__name__}" for fqn in left[:3]]
+    raise GraphPPError(f"{len(left)} tensors have no values, or NaN: {', '.join(named)}. {advice}")
+
+
+def _children_first(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
+    """(FQN, module) in the order of `nn.Module.apply`: a module under two names comes twice."""
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{fqn}.{name}" if fqn else name)
+    yield fqn, module
+
+
+def _tensors_below(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for each in module.modules():
+        yield from own_tensors(each)
+
+
+def _seed_of(seed: int, fqn: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {fqn}".encode()).digest()[:7], "little")
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """torch's default generators of the CPU and of `device`."""
+    of_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    return [torch.default_generator, *of_device]
+
+
+@contextlib.contextmanager
+def _generators_kept(seed: int | None, device: torch.device) -> Iterator[None]:
+    """A context that restores the generators of random numbers where a seed is given."""
+    states = [] if seed is None else [(each, each.get_state()) for each in default_generators(device)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

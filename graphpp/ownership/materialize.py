@@ -1,0 +1,294 @@
+"""Give this rank's part of a model on the meta device memory and values.
+
+Contract
+--------
+- Memory is made for this rank's parameters and buffers that have none, and for tensors that no rank's stage reads, on the
+  rank's device. New parameter objects take the places of the old ones, under all their names, with their attributes.
+- Values come from code that initialises the model (`initialize.py`), or from a checkpoint on disk (`weight_files.py`) and, for
+  tensors that no state dict holds, from such code. A tensor that nothing has written is refused, as is code that gives a
+  parameter another dtype or shape.
+- Of parameters that are to be sharded, or that `tp` spreads, a rank keeps its part (`shard_values.py`). Such a parameter is
+  whole while a call of the code touches it, or while it is read from files: so a rank needs the memory of its parts and of the
+  largest module, or of the largest tensor in the files.
+- `Materials.fill` changes the model on this rank alone. Where `fill` raises, `undo` puts back the former tensors and the state
+  of the generators; values of tensors that had memory before may have changed. Errors are `GraphPPError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from graphpp._torch.autograd import has_gradient_hooks
+from graphpp.arguments import TEXT, callback
+from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.ownership.borrowed_memory import BorrowedMemory, poison
+from graphpp.ownership.initialize import Initializer, check_written, default_generators, initialize, reset
+from graphpp.ownership.shard_values import ShardValues
+from graphpp.ownership.weight_files import Weights, check_fits, open_weights
+from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.released import forget, is_released, like, trim_after
+from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.spread_tensors import spread_tensor
+
+_LOG = logging.getLogger("graphpp")
+_UNWRITTEN = (
+    "Give pipe.materialize(init) a function that writes them; it is called with each module, children first, and by default "
+    "calls the module's reset_parameters"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where values come from: the arguments of `Pipeline.materialize`."""
+
+    init: Initializer | None
+    weights: Path | None
+    names: Callable[[str], str] | None
+    seed: int | None
+    strict: bool
+
+    def describe(self, device: torch.device) -> dict[str, list[str]]:
+        """Lines that all ranks must have alike; without a seed, also the state of the generators."""
+        lines = {"the arguments of materialize": [f"{name}={_shown(value)}" for name, value in vars(self).items()]}
+        if self.weights is None and self.seed is None:
+            states = [each.get_state().numpy() for each in default_generators(device)]
+            digests = [hashlib.sha256(state.tobytes()).hexdigest()[:16] for state in states]
+            lines["the state of the random numbers (call torch.manual_seed on every rank before, or give seed=)"] = digests
+        return lines
+
+
+class Materials:
+    """The tensors of a model before and after they get memory."""
+
+    def __init__(self, model: nn.Module, state: ModelState, device: torch.device) -> None:
+        self._model, self._state, self._device = model, state, device
+        self._stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+        self._before = [dict(store) for store in self._stores]
+        self._original: dict[int, torch.Tensor] = {}  # `id` of a new tensor -> the tensor of before
+        self._alive: list[torch.Tensor] = []  # the new tensors, so that no `id` is used twice
+        self._generators = [(each, each.get_state()) for each in default_generators(device)]
+
+    def undo(self) -> None:
+        """Put the tensors back that the model had at first, and the state of the generators."""
+        self._state.exchange(self._original)
+        for store, tensors in zip(self._stores, self._before, strict=True):
+            store.clear()
+            store.update(tensors)  # type: ignore[arg-type]
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def fill(
+        self, needed: Collection[str], unread: Collection[str], source: Source, shards: ShardValues | None = None
+    ) -> None:
+        """Give `needed` memory and values; and `unread`, where the source has values for them.
+
+        `shards` gets the values of the parameters without memory that are to be sharded; the model's have none afterwards.
+        """
+        held = {fqn: self._state.tensor(fqn) for fqn in (*needed, *unread)}
+        old = {fqn: tensor for fqn, tensor in held.items() if tensor.is_meta}
+        _check_buffers({fqn: tensor for fqn, tensor in old.items() if not isinstance(tensor, nn.Parameter)})
+        _check_hooks(old)
+        _check_storages(old)
+        weights = None if source.weights is None else open_weights(source.weights)
+        in_files = {} if weights is None else self._matched(weights, held, needed, source)
+        filled = {fqn: tensor for fqn, tensor in old.items() if weights is None or fqn in in_files or fqn in needed}
+        kept = [fqn for fqn in filled if shards is None or fqn not in shards]
+        new = {fqn: like(filled[fqn], _blank(filled[fqn], self._device)) for fqn in kept}
+        self._exchange([(filled[fqn], tensor) for fqn, tensor in new.items()])
+        computed = [fqn for fqn in filled if fqn not in in_files]
+        for fqn in computed:
+            if fqn in new:
+                poison(new[fqn])
+        if weights is None or computed:
+            self._initialize(held if weights is None else computed, source, shards)
+        _check_kinds({fqn: (tensor, self._state.tensor(fqn)) for fqn, tensor in held.items()})
+        check_written(self._model, self._not_in(shards, computed), _UNWRITTEN)
+        if weights is not None:
+            for round_ in _rounds(in_files):
+                self._read(weights, round_, shards)
+        forget(((filled[fqn], fqn) for fqn in new), "pipe.materialize has put others in their places")
+
+    def _not_in(self, shards: ShardValues | None, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The model's own tensors, but those of which `shards` has all values and the model none."""
+        tensors = {fqn: self._state.tensor(fqn) for fqn in fqns}
+        return {fqn: own for fqn, own in tensors.items() if shards is None or not own.is_meta or fqn not in shards.kept}
+
+    def _read(self, weights: Weights, names: Mapping[str, str], shards: ShardValues | None) -> None:
+        """Copy tensors from files. `names`: in the files -> FQN."""
+        tensors = {name: self._state.tensor(fqn) for name, fqn in names.items()}
+        weights.copy({name: own for name, own in tensors.items() if not own.is_meta})
+        if shards is not None:
+            for some in _groups({name: own for name, own in tensors.items() if own.is_meta}):
+                whole = {name: _blank(tensors[name], self._device) for name in some}
+                weights.copy(whole)
+                for name, values in whole.items():
+                    shards.take(names[name], values)
+                freed = sum(values.nbytes for values in whole.values())
+                del whole, values
+                trim_after(freed if self._device.type == "cpu" else 0)
+
+    def _initialize(self, fqns: Iterable[str], source: Source, shards: ShardValues | None) -> None:
+        """Run the code that initialises the model, with memory lent to all tensors that are still on the meta device.
+
+        `fqns`: the tensors whose values matter. Where the code raises, the lent tensors stay until `undo`.
+        """
+        lent = BorrowedMemory(self._device, shards)
+        names = {id(tensor): fqn for fqn, tensor in (*self._model.named_parameters(), *self._model.named_buffers())}
+        blank = [tensor for tensor in self._tensors() if tensor.is_meta]
+        borrowed = [(tensor, lent.like(tensor, names.get(id(tensor), "a tensor"))) for tensor in blank]
+        self._exchange(borrowed)
+        own = {id(self._state.tensor(fqn)) for fqn in fqns}
+        seed = 0 if source.weights is not None and source.seed is None else source.seed
+        initialize(self._model, source.init or reset, own, lent, seed, self._device)
+        self._exchange([(copy, tensor) for tensor, copy in borrowed])
+
+    def _exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put the second tensor of each pair in the place of the first."""
+        self._original |= {id(new): self._original.get(id(former), former) for former, new in pairs}
+        self._alive += [new for _, new in pairs]
+        self._state.exchange({id(former): new for former, new in pairs})
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The model's tensors as they are now."""
+        found = {id(tensor): tensor for store in self._stores for tensor in store.values() if tensor is not None}
+        return list(found.values())
+
+    def _matched(
+        self, weights: Weights, tensors: Mapping[str, torch.Tensor], needed: Collection[str], source: Source
+    ) -> dict[str, str]:
+        """The name in the files for each of `tensors` that has one, by FQN.
+
+        Raises `CheckpointError` if one does not fit, or (strict) if the files lack a needed tensor or have one that the model
+        lacks.
+        """
+        stored, entries = weights.stored(), self._state.entries()
+        self._state.check_listed(tensors)
+        name_of = callback(CheckpointError, "names", TEXT, source.names) if source.names is not None else str
+        names = {key: name_of(key) for key, value in entries.items() if isinstance(value, torch.Tensor)}
+        keys: dict[int, list[str]] = {}
+        for key in names:
+            keys.setdefault(id(entries[key]), []).append(key)
+        found, missing = dict[str, str](), list[str]()
+        for fqn, tensor in tensors.items():
+            aliases = keys.get(id(tensor), [])
+            name = next((names[key] for key in aliases if names[key] in stored), None)
+            if name is not None:
+                found[fqn] = name
+                value = stored[name]
+                if value is not None and source.weights is not None:
+                    check_fits(source.weights, name, value, tensor)
+            elif aliases and fqn in needed:
+                missing.append(names[aliases[0]])
+        unknown = _unknown(stored, set(names.values()))
+        _check_names(source, len(stored), found, missing, unknown)
+        return found
+
+
+def _shown(value: object) -> str:
+    """A value in words that are the same on all ranks."""
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
+
+
+def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """The names of tensors that are read at once: as many as have the bytes of the largest together."""
+    most, group, size = max((each.nbytes for each in tensors.values()), default=0), list[str](), 0
+    for name, tensor in tensors.items():
+        if group and size + tensor.nbytes > most:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensor.nbytes
+    if group:
+        yield group
+
+
+def _check_names(
+    source: Source, stored: int, found: Collection[str], missing: Sequence[str], unknown: Sequence[str]
+) -> None:
+    """Raise `CheckpointError` for names that only the model has, or only the files; not strict: only if no name fits."""
+    lacks = f"{source.weights} lacks {len(missing)} tensors that this rank needs: {', '.join(missing[:3])}"
+    extra = f"{source.weights} has {len(unknown)} tensors that the model lacks: {', '.join(unknown[:3])}"
+    advice = "names= maps a key of the model's state dict to a name in the files, and strict=False takes what fits"
+    if missing and (source.strict or not found):
+        raise CheckpointError(f"{lacks}. {extra if unknown else f'It has {stored} tensors'}; {advice}")
+    if unknown and source.strict:
+        raise CheckpointError(f"{extra}; {advice}")
+    for text, names in ((f"{lacks}; init writes them", missing), (f"{extra}; they are not read", unknown)):
+        if names:
+            _LOG.warning("%s", text)
+
+
+def _unknown(stored: Collection[str], names: Collection[str]) -> list[str]:
+    """The names in the files that no key of the model has, among those that begin as all names of the model do."""
+    if not names:
+        return []
+    common = _common_parts(names)
+    return [name for name in stored if name.split(".")[: len(common)] == common and name not in names]
+
+
+def _common_parts(names: Collection[str]) -> list[str]:
+    """The leading parts, between dots, that all names have in common: of a checkpoint of more than a model, the model's."""
+    first, last = min(names).split("."), max(names).split(".")
+    return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
+
+
+def _check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `GraphPPError` for buffers that the model spreads over ranks."""
+    for fqn, tensor in tensors.items():
+        if spread_tensor(tensor) is not None:
+            raise GraphPPError(
+                f"the buffer {fqn} is a DTensor on the meta device, and materialize fills whole buffers: give it memory and "
+                "values before graphpp.compile"
+            )
+
+
+def _check_hooks(tensors: Mapping[str, torch.Tensor]) -> None:
+    for fqn, tensor in tensors.items():
+        if has_gradient_hooks(tensor):
+            raise GraphPPError(f"{fqn} has a gradient hook, and materialize makes a new parameter: register hooks afterwards")
+
+
+def _check_storages(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `GraphPPError` for tensors that share memory, which new memory would part."""
+    first: dict[int, str] = {}
+    storages = {fqn: local_tensor(each).untyped_storage() for fqn, each in tensors.items() if not is_released(each)}
+    for fqn, storage in storages.items():
+        other = first.setdefault(id(storage), fqn)
+        if other != fqn and tensors[other] is not tensors[fqn]:
+            raise GraphPPError(f"{other} and {fqn} share memory, and materialize would part them: make one a copy of the other")
+
+
+def _check_kinds(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raise `GraphPPError` where code has put a tensor of another dtype or shape in the place of one."""
+    for fqn, (before, after) in pairs.items():
+        if _kind(before) != _kind(after):
+            raise GraphPPError(
+                f"init has put a {type(after).__name__} of {list(after.shape)} {after.dtype} in the place of {fqn}, which is a "
+                f"{type(before).__name__} of {list(before.shape)} {before.dtype}"
+            )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, isinstance(tensor, nn.Parameter)
+
+
+def _rounds(in_files: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """(Name in the files -> FQN) until every FQN had its turn: several tensors may have one name."""
+    left = dict(in_files)
+    while left:
+        round_ = {name: fqn for fqn, name in left.items()}
+        yield round_
+        for fqn in round_.values():
+            del left[fqn]

@@ -1,0 +1,194 @@
+"""Which parameters and buffers of the model each rank of a pipeline holds, and what becomes of a rank's other tensors.
+
+Contract
+--------
+- The first graph that is captured decides: a rank holds the tensors that its stages read, for as long as the pipeline lives.
+- `release` gives back the memory of all tensors that other ranks hold and this rank does not; tensors that no stage reads stay.
+- `shard_if_asked` leaves this rank its rows of the parameters of its stages, where the mesh has `dp_shard`, once they all have
+  values. Replicas must hold equal values then, which the first training call checks, or take those of the first replica.
+- Copies of what other ranks train are stale after each training step; a pipeline that would read one is refused
+  (`stale_copies.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+from typing import Protocol
+
+import torch.distributed as dist
+
+from graphpp.options.options import Options
+from graphpp.ownership.shard_values import ShardValues
+from graphpp.ownership.stale_copies import StaleCopies
+from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.checksum import checksum
+from graphpp.parallel.data_parallel import broadcast_
+from graphpp.parallel.rank_place import RankPlace, Sharding
+from graphpp.runtime.model_state import ModelState, TensorReader
+from graphpp.runtime.program import StageProgram
+from graphpp.runtime.released import trim_after
+from graphpp.runtime.shards.flat_parameters import FlatParameter
+from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.precision import Precision
+from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
+from graphpp.runtime.shards.spread_parameters import SpreadParameters
+from graphpp.runtime.shards.spread_tensors import is_spread_over, spread_tensor
+
+
+class Readers(Protocol):
+    """The stages of a captured graph, as readers of parameters and buffers."""
+
+    @property
+    def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
+        """The ranks whose stages read each parameter, in order."""
+
+    def parameters(self, rank: int) -> AbstractSet[str]:
+        """The parameters that the stages of a rank read."""
+
+    def buffers(self, rank: int) -> AbstractSet[str]:
+        """The buffers that the stages of a rank read."""
+
+    def stages_of_parameter(self, rank: int) -> Mapping[str, Sequence[int]]:
+        """For each parameter that the stages of a rank read, these stages."""
+
+    def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
+        """(stage, FQN) of each tensor that a forward writes."""
+
+
+class Ownership:
+    """The parameters and buffers of one pipeline's model, by the ranks that hold them."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        place: RankPlace,
+        options: Options,
+        captured: Callable[[], Readers],
+        after_exchange: Callable[[], None],
+        agreement: Agreement,
+    ) -> None:
+        """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model."""
+        self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
+        self._captured, self._after_exchange, self._agreement = captured, after_exchange, agreement
+        self._copies = StaleCopies()
+        self.sharded: ShardedParameters | None = None
+        self.values_before_sharding: dict[str, int] = {}
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """FQNs of this rank's parameters and buffers. Raises `GraphPPError` before anything is captured."""
+        first = self._captured()
+        return frozenset(first.parameters(self._place.rank) | first.buffers(self._place.rank))
+
+    @property
+    def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
+        """The ranks that hold each parameter, in order. Raises `GraphPPError` before anything is captured."""
+        return self._captured().ranks_of_parameter
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """FQNs of this rank's tensors of which the ranks along `ep` have other ones."""
+        group = self._place.experts_group
+        return frozenset(fqn for fqn in self.local if is_spread_over(self._state.tensor(fqn), group))
+
+    def first_holders(self) -> dict[str, int]:
+        """For each parameter and buffer that a stage reads, the first rank that holds it."""
+        first, ranks = self._captured(), reversed(range(self._place.ranks))
+        return {fqn: rank for rank in ranks for fqn in (*first.parameters(rank), *first.buffers(rank))}
+
+    def release(self) -> int:
+        """Give back the memory of the parameters and buffers that other ranks hold; returns the bytes."""
+        given_back = self._state.release({fqn: rank for fqn, rank in self.first_holders().items() if fqn not in self.local})
+        self._after_exchange()
+        if given_back:
+            gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
+            trim_after(given_back)
+        return given_back
+
+    def release_if_asked(self) -> None:
+        """`release` on several ranks, unless an option says otherwise."""
+        if self._place.ranks > 1 and self._memory.release:
+            self.release()
+
+    def shards_to_fill(self) -> ShardValues | None:
+        """Shards without values, of this rank's parameters, or its parts of those that the model spreads; None: there are none.
+
+        Raises `GraphPPError` for a parameter that cannot be sharded.
+        """
+        sharding, own = self._place.sharding, self._captured().parameters(self._place.rank)
+        if sharding is not None:
+            return ShardValues(self._shards(sharding), self._source_of_values)
+        named = self._state.named(own, among=self._state.parameters)
+        spread = {fqn: tensor for fqn, tensor in named if tensor.is_meta and spread_tensor(tensor) is not None}
+        return ShardValues(SpreadParameters(spread, self._place.device), self._source_of_values) if spread else None
+
+    def shard_if_asked(self, filled: ShardValues | None = None) -> None:
+        """Shard the parameters of all ranks, if the mesh has shards and all tensors have values. Called by all ranks.
+
+        `filled`: shards of which some have values; the model has the values of all others. Raises `GraphPPError`, and changes
+        nothing, for a parameter that cannot be sharded.
+        """
+        sharding = self._place.sharding
+        if sharding is None and filled is not None:
+            filled.sharded.install(self._state)
+            self._after_exchange()
+        if sharding is None or self.sharded is not None:
+            return
+        blank = {fqn for fqn in self.local if self._state.tensor(fqn).is_meta}
+        known = filled.kept & blank if filled is not None else set[str]()
+        if any(self._agreement.largest([bool(blank - known)])):
+            return  # until `materialize`, on all ranks
+        whole = sorted(self._captured().parameters(self._place.rank) - known)
+        sharded = filled.sharded if filled is not None else self._shards(sharding)
+        assert isinstance(sharded, ShardedParameters), "on a mesh with shards, values are those of shards"
+        self._state.move(whole, self._place.device)
+        if self._source_of_values is not None:
+            broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in whole], self._source_of_values)
+        elif self._parallel.replica_values != "broadcast":
+            sums = filled.checksums if filled is not None else {}
+            read = {fqn: checksum(local_tensor(self._state.tensor(fqn))) for fqn in self.local - known}
+            self.values_before_sharding = read | {fqn: sums[fqn] for fqn in known}
+        for fqn in whole:
+            sharded.take(fqn, local_tensor(self._state.tensor(fqn)))
+        sharded.install(self._state)
+        self.sharded = sharded
+        self._after_exchange()
+
+    @property
+    def _source_of_values(self) -> dist.ProcessGroup | None:
+        """The replicas that take the values of the first of them; None: each has its own."""
+        return self._place.replicas if self._parallel.replica_values == "broadcast" else None
+
+    def _shards(self, sharding: Sharding) -> ShardedParameters:
+        first, rank = self._captured(), self._place.rank
+        check_written([fqn for _, fqn in first.written_buffers()], first.parameters(rank))
+        stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
+        tensors = dict(self._state.named(stages.keys(), among=self._state.parameters))
+        precision = Precision(self._parallel.param_dtype, self._parallel.reduce_dtype)
+        of_experts = self._place.experts.sharding if self._place.experts is not None else None
+        sharding_of = {fqn: of_experts if of_experts is not None and fqn in self.experts else sharding for fqn in tensors}
+        return ShardedParameters(tensors, stages, sharding_of, self._place.device, frees=frees, precision=precision)
+
+    @property
+    def flat_parts(self) -> Sequence[FlatParameter]:
+        """The flat parameters that somebody has asked for."""
+        return () if self.sharded is None else self.sharded.flat_parts
+
+    def check_copies(self, graph: Readers) -> None:
+        """Raise `GraphPPError` where this rank would read a parameter that another pipeline has trained elsewhere."""
+        self._copies.check(lambda: self._state.named(graph.parameters(self._place.rank), among=self._state.parameters))
+
+    def after_training(self) -> None:
+        """Note a training step: this rank's copies of what other ranks hold are stale."""
+        read, ranks = self._trained_elsewhere
+        self._copies.note(zip(read(), ranks, strict=True))
+
+    @cached_property
+    def _trained_elsewhere(self) -> tuple[TensorReader, Sequence[int]]:
+        """Reads the parameters that other ranks of the pipeline hold and this rank does not; the first rank of each."""
+        rank = self._place.rank
+        first = {fqn: ranks[0] for fqn, ranks in self.ranks_of_parameter.items() if ranks and rank not in ranks}
+        return self._state.reader(first), list(first.values())

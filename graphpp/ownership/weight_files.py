@@ -1,0 +1,200 @@
+"""Read named tensors from a checkpoint on disk: safetensors, files of `torch.save`, or torch's distributed checkpoint.
+
+Contract
+--------
+- `open_weights(path)` finds the format: a folder of torch's distributed checkpoint (`.metadata`), a folder of files with an
+  index (`*.index.json`, as Hugging Face writes them) or without one, or a single file. Files end in `.safetensors`, `.pt`,
+  `.pth` or `.bin`.
+- `Weights.copy(targets)` reads the bytes of the targets and no others, and opens only files with a target in them. On the way
+  one tensor more has memory. Values are converted to the dtype of the target.
+- No class is loaded and no code is run that a file names. Everything wrong with a file is a `CheckpointError` with its path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from graphpp.checkpoint.plain_text import torchs_reason
+from graphpp.checkpoint.restore import ENTRY, told
+from graphpp.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader
+from graphpp.errors import CheckpointError
+
+_SAVED = (".pt", ".pth", ".bin")  # files of torch.save
+_INDEX = ".index.json"
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint."""
+
+    def stored(self) -> Mapping[str, torch.Tensor | None]:
+        """The names of all tensors, with tensors like them on the meta device where no file must be opened for this."""
+
+    def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors into `targets`, in place. Raises `CheckpointError` for one that does not fit."""
+
+
+def open_weights(path: Path) -> Weights:
+    """The tensors of the checkpoint at `path`. Raises `CheckpointError` where there is none, or more than one."""
+    if path.is_file():
+        return _Files({name: path for name in _names(path)})
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    if (path / METADATA).is_file():
+        return _Distributed(path)
+    files = _in_folder(path)
+    if len(files) == 1 and files[0].name.endswith(_INDEX):
+        return _Files(_indexed(files[0]))
+    if not files:
+        raise CheckpointError(f"{path} has no weights: no .metadata, *.index.json, *.safetensors, *.pt, *.pth or *.bin")
+    where: dict[str, Path] = {}
+    for file in files:
+        for name in _names(file):
+            if name in where:
+                raise CheckpointError(f"{path}: {name} is in {where[name].name} and in {file.name}: give the path of one file")
+            where[name] = file
+    return _Files(where)
+
+
+class _Files:
+    """Tensors in safetensors files and files of `torch.save`, each in one file."""
+
+    def __init__(self, where: Mapping[str, Path]) -> None:
+        self._where = where
+
+    def stored(self) -> Mapping[str, torch.Tensor | None]:
+        return dict.fromkeys(self._where)
+
+    def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
+        by_file: dict[Path, list[str]] = {}
+        for name in targets:
+            by_file.setdefault(self._where[name], []).append(name)
+        for file, names in by_file.items():
+            with _tensors(file) as read, torch.no_grad():
+                for name in names:
+                    _copy(file, name, read, targets[name])
+
+
+class _Distributed:
+    """Tensors in a folder of torch's distributed checkpoint; of a folder of `pipe.checkpoint` the model's."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stored = {
+            name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+            for name, found in SafeReader(path).read_metadata().state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        model = f"{ENTRY}.model."
+        self._prefix = model if any(name.startswith(model) for name in self._stored) else ""
+
+    def stored(self) -> Mapping[str, torch.Tensor | None]:
+        cut = len(self._prefix)
+        return {name[cut:]: value for name, value in self._stored.items() if name.startswith(self._prefix)}
+
+    def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
+        entries: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
+        with told(), warnings.catch_warnings():  # torch warns in a program of one process
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+            load(entries, storage_reader=SafeReader(self._path), planner=SafePlanner(self._path), no_dist=True)
+
+
+def _in_folder(path: Path) -> list[Path]:
+    """The index of a folder, or its files with weights; safetensors come first, then the names of Hugging Face."""
+    for index, pattern in ((f"*.safetensors{_INDEX}", "*.safetensors"), (f"*{_INDEX}", "pytorch_model.bin")):
+        indexes = sorted(path.glob(index))
+        if len(indexes) > 1:
+            raise CheckpointError(f"{path} has two indexes, {indexes[0].name} and {indexes[1].name}: keep one of them")
+        found = indexes or sorted(path.glob(pattern))
+        if found:
+            return found
+    return sorted(each for each in path.iterdir() if each.suffix in _SAVED)
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """The file of each tensor, as an index says."""
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+        files = {str(name): index.parent / file for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise CheckpointError(f"{index} is no index of weights: {type(fault).__name__}: {fault}") from fault
+    outside = [file for file in files.values() if file.parent != index.parent or file.name == ".."]
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]}, which is not in the folder of the index")
+    return files
+
+
+def _names(file: Path) -> list[str]:
+    with _tensors(file) as read:
+        return list(read)
+
+
+@contextmanager
+def _tensors(file: Path) -> Iterator[Mapping[str, Callable[[], torch.Tensor]]]:
+    """The tensors of a file by name, each read from the mapped file when it is asked for."""
+    try:
+        if file.suffix == ".safetensors":
+            with safetensors.safe_open(os.fspath(file), framework="pt") as opened:
+                yield {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - it has no __iter__
+        elif file.suffix in _SAVED:
+            saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            named = list(_flat(saved, ""))
+            if len(dict(named)) < len(named):
+                raise CheckpointError(f"{file} has two tensors of one name, once its nested keys are joined with dots")
+            yield {name: tensor.detach for name, tensor in named}
+        else:
+            raise CheckpointError(f"{file}: weights are read from .safetensors, {', '.join(_SAVED)}")
+    except CheckpointError:
+        raise
+    except Exception as fault:  # a torn file raises nearly anything
+        raise CheckpointError(f"{file} cannot be read: {type(fault).__name__}: {torchs_reason(fault)}") from fault
+
+
+def _flat(saved: object, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in nested mappings, named by their keys joined with dots."""
+    if isinstance(saved, Mapping):
+        for key, value in saved.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(saved, torch.Tensor):
+        yield prefix, saved
+
+
+def _copy(file: Path, name: str, read: Mapping[str, Callable[[], torch.Tensor]], target: torch.Tensor) -> None:
+    if name not in read:
+        raise CheckpointError(f"{file} lacks {name}, which the index has in this file")
+    value = read[name]()
+    check_fits(file, name, value, target)
+    target.copy_(value)
+
+
+def check_fits(path: Path, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise `CheckpointError` where a stored tensor has another shape than the model's, or numbers that it cannot hold.
+
+    Floating-point numbers of any precision are taken.
+    """
+    if value.shape != target.shape:
+        raise CheckpointError(f"{path}: {name} is {list(value.shape)}, and here {list(target.shape)}")
+    if not _has_numbers_of(target.dtype, value.dtype):
+        raise CheckpointError(f"{path}: {name} is {value.dtype}, and here {target.dtype}")
+
+
+def _has_numbers_of(target: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether one dtype has the numbers of another, but for the precision of floating-point numbers."""
+    if target == stored or (target.is_floating_point and stored.is_floating_point) or (target.is_complex and stored.is_complex):
+        return True
+    integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in (target, stored))
+    if not integers or target is torch.bool:
+        return False
+    limits = torch.iinfo(target)
+    return stored is torch.bool or (limits.min <= torch.iinfo(stored).min and torch.iinfo(stored).max <= limits.max)

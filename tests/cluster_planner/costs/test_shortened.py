@@ -1,0 +1,89 @@
+"""Costs of a model whose equal segments are lowered three at a time are those of the model in full."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import graphpp
+from graphpp.cluster_planner.costs import ModelCosts, capture_costs
+from graphpp.cluster_planner.costs.shortened import Shortened, shortened
+from graphpp.passes.graph.joint_graph import JointGraph
+
+from_graph = importlib.import_module("graphpp.cluster_planner.costs.from_graph")  # the package has a function of this name
+LAYERS = 9
+
+
+class Layer(nn.Module):
+    """Two linear layers of this inner width, with a mask that has no stage."""
+
+    def __init__(self, inner: int = 24) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, inner), nn.Linear(inner, 8)
+        self.register_buffer("step", torch.ones(8))
+
+    def forward(self, x: Tensor, scale: Tensor, dropped: bool) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x)))) * scale * self.step
+        y = F.dropout(y, 0.1) if dropped else y
+        return x + y.masked_fill(torch.arange(8, device=x.device) > 6, 0.0)
+
+
+class Stack(nn.Module):
+    """Layers that read a trained value of the first stage. `kind`: "plain"; "again": checkpointed, with dropout; "tied": two
+    frozen layers share a weight; "skip": one layer is wider, and another one reads a value from further back; "detached
+    stack": the head reads a detached value of each layer in one operator."""
+
+    def __init__(self, kind: str, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.kind, self.embed, self.head = kind, nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Layer(32 if kind == "skip" and at == 8 else 24) for at in range(layers))
+        if kind == "tied":
+            self.layers[1].up.weight = self.layers[0].up.weight
+            self.layers[:2].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        scale, skipped, means = torch.tanh(x), x, list[Tensor]()
+        for at, layer in enumerate(self.layers):
+            given = x, scale, self.kind == "again"
+            x = checkpoint(layer, *given, use_reentrant=False) if self.kind == "again" else layer(*given)
+            skipped = x if at == 0 else skipped
+            x = x + skipped if self.kind == "skip" and at == 1 else x
+            means += [x.mean().detach()] if self.kind == "detached stack" else []
+        return self.head(x) + torch.stack(means).mean() if means else self.head(x)
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _in_full(joint: JointGraph, stages: int, group_of: Sequence[Any]) -> Shortened:
+    return Shortened(joint, tuple((stage,) for stage in range(stages)), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "stages"),
+    [("plain", 9, 8), ("again", 9, 8), ("tied", 9, 10), ("skip", 9, 10), ("detached stack", 7, 9), ("detached stack", 9, 11)],
+)
+def test_costs_of_equal_segments_are_those_of_the_model_in_full(kind: str, layers: int, stages: int, monkeypatch: Any) -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    left: list[int] = []
+
+    def costs(shorten: Any) -> ModelCosts:
+        def noted(*given: Any) -> Shortened:
+            found: Shortened = shorten(*given)
+            left.append(len(found.stages))
+            return found
+
+        monkeypatch.setattr(from_graph, "shortened", noted)
+        return capture_costs(Stack(kind, layers), _loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None)
+
+    assert costs(shortened) == costs(_in_full)
+    assert left == [stages, layers + 2]

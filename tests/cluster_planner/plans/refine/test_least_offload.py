@@ -1,0 +1,150 @@
+"""Offload in plans: as little as fits, in place of recomputation where the link to the host allows it, and run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import graphpp
+from graphpp import TrainingPlan, TrainingPlans
+from graphpp.cluster_planner.plans.layers.recomputed_layers import priced_setting
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.offloaded import windows_of_setting
+from graphpp.cluster_planner.plans.predict import Prediction, predict, tables_of
+from graphpp.cluster_planner.plans.question import Question
+from graphpp.cluster_planner.plans.refine.least_offload import least_offload
+from graphpp.cluster_planner.plans.settings import ScheduleChoice, Setting
+from graphpp.devices import CPU_CORE, Link, Machines
+from graphpp.errors import GraphPPError, ScheduleError
+from tests import internals
+from tests.cluster_planner.plans.test_plan import LENGTH, costs, example, trained
+from tests.distributed import run_ranks
+
+FAST, SLOW = 1e10, 2e7  # bytes/s between the device and the host
+SETTING = Setting(MeshShape(pp=2), 4, 8, ScheduleChoice("LoopedBFS", 2))
+
+
+def machines(bandwidth: float | None) -> Machines:
+    link = None if bandwidth is None else Link(0.0, bandwidth, 1.0)
+    return Machines(replace(CPU_CORE, host=link), 2)
+
+
+def predicted(offload: float | None, bandwidth: float = FAST, setting: Setting = SETTING) -> Prediction:
+    found = predict(question(bandwidth), replace(setting, offload=offload))
+    assert found is not None
+    return found
+
+
+def question(bandwidth: float | None) -> Question:
+    return Question(costs(None, "cpu"), machines(bandwidth), 32, LENGTH, None)
+
+
+def plans(bandwidth: float | None, **options: Any) -> TrainingPlans:
+    given = {"pp": 2, "param_dtype": None, "rows": 4, "batch": 32, "schedules": ["LoopedBFS"], "work": 20_000, **options}
+    return graphpp.plan(costs(None, "cpu"), example=example(), machines=machines(bandwidth), **given)
+
+
+def test_offload_takes_bytes_and_a_slow_link_takes_time() -> None:
+    none, half, every = (predicted(each) for each in (None, 0.5, 1.0))
+    assert every.peak < half.peak < none.peak
+    assert none.seconds.total == every.seconds.total - every.seconds.offload
+    assert none.seconds.offload == 0.0
+    slow = predicted(1.0, SLOW)
+    assert slow.peaks == every.peaks
+    copied = 8 * predicted(None).memory["activations"] / 100 / SLOW  # far less than all that is copied
+    assert slow.seconds.offload > max(every.seconds.offload, copied)
+    assert slow.seconds.total == pytest.approx(none.seconds.total + slow.seconds.offload)
+
+
+def test_each_value_has_the_latency_of_a_copy() -> None:
+    asked, setting = question(FAST), replace(SETTING, offload=1.0)
+    distant = replace(asked, machines=Machines(replace(CPU_CORE, host=Link(1.0, FAST, 1.0)), 2))
+    tables, cut = tables_of(asked, setting), asked.stages(setting).cut
+    assert tables is not None
+    windows = windows_of_setting(priced_setting(asked, setting, cut), cut, tables[0].schedule, 1.0)
+    copies = Counter[int]()
+    for window in windows:
+        copies[tables[0].rank_of_stage[window.stage]] += 2 * len(window.values)
+    found = predict(distant, setting)
+    assert found is not None
+    assert found.seconds.offload > 0.9 * max(copies.values()) > 2 * len(windows)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
+def test_the_least_fraction_that_fits(share: float) -> None:
+    none, every = predicted(None).peak, predicted(1.0).peak
+    cap = round(every + share * (none - every))
+    found = least_offload(question(FAST), SETTING, cap)
+    assert found is not None and found.offload is not None
+    assert predicted(found.offload).peak <= cap
+    assert predicted(found.offload - 1 / 8 or None).peak > cap
+
+
+def test_a_setting_that_fits_offloads_nothing() -> None:
+    assert least_offload(question(FAST), SETTING, predicted(None).peak) == SETTING
+
+
+def test_all_may_be_too_little_and_a_device_without_link_offloads_nothing() -> None:
+    assert least_offload(question(FAST), SETTING, predicted(1.0).peak - 1) is None
+    assert least_offload(question(None), SETTING, predicted(None).peak) is None
+
+
+def test_a_model_that_fits_by_offload_alone() -> None:
+    cap = round(0.8 * predicted(None).peak)
+    found = plans(FAST, memory_cap=cap, recompute=[None])
+    assert found.best.setting.offload is not None and found.best.peak <= cap
+    assert found.best == plans(FAST, memory_cap=cap, recompute=[None]).best
+    assert f"offload {found.best.setting.offload:g}" in str(found.best)
+    for other in ({"bandwidth": None}, {"bandwidth": FAST, "offload": False}):
+        with pytest.raises(ScheduleError, match="no plan fits"):
+            plans(**other, memory_cap=cap, recompute=[None])
+
+
+def test_a_setting_whose_estimate_is_far_over_the_cap_is_tried_with_offload() -> None:
+    setting = replace(SETTING, schedule=ScheduleChoice("ZBVZeroBubble", 2))
+    none, every = (predicted(each, setting=setting).peak for each in (None, 1.0))
+    best = plans(FAST, memory_cap=(none + every) // 2, recompute=[None], schedules=["ZBVZeroBubble"]).best
+    assert best.setting.offload is not None and best.peak < none
+
+
+def test_the_link_decides_between_offload_and_recomputation() -> None:
+    cap = round(0.8 * predicted(None).peak)
+    fast, slow = (plans(each, memory_cap=cap, recompute=[None, "full"]).best for each in (FAST, SLOW))
+    assert fast.setting.offload is not None and fast.setting.recompute is None
+    assert slow.setting.offload is None and slow.setting.recompute is not None
+
+
+def trained_on_a_device(rank: int, plan: TrainingPlan) -> dict[str, Any]:
+    """As `trained`, on processes whose offloaded values count as away."""
+    with internals.freeing_memory():
+        return trained(rank, plan)
+
+
+def test_offload_takes_as_many_bytes_from_a_pipeline_as_from_its_prediction() -> None:
+    """Values that wait in messages are predicted by an upper bound, with and without offload alike."""
+    best = plans(FAST, memory_cap=round(0.8 * predicted(None).peak), recompute=[None]).best
+    assert best.setting.offload is not None
+    assert TrainingPlan.from_json(best.to_json()) == best
+    without = plans(FAST, memory_cap=2**33, recompute=[None]).where(
+        lambda each: each.setting == replace(best.setting, offload=None)
+    ).best
+    for with_it, alone in zip(run_ranks(trained_on_a_device, 2, best), run_ranks(trained_on_a_device, 2, without), strict=True):
+        assert with_it["loss"] == alone["loss"]
+        real = [before - after for before, after in zip(alone["peaks"], with_it["peaks"], strict=True)]
+        assert real == [before - after for before, after in zip(without.peaks, best.peaks, strict=True)]
+        assert min(real) > 0
+
+
+def test_a_plan_decides_the_offload_of_a_pipeline() -> None:
+    best = plans(FAST, memory_cap=2**33, recompute=[None]).best
+    with pytest.raises(GraphPPError, match=r"memory\.offload: plan= decides it"):
+        graphpp.compile(plan=best, model=None, memory=graphpp.Memory(offload=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [0, 1.5, True, "all"])
+def test_a_fraction_lies_between_0_and_1(wrong: Any) -> None:
+    with pytest.raises(ScheduleError, match="offload: take a fraction above 0 and up to 1"):
+        replace(SETTING, offload=wrong)

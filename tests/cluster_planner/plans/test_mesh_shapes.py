@@ -1,0 +1,67 @@
+"""The shapes of a mesh that the search for plans tries."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import gcd
+
+import pytest
+
+from graphpp.cluster_planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
+
+
+def _all(gpus: int, batch: int, limits: Limits) -> set[MeshShape]:
+    """By trying all sizes."""
+    sizes = range(1, gpus + 1)
+    shapes = (MeshShape(*each) for each in product(sizes, repeat=6) if _product(each) == gpus)
+    return {shape for shape in shapes if _fits(shape, batch, limits)}
+
+
+def _product(numbers: tuple[int, ...]) -> int:
+    found = 1
+    for each in numbers:
+        found *= each
+    return found
+
+
+def _fits(shape: MeshShape, batch: int, limits: Limits) -> bool:
+    return (
+        batch % (shape.dp_replicate * shape.dp_shard * shape.ep) == 0
+        and shape.pp <= limits.stages
+        and limits.tp % shape.tp == 0
+        and shape.tp <= limits.domain
+        and shape.cp <= limits.cp
+        and max(limits.experts, 1) % shape.ep == 0
+        and all(size in (1, 2, 4, 8) for size in (shape.tp, shape.cp))
+        and (shape.dp_shard == 1 or shape.dp_replicate == 1 or _within_a_machine(shape, limits))
+    )
+
+
+def _within_a_machine(shape: MeshShape, limits: Limits) -> bool:
+    """Whether parameters are sharded over as many ranks of a machine as divide the data ranks."""
+    return shape.dp_shard == gcd(shape.dp_replicate * shape.dp_shard, max(1, limits.domain // shape.stride("dp_shard")))
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 6, 8])
+@pytest.mark.parametrize(
+    "limits", [Limits(4), Limits(8, experts=6, tp=8, cp=2), Limits(2, tp=8, domain=2), Limits(1, experts=4, cp=4)]
+)
+def test_every_shape_that_fits_is_found_once(gpus: int, limits: Limits) -> None:
+    found = list(mesh_shapes(gpus, 24, limits))
+    assert len(found) == len(set(found))
+    assert set(found) == _all(gpus, 24, limits)
+
+
+def test_a_batch_that_no_ranks_can_share_leaves_shapes_out() -> None:
+    assert {shape.data_ranks for shape in mesh_shapes(8, 2, Limits(8))} == {1, 2}
+
+
+def test_neighbours_along_inner_dimensions_are_near() -> None:
+    shape = MeshShape(pp=2, dp_replicate=3, dp_shard=5, ep=7, cp=11, tp=13)
+    assert shape.ranks == 2 * 3 * 5 * 7 * 11 * 13
+    assert [shape.stride(name) for name in ("tp", "cp", "ep", "pp")] == [1, 13, 13 * 11, shape.ranks // 2]
+
+
+def test_the_mesh_of_a_shape_has_its_ranks_in_order() -> None:
+    assert MeshShape(pp=2, dp_shard=4, tp=2).needed() == {"pp": 2, "dp_shard": 4, "tp": 2}
+    assert MeshShape(ep=4).needed() == {"pp": 1, "dp_shard": 1, "ep": 4}

@@ -1,0 +1,471 @@
+"""A model on the meta device gets memory and values, the same for every split, and nothing is left without a value."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphpp
+from graphpp.errors import GraphPPError, MismatchError
+from tests.distributed import run_ranks
+from tests.ownership.models import Angles, Model, X, compiled, init, on_meta, values, whole
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "two ranks": (2, {"split": 2}),
+    "loops": (2, {"split": ["blocks.1", "blocks.2", "blocks.3"], "schedule": "Interleaved1F1B"}),
+    "V": (2, {"split": ["blocks.1", "blocks.2", "blocks.3"], "schedule": "ZBVZeroBubble"}),
+    "inside a block": (2, {"split": ["blocks.1.up"]}),
+    "four ranks": (4, {"split": 4}),
+}
+Part = tuple[dict[str, Tensor], Tensor, Tensor]
+
+
+def initialised(rank: int, options: dict[str, Any], seed: int | None) -> Part:
+    torch.set_num_threads(1)
+    pipe = compiled(on_meta(), **options)
+    torch.manual_seed(5)
+    pipe.materialize(init, seed=seed)
+    state = torch.get_rng_state()
+    found = values(pipe)
+    return found, state, pipe.step(X, target=X).loss
+
+
+def parts(layout: str, seed: int | None) -> list[Part]:
+    ranks, options = LAYOUTS[layout]
+    return run_ranks(initialised, ranks, options, seed) if ranks > 1 else [initialised(0, options, seed)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_those_of_one_process(layout: str) -> None:
+    model = whole()
+    state = torch.get_rng_state()
+    expected = {key: value.detach().clone() for key, value in [*model.state_dict().items(), *model.named_buffers()]}
+    losses = torch.stack([_loss(model, row) for row in X.split(1)])
+    found: dict[str, Tensor] = {}
+    for part, after, loss in parts(layout, None):
+        assert torch.equal(after, state)
+        assert all(torch.equal(value, expected[key]) for key, value in part.items())
+        assert torch.equal(loss, losses.mean())
+        found |= part
+    assert expected.keys() == found.keys()
+
+
+def _loss(model: nn.Module, row: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(row).flatten(0, 1), row.flatten()).detach()
+
+
+def test_a_seed_gives_each_module_values_of_its_own() -> None:
+    before = torch.get_rng_state()
+    torch.manual_seed(5)
+    expected = {name: parts(name, 7) for name in LAYOUTS}
+    first = {key: value for part in expected["one rank"] for key, value in part[0].items()}
+    for name, found in expected.items():
+        whole = {key: value for part in found for key, value in part[0].items()}
+        assert whole.keys() == first.keys(), name
+        assert all(torch.equal(value, first[key]) for key, value in whole.items()), name
+    other = {key: value for part in parts("one rank", 8) for key, value in part[0].items()}
+    assert not torch.equal(other["blocks.0.up.weight"], first["blocks.0.up.weight"])
+    assert not torch.equal(first["blocks.1.up.weight"], first["blocks.0.up.weight"])
+    torch.set_rng_state(before)
+
+
+def test_a_seed_leaves_the_generators_as_they_are() -> None:
+    pipe = compiled(on_meta())
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    pipe.materialize(init, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_default_is_the_modules_own_code() -> None:
+    pipe = compiled(on_meta())
+    torch.manual_seed(5)
+    pipe.materialize()
+    torch.manual_seed(3)
+    model = Model()
+    torch.manual_seed(5)
+    names = ("reset_parameters", "_reset_parameters")
+    model.apply(lambda module: [getattr(module, name)() for name in names if hasattr(module, name)])
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in pipe.state_dict().items())
+
+
+def test_one_function_for_the_whole_model() -> None:
+    model = on_meta()
+    pipe = compiled(model)
+    torch.manual_seed(5)
+    pipe.materialize(lambda module: module.apply(init) if module is model else None)
+    expected = whole().state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in pipe.state_dict().items())
+
+
+def by_one_function(rank: int) -> dict[str, Tensor]:
+    model = on_meta()
+    pipe = compiled(model, split=2)
+    torch.manual_seed(5)
+    pipe.materialize(lambda module: module.apply(init) if module is model else None)
+    return values(pipe)
+
+
+def test_one_function_for_the_whole_model_on_two_ranks() -> None:
+    expected = dict(whole().state_dict())
+    for part in run_ranks(by_one_function, 2):
+        assert all(torch.equal(value, expected[key]) for key, value in part.items() if key in expected)
+
+
+def kept(rank: int) -> None:
+    model = on_meta()
+    model.blocks[1].up.requires_grad_(False)
+    model.blocks[0].norm.weight.no_decay = True  # type: ignore[assignment]
+    pipe = compiled(model, split=2)
+    before = dict(model.named_parameters())
+    pipe.materialize(init)
+    for fqn, parameter in pipe.named_parameters():
+        assert not parameter.is_meta and type(parameter) is nn.Parameter
+        assert parameter.requires_grad == before[fqn].requires_grad
+        assert vars(parameter) == vars(before[fqn])
+    assert model.head.weight is model.embedding.weight
+    own = dict(pipe.named_parameters())
+    assert {name for name, tensor in model.named_parameters() if not tensor.is_meta} == own.keys()
+    with pytest.raises(GraphPPError, match="has no values on this rank: rank"):
+        model(X)
+    pipe.gather(rank=0)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.step(X, target=X)
+    optimizer.step()
+
+
+def test_parameters_keep_what_they_had() -> None:
+    run_ranks(kept, 2)
+
+
+def without_angles(module: nn.Module) -> None:
+    if not isinstance(module, Angles):
+        init(module)
+
+
+def reads_another(module: nn.Module) -> None:
+    init(module)
+    if isinstance(module, Model):
+        with torch.no_grad():
+            module.blocks[3].up.weight.copy_(module.blocks[0].up.weight)
+
+
+def by_a_number(module: nn.Module) -> None:
+    init(module)
+    if isinstance(module, Model):
+        with torch.no_grad():
+            module.blocks[3].up.bias.fill_(module.blocks[0].up.weight.std().item())
+
+
+def fails(module: nn.Module) -> None:
+    init(module)
+    if isinstance(module, nn.BatchNorm1d):
+        raise ValueError("no such width")
+
+
+def half(module: nn.Module) -> None:
+    init(module)
+    if isinstance(module, nn.BatchNorm1d):
+        module.running_mean = torch.full((5,), torch.nan)
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a buffer that nothing writes": (without_angles, r"1 tensors have no values, or NaN: angles.angles of a Angles\. Give"),
+    "an error": (fails, r"init of norm \(a BatchNorm1d\).* raised ValueError: no such width\n.*test_materialize.py"),
+    "nothing": (lambda module: None, "tensors have no values, or NaN"),
+    "NaN": (half, "1 tensors have no values, or NaN: norm.running_mean of a BatchNorm1d"),
+}
+
+
+def refused(rank: int, name: str, ranks: int) -> list[str]:
+    made, (code, _) = on_meta(), REFUSED[name]
+    return _refused(made, code, split=ranks)
+
+
+def _refused(made: nn.Module, code: Callable[[nn.Module], Any], **options: Any) -> list[str]:
+    pipe = compiled(made, **options)
+    before = {name: id(tensor) for name, tensor in [*made.named_parameters(), *made.named_buffers()]}
+    with pytest.raises(GraphPPError) as error:
+        pipe.materialize(code)
+    assert before == {name: id(tensor) for name, tensor in [*made.named_parameters(), *made.named_buffers()]}
+    torch.manual_seed(5)
+    pipe.materialize(init)
+    pipe.step(X, target=X)
+    return [type(error.value).__name__, str(error.value)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tensor_without_a_value_is_named_and_nothing_changed(name: str) -> None:
+    words = REFUSED[name][1]
+    assert re.search(words, refused(0, name, 1)[1])
+    found = run_ranks(refused, 2, name, 2)
+    assert any(re.search(words, text) for _, text in found)
+    assert all(kind in ("GraphPPError", "MismatchError") for kind, _ in found)
+
+
+def crossing(rank: int, by_number: bool) -> list[str]:
+    return _refused(on_meta(), by_a_number if by_number else reads_another, split=["blocks.2"])
+
+
+@pytest.mark.parametrize("by_number", [False, True])
+def test_a_value_from_a_tensor_of_another_rank_is_refused(by_number: bool) -> None:
+    text = run_ranks(crossing, 2, by_number)[1][1]
+    assert "takes values from blocks.0.up.weight, which another rank holds" in text
+
+
+def test_a_refused_call_leaves_the_generators_as_they_were() -> None:
+    pipe = compiled(on_meta())
+    torch.manual_seed(5)
+    with pytest.raises(GraphPPError, match="no such width"):
+        pipe.materialize(fails)
+    pipe.materialize(init)
+    assert all(torch.equal(value, whole().state_dict()[key]) for key, value in pipe.state_dict().items())
+
+
+def by_attributes(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_()
+        if module.bias is not None and getattr(module.bias, "zero", False):
+            nn.init.zeros_(module.bias)
+        elif module.bias is not None:
+            nn.init.normal_(module.bias)
+    else:
+        init(module)
+
+
+def with_attributes(rank: int, ranks: int) -> dict[str, Tensor]:
+    model = on_meta()
+    for at, block in enumerate(model.blocks):
+        block.up.bias.zero = at % 2 == 0
+    pipe = compiled(model, split=ranks)
+    torch.manual_seed(5)
+    pipe.materialize(by_attributes)
+    return values(pipe)
+
+
+def test_code_may_read_attributes_of_parameters_on_every_rank() -> None:
+    expected = with_attributes(0, 1)
+    for part in run_ranks(with_attributes, 2, 2):
+        assert all(torch.equal(value, expected[key]) for key, value in part.items())
+
+
+def on_replicas(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
+    pipe = compiled(on_meta(), split=2, mesh=mesh)
+    torch.manual_seed(5)
+    with pytest.raises(GraphPPError) as error:
+        pipe.materialize(fails if rank == 3 else init)
+    torch.manual_seed(5)
+    pipe.materialize(init)
+    pipe.step(X, target=X)
+    return str(error.value)
+
+
+def test_all_replicas_hear_of_an_error() -> None:
+    for text in run_ranks(on_replicas, 4):
+        assert "no such width" in text or "the arguments of materialize" in text
+
+
+class Tables(nn.Module):
+    """Code that reads tensors of other modules in ways that leave no NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+        self.second.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + self.first.table.sum()) + self.second.table.sum()
+
+
+def from_integers(model: Tables) -> None:
+    model.second.table.copy_(model.first.table + 1)
+
+
+def from_a_comparison(model: Tables) -> None:
+    model.second.table.fill_(1 if model.first.weight.abs().max() > 0.1 else 2)
+
+
+def crossing_tables(rank: int, code: Callable[[Tables], None]) -> str:
+    with torch.device("meta"):
+        model = Tables()
+    example = graphpp.Microbatch((torch.ones(1, 4),), target=torch.ones(1, 4))
+    pipe = graphpp.compile(model, nn.functional.mse_loss, example=example, split=["second"], schedule="GPipe", microbatches=2)
+
+    def all_of_it(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+            module.table.fill_(5)
+        else:
+            code(module)  # type: ignore[arg-type]
+
+    with pytest.raises(GraphPPError) as error:
+        pipe.materialize(all_of_it)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("code", [from_integers, from_a_comparison])
+def test_no_value_of_another_rank_comes_through(code: Callable[[Tables], None]) -> None:
+    assert "takes values from first." in run_ranks(crossing_tables, 2, code)[1]
+
+
+def test_recurrent_modules_use_the_new_parameters() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LSTM(4, 4, batch_first=True))
+    x = torch.ones(2, 3, 4)
+    pipe = graphpp.compile(model, lambda output: output[0].sum(), example=graphpp.Microbatch((x[:1],)), microbatches=2)
+    pipe.materialize()
+    assert all(one is other for one, other in zip(model[0]._flat_weights, model[0].parameters(), strict=True))
+    for x in (torch.ones(2, 3, 4), torch.ones(2, 5, 4)):
+        torch.testing.assert_close(pipe.step(x).loss, model(x)[0].sum().detach() / 2)
+
+
+def test_tensors_that_share_memory_are_refused() -> None:
+    with torch.device("meta"):
+        model = Model()
+        model.norm.register_buffer("part", model.norm.running_mean[:2])
+    with pytest.raises(GraphPPError, match=r"norm\.running_mean and norm\.part share memory"):
+        compiled(model).materialize(init)
+
+
+def test_a_parameter_of_another_dtype_is_refused() -> None:
+    def doubled(module: nn.Module) -> None:
+        init(module)
+        if isinstance(module, nn.LayerNorm):
+            module.weight = nn.Parameter(module.weight.double())
+
+    pipe = compiled(on_meta())
+    words = r"init has put a Parameter of \[16\] torch\.float64 in the place of blocks\.0\.norm\.weight"
+    with pytest.raises(GraphPPError, match=words):
+        pipe.materialize(doubled)
+
+
+def test_a_model_with_memory_is_initialised_again() -> None:
+    model = Model()
+    pipe = compiled(model)
+    torch.manual_seed(5)
+    pipe.materialize(init)
+    assert all(torch.equal(value, whole().state_dict()[key]) for key, value in pipe.state_dict().items())
+
+
+def unlike(rank: int, how: str) -> str:
+    pipe = compiled(on_meta(), split=2)
+    torch.manual_seed(rank if how == "random state" else 0)
+    with pytest.raises(MismatchError) as error:
+        if how == "one rank" and rank == 1:
+            pipe.zero_grad()
+            pipe.step(X, target=X)
+        else:
+            pipe.materialize(init, seed=rank if how == "seed" else None)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("random state", "torch.manual_seed on every rank"), ("seed", "seed=1"), ("one rank", "materialize")]
+)
+def test_ranks_that_differ_hear_of_it(how: str, words: str) -> None:
+    for text in run_ranks(unlike, 2, how):
+        assert words in text
+
+
+def test_an_optimizer_of_before_is_told() -> None:
+    model = on_meta()
+    pipe = compiled(model)
+    before = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    pipe.materialize(init)
+    pipe.step(X, target=X)
+    with pytest.raises(GraphPPError, match=r"no longer the model's, .* Make the optimizer of pipe.parameters\(\) after"):
+        before.step()
+
+
+def test_hooks_of_before_are_refused() -> None:
+    model = on_meta()
+    pipe = compiled(model)
+    model.norm.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(GraphPPError, match=r"norm\.weight has a gradient hook"):
+        pipe.materialize(init)
+
+
+def test_a_model_with_values_keeps_those_that_no_code_writes() -> None:
+    model = whole()
+    model.blocks[1].to(device="meta")
+    within = set(model.blocks[1].modules())
+    pipe = compiled(model)
+    pipe.materialize(lambda module: init(module) if module in within else None)
+    expected = whole().state_dict()
+    assert all(torch.equal(v, expected[k]) for k, v in pipe.state_dict().items() if not k.startswith("blocks.1"))
+    pipe.step(X, target=X)
+
+
+def test_twice_is_once() -> None:
+    pipe = compiled(on_meta())
+    torch.manual_seed(5)
+    pipe.materialize(init)
+    first = values(pipe)
+    torch.manual_seed(5)
+    pipe.materialize(init)
+    assert all(torch.equal(value, first[key]) for key, value in values(pipe).items())
+
+
+def test_a_pipeline_that_has_captured_nothing_says_so() -> None:
+    with pytest.raises(GraphPPError, match=r"give example= to graphpp\.compile"):
+        graphpp.compile(on_meta(), nn.functional.cross_entropy).materialize(init)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that are no mapped files."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+
+
+class Wide(nn.Module):
+    """Layers of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def peak(rank: int) -> tuple[int, int]:
+    with torch.device("meta"):
+        model = Wide()
+        x = torch.empty(1, 1024)
+    example = graphpp.Microbatch((x,), target=x)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, example=example, split=4, microbatches=4)
+    before = anonymous()
+    found = [before]
+
+    def seen(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            found.append(anonymous())
+
+    pipe.materialize(seen)
+    found.append(anonymous())
+    return max(found) - before, sum(each.nbytes for each in pipe.parameters())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's account of a process")
+def test_a_rank_takes_memory_for_its_own_part() -> None:
+    """Beyond its own part, a rank needs memory for the code that runs: trunc_normal_ makes four tensors like its argument."""
+    for most, own in run_ranks(peak, 4):
+        assert own == 6 * 4 * 2**20
+        assert most < 1.1 * own + 5 * 4 * 2**20
