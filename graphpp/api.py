@@ -23,6 +23,7 @@ from graphpp.options.memory import MemoryLike
 from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
+from graphpp.parallel.agreement import Round
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import (
@@ -118,7 +119,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         check_planned(mesh, plan.mesh)
     place = place_of(model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed)
 
-    def read_options() -> Options:
+    with FailureBoard((place.everyone,), "compile", place.described).watching(), Round(place.agreement(place.everyone)) as r:
         check_arguments(model, loss, example)
         check_meshes(model, place.tensor, place.experts_group)
         _check_unsharded(model)
@@ -126,13 +127,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         options.memory.caps(place.ranks)
         compiler_of(options.backend)
         _check_parallel(options, place)
-        return options
-
-    def described(options: Options) -> Facts:
-        return _given(model, loss, example, place.device, options)
-
-    with FailureBoard((place.everyone,), "compile", place.described).watching():
-        options = place.agreement(place.everyone).together(read_options, described)
+        r.compare(_given(model, loss, example, place.device, options))
     if place.rank == 0:
         note_hooks(model)
     return Pipeline(model, loss, options, place, place.agreement(place.model_parallel), example)

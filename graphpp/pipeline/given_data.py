@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.errors import BatchError
-from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.agreement import Agreement, refuse_differences
 from graphpp.parallel.checksum import checksum, checksum_of_sample
 from graphpp.parallel.facts import Facts
 
@@ -110,7 +110,7 @@ def filled(parts: Sequence[FlatMicrobatch], holdings: Holdings, agreement: Agree
 def _check(holdings: Holdings, agreement: Agreement) -> None:
     """Raise on all ranks where ranks hold different data, or a rank reads data that no rank was given."""
     sums = [{_name(place): each[rank].total for place, each in holdings.items()} for rank in range(agreement.ranks)]
-    agreement.refuse_differences({rank: Facts({}, own).all_lines for rank, own in enumerate(sums)})
+    refuse_differences({agreement.name_of(rank): Facts({}, own).all_lines for rank, own in enumerate(sums)})
     for place, each in holdings.items():
         readers = [rank for rank, holding in enumerate(each) if holding.read]
         if readers and not any(holding.given for holding in each):

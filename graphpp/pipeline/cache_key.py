@@ -1,8 +1,12 @@
-"""The keys under which the graphs of microbatches are kept, also where a forward changes numbers in attributes.
+"""The keys under which a pipeline keeps runners and captured graphs, and the call that has them.
+
+    `CallKey`      the graph keys of a call's microbatches, in order    -> its runner (`graph_cache.py`)
+    `GraphKey`     all that a captured graph depends on                 -> the graph (`graph_cache.py`)
+    `GraphKey.of_kind`   the same without the sizes of the tensors      -> graphs with open sizes (`varying_sizes.py`)
 
 Contract
 --------
-- A key has everything that a captured graph depends on, so equal keys mean equal graphs.
+- Equal keys mean equal graphs.
 - A forward may change numbers in attributes, and the capture has proved that its graph holds nevertheless. `after_step` gives
   the numbers the values that eager leaves. From then on `key` finds the graph under the changed numbers, and, for a number on
   whose value the graph does not depend, under every number.
@@ -12,20 +16,89 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
+from graphpp.batch.loss_weights import LossWeighting
+from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.attributes.updates import Effect, NumberUpdate, Place, apply_updates
 from graphpp.capture.fake_state import refuse_fake_state
 from graphpp.capture.watch.conditions import Conditions, Watch, autocast_state, without
 from graphpp.errors import CaptureError, GraphPPError
-from graphpp.pipeline.step_call import GraphKey, StepCall
 
 K = TypeVar("K")
 V = TypeVar("V")
-Around = tuple[Conditions, int, tuple[bool, str]]  # the state of the model, calls of `recapture`, autocast
 Places = frozenset[tuple[int, str, int | str | None]]  # see `conditions.without`
+
+
+class Around(NamedTuple):
+    """All that a trace reads besides its microbatch: the state of the model, the calls of `recapture`, autocast."""
+
+    conditions: Conditions
+    recaptures: int
+    autocast: tuple[bool, str]
+
+
+class GraphKey(NamedTuple):
+    """All that a captured graph depends on: mode, signature of the microbatch, and the state around the call."""
+
+    training: bool
+    signature: tuple[str, ...]
+    around: Around
+
+    def of_kind(self, part: FlatMicrobatch) -> tuple[Any, ...]:
+        """The key of a graph with open sizes, which serves microbatches of the kind of `part`."""
+        return self.training, part.kind, self.around
+
+    def difference(self, before: GraphKey) -> str:
+        """Why a graph captured under `before` does not serve, in words."""
+        if before.training != self.training:
+            return "training and evaluation took turns"
+        pairs = zip(self.signature, before.signature, strict=False)
+        return next((f"it had {new}, after {old}" for new, old in pairs if new != old), "an attribute of the model changed")
+
+
+CallKey = tuple[GraphKey, ...]
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One call of every rank: its microbatches, their keys, and the weights of their losses.
+
+    Microbatches with equal keys are served by one captured graph.
+    """
+
+    parts: Sequence[FlatMicrobatch]
+    key: CallKey
+    weighting: LossWeighting
+
+    @property
+    def training(self) -> bool:
+        """Whether gradients are computed."""
+        return self.key[0].training
+
+    @cached_property
+    def distinct(self) -> dict[GraphKey, FlatMicrobatch]:
+        """The first microbatch of each key."""
+        first: dict[GraphKey, FlatMicrobatch] = {}
+        for key, part in zip(self.key, self.parts, strict=True):
+            first.setdefault(key, part)
+        return first
+
+    def shapes(self) -> list[str]:
+        """The number of microbatches, and the shapes of the tensors of each kind: lines that ranks compare."""
+        tensors = (pair for part in self.distinct.values() for pair in part.tensors.items())
+        return [f"{len(self.parts)} microbatches", *(f"{path}: {list(each.shape)}" for path, each in tensors)]
+
+    def describe(self) -> list[str]:
+        """The microbatches of each kind, and the signature of the kind: lines that ranks compare."""
+        kinds = self.distinct
+        alike = [", ".join(str(index) for index, key in enumerate(self.key) if key == kind) for kind in kinds]
+        first = "microbatches of one shape" if len(kinds) == 1 else f"microbatches of {len(kinds)} shapes: {' | '.join(alike)}"
+        return [first, *(line for part in kinds.values() for line in part.signature)]
 
 
 class Recent(OrderedDict[K, V], Generic[K, V]):
@@ -46,8 +119,8 @@ class Recent(OrderedDict[K, V], Generic[K, V]):
         return self.popitem(last=False)[0] if len(self) > self._limit else None
 
 
-class GraphKeys:
-    """Makes the keys of calls. `limit`: the number of graphs that are kept."""
+class KeyMaker:
+    """Makes the keys of calls. `limit`: the number of states of the model of which one object each is kept."""
 
     def __init__(self, model: nn.Module, loss: Any, device_type: str, limit: int) -> None:
         self._model, self._device_type = model, device_type
@@ -56,14 +129,12 @@ class GraphKeys:
         self._structure = self._checked.structure
         self._recaptures = 0
         self._index = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
-        self._known: Recent[GraphKey, GraphKey] = Recent(limit)  # one object per key: comparing it with itself costs nothing
+        self._states: Recent[Conditions, Conditions] = Recent(limit)  # one object for equal states: keys compare by identity
         self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # other conditions under which the graph of a key holds
-        self._limit = limit
-        self._latest = self._around(self._checked.conditions), self._no_keys()
         self._ignored: Recent[tuple[bool, tuple[str, ...]], set[Places]] = Recent(limit)
 
-    def keys(self, training: bool, signatures: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], GraphKey]:
-        """The key of each signature, with the model as it is now.
+    def key(self, training: bool, signatures: Iterable[tuple[str, ...]]) -> CallKey:
+        """The key of a call over microbatches with these signatures, with the model as it is now.
 
         Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
         thread captures the model.
@@ -77,30 +148,18 @@ class GraphKeys:
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
                 "tied or untied. Change the model first, then compile it (again)."
             )
-        around = self._around(look.conditions)
-        if self._latest[0] != around:
-            self._latest = around, self._no_keys()
-        return {signature: self._known_key(training, signature) for signature in dict.fromkeys(signatures)}
-
-    def _no_keys(self) -> Recent[tuple[bool, tuple[str, ...]], GraphKey]:
-        return Recent(self._limit)
-
-    def _known_key(self, training: bool, signature: tuple[str, ...]) -> GraphKey:
-        """The key of a signature under the conditions of the latest look."""
-        around, known = self._latest
-        if (training, signature) in known:
-            return known.use((training, signature))
-        found = self._key(training, signature, around)
-        known.keep((training, signature), found)
-        return found
+        around, all_of = self._around(look.conditions), list(signatures)
+        keys = {signature: self._key(training, signature, around) for signature in dict.fromkeys(all_of)}
+        return tuple(keys[signature] for signature in all_of)
 
     def _around(self, conditions: Conditions) -> Around:
-        return conditions, self._recaptures, autocast_state(self._device_type)
+        if conditions not in self._states:
+            self._states.keep(conditions, conditions)
+        return Around(self._states.use(conditions), self._recaptures, autocast_state(self._device_type))
 
     def forget_values(self) -> None:
         """Hold no tensor any more that has left the model since the latest look."""
         self._checked = self._watch.look()
-        self._latest = self._around(self._checked.conditions), self._no_keys()
 
     def after_capture(self) -> None:
         """Take for unchanged what a capture has changed outside of the modules."""
@@ -112,17 +171,14 @@ class GraphKeys:
 
     def _key(self, training: bool, signature: tuple[str, ...], around: Around) -> GraphKey:
         for ignored in self._ignored.get((training, signature), ()):
-            key = GraphKey(training, signature, (without(around[0], ignored), *around[1:]))
+            key = GraphKey(training, signature, around._replace(conditions=without(around.conditions, ignored)))
             if key in self._same:
                 return self._same.use(key)
-        key = GraphKey(training, signature, around)
-        if key not in self._known:
-            self._known.keep(key, key)
-        return self._known.use(key)
+        return GraphKey(training, signature, around)
 
     def after_step(self, call: StepCall, updates: Sequence[Sequence[NumberUpdate]]) -> None:
         """Change the numbers of the model as the call's microbatches do in eager; `updates`: of each microbatch's graph."""
-        changing = {key: each for key, each in zip(call.keys, updates, strict=True) if each}
+        changing = {key: each for key, each in zip(call.key, updates, strict=True) if each}
         if not changing:
             return
         apply_updates(self._model, updates)
@@ -133,7 +189,7 @@ class GraphKeys:
             if kind not in self._ignored:
                 self._ignored.keep(kind, set())
             self._ignored.use(kind).add(ignored)
-            self._same.keep(GraphKey(*kind, (without(around[0], ignored), *around[1:])), key)
+            self._same.keep(GraphKey(*kind, around._replace(conditions=without(around.conditions, ignored))), key)
 
     def _indexed(self, place: Place) -> tuple[int, str, int | str | None]:
         return self._index[place.module], place.attribute, place.item
