@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,10 +33,9 @@ from graphpp._torch.quick_tracing import tracing_quickly
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
-from graphpp.capture.attributes.decide import same_in_every_call
-from graphpp.capture.attributes.entry_state import Accesses, EntryState, replaced_numbers
 from graphpp.capture.attributes.exported import Exported, TraceResults
-from graphpp.capture.attributes.updates import NumberUpdate
+from graphpp.capture.attributes.numbers import NumberUpdate
+from graphpp.capture.attributes.second_call import same_in_every_call
 from graphpp.capture.attributes.writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
 from graphpp.capture.dtensors.direct_trace import direct_trace
@@ -79,7 +78,7 @@ class CapturedGraph:
     """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`.
 
     `fixed_because`: why the graph is for one size, if a graph for several sizes was asked for.
-    `updates`: the numbers in attributes that each call changes; no value of the graph depends on the change.
+    `updates`: the numbers in attributes that each call leaves; the graph holds for calls that begin with them too.
     `seconds`: the time that this process took to get the graph, the wait for the rank that captured included.
     """
 
@@ -138,7 +137,6 @@ def _capture(
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(lambda: user_frame(traceback.extract_stack()))
     with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
-        entry = replaced_numbers(model)
         inputs = tuple(fakes.values())
         export = partial(_export, wrapper, inputs, dims, mode, trail)
         if direct:
@@ -146,17 +144,17 @@ def _capture(
             if trail is not None:
                 trail.refuse("a model with DTensor parameters")
             export = partial(direct_trace, wrapper, spread, inputs, mode, device)
-        decided = same_in_every_call(export(entry), entry, export)
-        module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
+        exported = same_in_every_call(export(()), export)
+        module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
+        updates = found.writes.updates.values()
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type) and not direct:
             run_under_autocast(module, device.type)
-        inputs = decided.exported.inputs
 
         def joint_graph(calls: CallTable) -> JointGraph:
-            without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
+            without, writes = torch.autocast(device.type, enabled=False), refuse_writes(model, updates)
             trace = aot.traced_before(mode, module) if direct else aot.joint_trace(mode, module, inputs)
-            with explain_errors(), numbers, refuse_writes(model), without, operators_of(calls), trace as traced:
+            with explain_errors(), writes, without, operators_of(calls), trace as traced:
                 functions.refuse_side_effects(model)
                 refuse_generators(traced.graph)
                 joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
@@ -179,7 +177,7 @@ def _capture(
     refuse_foreign_leaves(joint.constants.values())
     refuse_written_aliases(model, joint)
     verify_joint_graph(joint)
-    return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
+    return CapturedGraph(joint, found.output_spec, found.output_leaves, tuple(updates))
 
 
 def _check_sizes_fixed(varying: Mapping[str, Collection[int]]) -> None:
@@ -201,16 +199,15 @@ class _TracedStep(nn.Module):
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
-        self.begin(EntryState())
+        self.begin(())
 
-    def begin(self, entry: EntryState) -> None:
+    def begin(self, updates: Iterable[NumberUpdate]) -> None:
         """Prepare a trace with these numbers; its facts are in an object, since export resets attributes set in a forward."""
-        self.entry, self.found = entry, TraceResults()
+        self.updates, self.found = updates, TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         found = self.found
-        numbers, writes = self.entry.installed(self.model, found.accesses), undo_writes(self.model, found.writes)
-        with numbers, writes:
+        with undo_writes(self.model, found.writes, self.updates):
             results = self._results(tensors)
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
@@ -241,17 +238,17 @@ def _export(
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
     trail: CodeTrail | None,
-    entry: EntryState,
+    updates: Iterable[NumberUpdate],
 ) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
     queries = TracingQueries()
     try:
         with answer_as_eager(queries):
-            return _export_once(wrapper, fakes, dims, mode, trail, entry)
+            return _export_once(wrapper, fakes, dims, mode, trail, updates)
     except CaptureError:
         if not queries.any:
             raise
-    return _export_once(wrapper, fakes, dims, mode, trail, entry)
+    return _export_once(wrapper, fakes, dims, mode, trail, updates)
 
 
 def _export_once(
@@ -260,10 +257,10 @@ def _export_once(
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
     trail: CodeTrail | None,
-    entry: EntryState,
+    updates: Iterable[NumberUpdate],
 ) -> Exported:
     functions = FunctionCalls()
-    wrapper.begin(entry)
+    wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
     patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), rounding)
     with explain_errors(), contextlib.ExitStack() as stack:
@@ -277,7 +274,7 @@ def _export_once(
             inputs = symbols.inputs_of(exported)
     if trail is not None:
         with mode, aot.as_under_export(), mode.shape_env.ignore_fresh_unbacked_symbols():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, inputs, trail)
+            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), updates, inputs, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
@@ -289,9 +286,11 @@ def _export_once(
     return Exported(module, functions, wrapper.found, inputs)
 
 
-def _note_code(wrapper: _TracedStep, entry: EntryState, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
+def _note_code(
+    wrapper: _TracedStep, updates: Iterable[NumberUpdate], fakes: tuple[torch.Tensor, ...], trail: CodeTrail
+) -> None:
     """Run the step once more on fake tensors, with the branches that the trace took, and note the code that runs."""
-    wrapper.begin(entry)
+    wrapper.begin(updates)
     marks = record_checkpoints(wrapper.found.checkpoints)
     try:
         with record_functions(FunctionCalls()), refuse_during_trace(), marks, trail.watching():

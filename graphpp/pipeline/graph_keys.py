@@ -1,31 +1,28 @@
 """The keys under which the graphs of microbatches are kept, also where a forward changes numbers in attributes.
 
-Contract
---------
-- A key has everything that a captured graph depends on, so equal keys mean equal graphs.
-- A forward may change numbers in attributes, and the capture has proved that its graph holds nevertheless. `after_step` gives
-  the numbers the values that eager leaves. From then on `key` finds the graph under the changed numbers, and, for a number on
-  whose value the graph does not depend, under every number.
+Contract: a key has everything that a captured graph depends on, so equal keys mean equal graphs. A forward may change numbers
+in attributes, and the capture has shown that the graph holds for the changed numbers too. `after_step` changes them as eager
+does, and from then on the graph is found under the changed numbers as well.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from graphpp.capture.attributes.updates import Effect, NumberUpdate, Place, apply_updates
+from graphpp.capture.attributes.numbers import NumberUpdate
 from graphpp.capture.fake_state import refuse_fake_state
-from graphpp.capture.watch.conditions import Conditions, Watch, autocast_state, without
+from graphpp.capture.watch.conditions import Conditions, Watch, autocast_state
 from graphpp.errors import CaptureError, GraphPPError
 from graphpp.pipeline.step_call import GraphKey, StepCall
 
 K = TypeVar("K")
 V = TypeVar("V")
 Around = tuple[Conditions, int, tuple[bool, str]]  # the state of the model, calls of `recapture`, autocast
-Places = frozenset[tuple[int, str, int | str | None]]  # see `conditions.without`
 
 
 class Recent(OrderedDict[K, V], Generic[K, V]):
@@ -55,12 +52,10 @@ class GraphKeys:
         self._checked = self._watch.look()  # the latest look without a parameter of another thread's capture
         self._structure = self._checked.structure
         self._recaptures = 0
-        self._index = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
-        self._known: Recent[GraphKey, GraphKey] = Recent(limit)  # one object per key: comparing it with itself costs nothing
-        self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # other conditions under which the graph of a key holds
+        # The key of a graph, by each key for which the graph holds. One object per key: comparing it with itself costs nothing.
+        self._known: Recent[GraphKey, GraphKey] = Recent(limit)
         self._limit = limit
         self._latest = self._around(self._checked.conditions), self._no_keys()
-        self._ignored: Recent[tuple[bool, tuple[str, ...]], set[Places]] = Recent(limit)
 
     def keys(self, training: bool, signatures: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], GraphKey]:
         """The key of each signature, with the model as it is now.
@@ -111,10 +106,6 @@ class GraphKeys:
         self._recaptures += 1
 
     def _key(self, training: bool, signature: tuple[str, ...], around: Around) -> GraphKey:
-        for ignored in self._ignored.get((training, signature), ()):
-            key = GraphKey(training, signature, (without(around[0], ignored), *around[1:]))
-            if key in self._same:
-                return self._same.use(key)
         key = GraphKey(training, signature, around)
         if key not in self._known:
             self._known.keep(key, key)
@@ -122,32 +113,18 @@ class GraphKeys:
 
     def after_step(self, call: StepCall, updates: Sequence[Sequence[NumberUpdate]]) -> None:
         """Change the numbers of the model as the call's microbatches do in eager; `updates`: of each microbatch's graph."""
-        changing = {key: each for key, each in zip(call.keys, updates, strict=True) if each}
-        if not changing:
-            return
-        apply_updates(self._model, updates)
-        around = self._around(self._watch.look().conditions)
-        for key, each in changing.items():
-            ignored = frozenset(self._indexed(update.place) for update in each if update.effect is not Effect.LAST)
-            kind = (key.training, key.signature)
-            if kind not in self._ignored:
-                self._ignored.keep(kind, set())
-            self._ignored.use(kind).add(ignored)
-            self._same.keep(GraphKey(*kind, (without(around[0], ignored), *around[1:])), key)
-
-    def _indexed(self, place: Place) -> tuple[int, str, int | str | None]:
-        return self._index[place.module], place.attribute, place.item
+        changed = [update.apply(self._model) for update in dict.fromkeys(chain.from_iterable(updates))]
+        if any(changed):
+            around = self._around(self._watch.look().conditions)
+            for key in call.keys:
+                self._known.keep(GraphKey(key.training, key.signature, around), key)
 
 
 def check_same_updates(updates: Sequence[Sequence[NumberUpdate]]) -> None:
-    """Raise `CaptureError` if the graphs of one call change numbers differently: each graph would depend on the one before."""
-    kinds = [
-        {update.place: update.value if update.effect is Effect.LAST else update.effect for update in each} for each in updates
-    ]
-    for kind in kinds:
-        for place in kind.keys() | kinds[0].keys():
-            if kind.get(place) != kinds[0].get(place):
-                raise CaptureError(
-                    f"the forward changes the number {place}, and differently for microbatches of different shapes: their "
-                    "order would decide. Give microbatches of one shape in one call, or make the number a buffer."
-                )
+    """Raise `CaptureError` if the graphs of one call leave different numbers: each graph would depend on the one before."""
+    for each in updates:
+        for update in set(each) ^ set(updates[0]):
+            raise CaptureError(
+                f"the forward changes the number {update.place}, and differently for microbatches of different shapes: their "
+                "order would decide. Give microbatches of one shape in one call, or make the number a buffer."
+            )

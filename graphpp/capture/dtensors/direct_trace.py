@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,8 @@ from torch import nn
 
 from graphpp._torch import aot
 from graphpp.capture.activation_checkpoints import CheckpointedCalls, record_checkpoints
-from graphpp.capture.attributes.entry_state import EntryState
 from graphpp.capture.attributes.exported import Exported, TraceResults
+from graphpp.capture.attributes.numbers import NumberUpdate
 from graphpp.capture.autograd_functions import FunctionCalls
 from graphpp.capture.dtensors.local_shards import SpreadTensors
 from graphpp.capture.dtensors.module_stacks import note_module_calls
@@ -38,7 +38,7 @@ class Step(Protocol):
 
     found: TraceResults
 
-    def begin(self, entry: EntryState) -> None:
+    def begin(self, updates: Iterable[NumberUpdate]) -> None:
         """Prepare a forward with these numbers in attributes."""
 
 
@@ -48,7 +48,7 @@ def direct_trace(
     inputs: tuple[torch.Tensor, ...],
     mode: Any,
     device: torch.device,
-    entry: EntryState,
+    updates: Iterable[NumberUpdate],
 ) -> Exported:
     """The joint graph of a step on fake `inputs`, with torch's descriptors, in the place of an export.
 
@@ -58,11 +58,11 @@ def direct_trace(
     """
     queries = TracingQueries()
     try:
-        return _traced(step, spread, inputs, mode, device, entry, lambda: answer_as_eager(queries))
+        return _traced(step, spread, inputs, mode, device, updates, lambda: answer_as_eager(queries))
     except CaptureError:
         if not queries.any:
             raise
-    return _traced(step, spread, inputs, mode, device, entry, aot.as_under_export)
+    return _traced(step, spread, inputs, mode, device, updates, aot.as_under_export)
 
 
 def _traced(
@@ -71,7 +71,7 @@ def _traced(
     inputs: tuple[torch.Tensor, ...],
     mode: Any,
     device: torch.device,
-    entry: EntryState,
+    updates: Iterable[NumberUpdate],
     answering: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Exported:
     """The joint graph; `answering`: the context in which the model learns whether it is being traced."""
@@ -81,7 +81,7 @@ def _traced(
 
     @contextlib.contextmanager
     def forward() -> Iterator[None]:
-        step.begin(entry)  # the trace runs the forward more than once, and the last run counts
+        step.begin(updates)  # the trace runs the forward more than once, and the last run counts
         step.found.checkpoints = checkpoints
         patches = record_checkpoints(checkpoints), refuse_during_trace(), refuse_outside_state()
         with contextlib.ExitStack() as stack, spread.read_as_dtensors():
