@@ -5,7 +5,7 @@ Contract
 - The model runs once under `torch.export` and its exported form once under AOT Autograd's joint trace. Both runs see fake
   tensors only: parameters, buffers and inputs are replaced by tensors without data, with the same shape, on the device that
   will run the step. So a capture allocates no memory and reads no data. Afterwards the model is as it was.
-- A model with `DTensor` parameters runs under the joint trace itself, without an export (`dtensors/`).
+- A model with `DTensor` parameters runs under the joint trace itself, without an export (`tensor_parallel/`).
 - FQNs are the model's own. Aliases of one tensor have one canonical FQN, the first in `named_parameters`.
 - A model whose gradients would be wrong raises `CaptureError`: for something that a trace would lose (`refusals.py` lists
   it), a loss that is no scalar or depends on no parameter.
@@ -38,9 +38,7 @@ from graphpp.capture.attributes.numbers import NumberUpdate
 from graphpp.capture.attributes.second_call import same_in_every_call
 from graphpp.capture.attributes.writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
-from graphpp.capture.dtensors.direct_trace import direct_trace
-from graphpp.capture.dtensors.local_shards import SpreadTensors
-from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
+from graphpp.capture.eager_branches import Answering, as_eager_first
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state
 from graphpp.capture.inline_modes import (
@@ -65,6 +63,8 @@ from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
 from graphpp.capture.source_lines import user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
+from graphpp.capture.tensor_parallel.direct_trace import direct_trace
+from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
@@ -241,14 +241,7 @@ def _export(
     updates: Iterable[NumberUpdate],
 ) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
-    queries = TracingQueries()
-    try:
-        with answer_as_eager(queries):
-            return _export_once(wrapper, fakes, dims, mode, trail, updates)
-    except CaptureError:
-        if not queries.any:
-            raise
-    return _export_once(wrapper, fakes, dims, mode, trail, updates)
+    return as_eager_first(partial(_export_once, wrapper, fakes, dims, mode, trail, updates), contextlib.nullcontext)
 
 
 def _export_once(
@@ -258,11 +251,13 @@ def _export_once(
     mode: Any,
     trail: CodeTrail | None,
     updates: Iterable[NumberUpdate],
+    answering: Answering,
 ) -> Exported:
     functions = FunctionCalls()
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
     patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), rounding)
+    patches = (answering(), *patches)
     with explain_errors(), contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
