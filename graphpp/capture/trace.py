@@ -14,7 +14,6 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,18 +49,12 @@ from graphpp.capture.inline_modes import (
 )
 from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
-from graphpp.capture.refusals import (
-    check_model,
-    refuse_during_trace,
-    refuse_float_arithmetic,
-    refuse_mixed_products,
-    refuse_unknown_numbers,
-)
+from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
 from graphpp.capture.repeats.copied_graph import copied_graph
 from graphpp.capture.repeats.copies import with_copies
 from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import user_line
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
@@ -135,12 +128,13 @@ def _capture(
     fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
-    collectives = as_functional(lambda: user_frame(traceback.extract_stack()))
+    collectives = as_functional(user_line)
     with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         inputs = tuple(fakes.values())
         export = partial(_export, wrapper, inputs, dims, mode, trail)
         if direct:
-            _check_sizes_fixed(varying)
+            if varying:
+                raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
             if trail is not None:
                 trail.refuse("a model with DTensor parameters")
             export = partial(direct_trace, wrapper, spread, inputs, mode, device)
@@ -180,22 +174,10 @@ def _capture(
     return CapturedGraph(joint, found.output_spec, found.output_leaves, tuple(updates))
 
 
-def _check_sizes_fixed(varying: Mapping[str, Collection[int]]) -> None:
-    """Raise `CaptureError` if sizes are to stay open in a model with `DTensor`s."""
-    if varying:
-        raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
-
-
 class _TracedStep(nn.Module):
     """Model and loss as one module over the microbatch's tensors; the loss is no submodule, so its FQNs do not appear."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction | None,
-        example: Microbatch,
-        training: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
@@ -220,16 +202,10 @@ class _TracedStep(nn.Module):
         if training:
             return loss_and_metrics(loss, output, batch.target)
         leaves, self.found.output_spec = pytree.tree_flatten(output)
-        self.found.output_leaves = tuple(
-            TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        )
-        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        results: list[tuple[OutputRole, torch.Tensor]] = [
-            (program.Output(index), leaf) for index, leaf in enumerate(tensor_leaves)
-        ]
-        if has_loss(loss, output, batch.target):
-            results += loss_and_metrics(loss, output, batch.target)
-        return results
+        self.found.output_leaves = tuple(TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results: list[tuple[OutputRole, torch.Tensor]] = [(program.Output(at), leaf) for at, leaf in enumerate(tensors)]
+        return results + (loss_and_metrics(loss, output, batch.target) if has_loss(loss, output, batch.target) else [])
 
 
 def _export(
@@ -275,8 +251,7 @@ def _export_once(
     functions.restore_into(module)
     drop_value_checks(module, of_data=dims is not None)
     if dims is not None:
-        refuse_unknown_numbers(module.graph, wrapper.inputs[0])
-        refuse_float_arithmetic(module.graph)
+        refuse_unknown_numbers(module.graph)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)
 

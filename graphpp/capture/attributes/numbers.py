@@ -6,7 +6,6 @@ number exists on one stage only. `LostTensor` stands for the tensor on the modul
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from graphpp._torch.tensor_subclass import made
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import user_line
 from graphpp.errors import GraphPPError
 
 
@@ -76,7 +75,7 @@ class LostTensor(torch.Tensor):
     ) -> NoReturn:
         name = next((each._name for each in args if isinstance(each, cls)), "an attribute")
         raise GraphPPError(
-            f"the forward assigns a tensor to {name}, which is read at {user_frame(traceback.extract_stack())}, and a pipeline "
+            f"the forward assigns a tensor to {name}, which is read at {user_line()}, and a pipeline "
             "keeps no tensors of a step but losses and metrics. Let the loss function return the tensor, "
             "`return loss, {'name': value}`, and read `metrics` of the step's result."
         )

@@ -11,7 +11,6 @@ the cache, so these flags are neither followed nor changed by a step.
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.attributes.exported import Exported, alike
 from graphpp.capture.attributes.numbers import NumberUpdate, Place
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import user_line
 from graphpp.errors import CaptureError, GraphPPError
 
 Export = Callable[[Iterable[NumberUpdate]], Exported]
@@ -71,7 +70,7 @@ def _lines_of_writes(export: Export) -> dict[str, str]:
     assign = nn.Module.__setattr__
 
     def note(module: nn.Module, name: str, value: Any) -> None:
-        lines.setdefault(name, f" (at {user_frame(traceback.extract_stack())})")
+        lines.setdefault(name, f" (at {user_line()})")
         assign(module, name, value)
 
     with contextlib.suppress(GraphPPError), replaced(nn.Module, "__setattr__", note):
