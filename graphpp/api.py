@@ -11,8 +11,8 @@ from graphpp.arguments import NUMBER, Accepted, or_none, positive_up_to, require
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
-from graphpp.capture.dtensors.check_meshes import check_meshes
 from graphpp.capture.loss import LossFunction
+from graphpp.capture.tensor_parallel.check_meshes import check_meshes
 from graphpp.cluster_planner.plans.as_options import DECIDED, with_plan
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import BatchError, GraphPPError

@@ -4,12 +4,9 @@
     `GraphKey`     all that a captured graph depends on                 -> the graph (`graph_cache.py`)
     `GraphKey.of_kind`   the same without the sizes of the tensors      -> graphs with open sizes (`varying_sizes.py`)
 
-Contract
---------
-- Equal keys mean equal graphs.
-- A forward may change numbers in attributes, and the capture has proved that its graph holds nevertheless. `after_step` gives
-  the numbers the values that eager leaves. From then on `key` finds the graph under the changed numbers, and, for a number on
-  whose value the graph does not depend, under every number.
+Contract: equal keys mean equal graphs. A forward may change numbers in attributes, and the capture has shown that the graph
+holds for the changed numbers too. `after_step` changes them as eager does, and from then on the graph is found under the
+changed numbers as well.
 """
 
 from __future__ import annotations
@@ -18,20 +15,20 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.attributes.updates import Effect, NumberUpdate, Place, apply_updates
+from graphpp.capture.attributes.numbers import NumberUpdate
 from graphpp.capture.fake_state import refuse_fake_state
-from graphpp.capture.watch.conditions import Conditions, Watch, autocast_state, without
+from graphpp.capture.watch.conditions import Conditions, Look, Watch, autocast_state
 from graphpp.errors import CaptureError, GraphPPError
 
 K = TypeVar("K")
 V = TypeVar("V")
-Places = frozenset[tuple[int, str, int | str | None]]  # see `conditions.without`
 
 
 class Around(NamedTuple):
@@ -125,13 +122,11 @@ class KeyMaker:
     def __init__(self, model: nn.Module, loss: Any, device_type: str, limit: int) -> None:
         self._model, self._device_type = model, device_type
         self._watch = Watch(model, loss)
-        self._checked = self._watch.look()  # the latest look without a parameter of another thread's capture
-        self._structure = self._checked.structure
         self._recaptures = 0
-        self._index = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
         self._states: Recent[Conditions, Conditions] = Recent(limit)  # one object for equal states: keys compare by identity
-        self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # other conditions under which the graph of a key holds
-        self._ignored: Recent[tuple[bool, tuple[str, ...]], set[Places]] = Recent(limit)
+        self._take(self._watch.look())
+        self._structure = self._checked.structure
+        self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # keys under changed numbers -> the key of the graph
 
     def key(self, training: bool, signatures: Iterable[tuple[str, ...]]) -> CallKey:
         """The key of a call over microbatches with these signatures, with the model as it is now.
@@ -142,24 +137,29 @@ class KeyMaker:
         look = self._watch.look()
         if look is not self._checked:
             refuse_fake_state(self._watch.modules)
-            self._checked = look
+            self._take(look)
         if look.structure is not self._structure and look.structure != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
                 "tied or untied. Change the model first, then compile it (again)."
             )
-        around, all_of = self._around(look.conditions), list(signatures)
-        keys = {signature: self._key(training, signature, around) for signature in dict.fromkeys(all_of)}
-        return tuple(keys[signature] for signature in all_of)
+        around = self._around()
+        keys = (GraphKey(training, signature, around) for signature in signatures)
+        return tuple(self._same.get(key, key) for key in keys)
 
-    def _around(self, conditions: Conditions) -> Around:
-        if conditions not in self._states:
-            self._states.keep(conditions, conditions)
-        return Around(self._states.use(conditions), self._recaptures, autocast_state(self._device_type))
+    def _take(self, look: Look) -> None:
+        """Note the latest look, in which no module has a parameter of another thread's capture."""
+        self._checked = look
+        if look.conditions not in self._states:
+            self._states.keep(look.conditions, look.conditions)
+        self._conditions = self._states.use(look.conditions)
+
+    def _around(self) -> Around:
+        return Around(self._conditions, self._recaptures, autocast_state(self._device_type))
 
     def forget_values(self) -> None:
         """Hold no tensor any more that has left the model since the latest look."""
-        self._checked = self._watch.look()
+        self._take(self._watch.look())
 
     def after_capture(self) -> None:
         """Take for unchanged what a capture has changed outside of the modules."""
@@ -169,41 +169,20 @@ class KeyMaker:
         """Let every later call have a new key."""
         self._recaptures += 1
 
-    def _key(self, training: bool, signature: tuple[str, ...], around: Around) -> GraphKey:
-        for ignored in self._ignored.get((training, signature), ()):
-            key = GraphKey(training, signature, around._replace(conditions=without(around.conditions, ignored)))
-            if key in self._same:
-                return self._same.use(key)
-        return GraphKey(training, signature, around)
-
     def after_step(self, call: StepCall, updates: Sequence[Sequence[NumberUpdate]]) -> None:
         """Change the numbers of the model as the call's microbatches do in eager; `updates`: of each microbatch's graph."""
-        changing = {key: each for key, each in zip(call.key, updates, strict=True) if each}
-        if not changing:
-            return
-        apply_updates(self._model, updates)
-        around = self._around(self._watch.look().conditions)
-        for key, each in changing.items():
-            ignored = frozenset(self._indexed(update.place) for update in each if update.effect is not Effect.LAST)
-            kind = (key.training, key.signature)
-            if kind not in self._ignored:
-                self._ignored.keep(kind, set())
-            self._ignored.use(kind).add(ignored)
-            self._same.keep(GraphKey(*kind, around._replace(conditions=without(around.conditions, ignored))), key)
-
-    def _indexed(self, place: Place) -> tuple[int, str, int | str | None]:
-        return self._index[place.module], place.attribute, place.item
+        changed = [update.apply(self._model) for update in dict.fromkeys(chain.from_iterable(updates))]
+        if any(changed):
+            self._take(self._watch.look())
+            for key in call.key:
+                self._same.keep(key._replace(around=self._around()), key)
 
 
 def check_same_updates(updates: Sequence[Sequence[NumberUpdate]]) -> None:
-    """Raise `CaptureError` if the graphs of one call change numbers differently: each graph would depend on the one before."""
-    kinds = [
-        {update.place: update.value if update.effect is Effect.LAST else update.effect for update in each} for each in updates
-    ]
-    for kind in kinds:
-        for place in kind.keys() | kinds[0].keys():
-            if kind.get(place) != kinds[0].get(place):
-                raise CaptureError(
-                    f"the forward changes the number {place}, and differently for microbatches of different shapes: their "
-                    "order would decide. Give microbatches of one shape in one call, or make the number a buffer."
-                )
+    """Raise `CaptureError` if the graphs of one call leave different numbers: each graph would depend on the one before."""
+    for each in updates:
+        for update in set(each) ^ set(updates[0]):
+            raise CaptureError(
+                f"the forward changes the number {update.place}, and differently for microbatches of different shapes: their "
+                "order would decide. Give microbatches of one shape in one call, or make the number a buffer."
+            )
