@@ -153,8 +153,8 @@ class Phase(StrEnum):
 
     @property
     def label(self) -> str:
-        """The phase in titles, file names and messages: `forward`, `weight_grad`; `prepare` for HOIST, as in all dumps."""
-        return "prepare" if self is Phase.HOIST else self.name.lower()
+        """The phase in titles, file names and messages: `forward`, `weight_grad`."""
+        return self.name.lower()
 
     @property
     def is_backward(self) -> bool:
