@@ -24,7 +24,7 @@ from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
 from graphpp.parallel.facts import Facts
-from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.place import (
     MeshLike,
     check_planned,

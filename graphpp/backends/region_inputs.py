@@ -12,7 +12,7 @@ from typing import Any
 
 from graphpp._torch.symbols import Values
 from graphpp.backends.region_results import CompiledRegion, metas_of, strides_differ
-from graphpp.runtime.messages.strided_copies import copy_with_strides
+from graphpp.runtime.messages.wire_layout import copy_with_strides
 from graphpp.runtime.program import TensorMeta
 
 

@@ -19,7 +19,7 @@ from graphpp._torch.symbols import Symbols, Values
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
-from graphpp.runtime.messages.strided_copies import copy_with_strides, meta_of
+from graphpp.runtime.messages.wire_layout import copy_with_strides, meta_of
 from graphpp.runtime.program import TensorMeta
 
 

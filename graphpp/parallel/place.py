@@ -27,7 +27,7 @@ from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
-from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.mesh import all_ranks, described, dimensions, pipeline_size, place_in, shard_size
 from graphpp.parallel.rank_place import RankPlace
 

@@ -30,10 +30,9 @@ from graphpp.ownership.initial_values import InitialValues
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
-from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.groups import gloo_twin
+from graphpp.parallel.groups import Timeouts, gloo_twin
+from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.timeouts import Timeouts
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep

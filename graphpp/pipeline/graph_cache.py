@@ -43,7 +43,7 @@ from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
 from graphpp.pipeline.step_call import GraphKey, KeysOfCall, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
-from graphpp.runtime.messages.transport import message_flow
+from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule

@@ -33,7 +33,7 @@ from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.same_host.connect import connect
+from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.graph_cache import GraphCache

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from graphpp.checkpoint.folder import Checkpoint
     from graphpp.checkpoint.optimizer_state import Part
-    from graphpp.ownership.shard_values import ShardValues
+    from graphpp.ownership.lent_memory import ShardValues
 
 
 _FUNCTION = or_none(FUNCTION)

@@ -30,21 +30,15 @@ class OverlappedActions:
         woven = self._by_parts.get(tuple(id(part.program) for part in parts))
         if woven is None:
             return False
-        sink = _woven_sink([(part.sink, len(part.program.outputs)) for part in parts])
+        owners = [(part.sink, index) for part in parts for index in range(len(part.program.outputs))]
         arguments = [value for part in parts for value in part.arguments()]
-        results = woven.run(arguments) if sink is None else woven.run(arguments, sink)
+        takes = any(part.sink is not None for part in parts)
+        results = woven.run(arguments, WovenSink(owners)) if takes else woven.run(arguments)
         for part in parts:
             count = len(part.program.outputs)
             own, results = results[:count], results[count:]
             part.file(own)
         return True
-
-
-def _woven_sink(parts: Sequence[tuple[GradientSink | None, int]]) -> GradientSink | None:
-    """The sink of a woven program; `parts`: each part's own sink and number of results. None if no part has a sink."""
-    if all(sink is None for sink, _ in parts):
-        return None
-    return WovenSink([(sink, index) for sink, count in parts for index in range(count)])
 
 
 class WovenSink:

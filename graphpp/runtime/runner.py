@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,11 @@ from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
-from graphpp.runtime.gradients.partial_sums import PartialSums
-from graphpp.runtime.gradients.tied import TiedReduction
+from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
-from graphpp.runtime.messages.transport import Message, Transport
+from graphpp.runtime.messages.mailbox import Mailbox, Message
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import Mover, Offloader, mover_for
 from graphpp.runtime.overlapped_actions import OverlappedActions
@@ -83,7 +81,7 @@ class RunnerConfig:
     kernel: MatmulKernel | None = None
     woven: Sequence[WovenProgram] = ()
     offload: Sequence[OffloadWindow] = ()
-    mover: Mover[Any] | None = None
+    mover: Mover | None = None
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
 
@@ -109,7 +107,7 @@ class GraphPPRunner:
         self.program, self.programs = each[0], tuple(each)
         self.random = any(program.random for program in {id(program): program for program in each}.values())
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
-        self.transport = Transport(place.group, place.device, batched=batched)
+        self.mailbox = Mailbox(place.group, place.device, batched=batched)
         self._sharded = config.sharded
         layers = self._sharded if self.program.gathers_layers else None
         self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None
@@ -139,7 +137,7 @@ class GraphPPRunner:
             distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
-            local[index] = GraphStage(index, own, location, self.transport, kernel, self._reducer)
+            local[index] = GraphStage(index, own, location, self.mailbox, kernel, self._reducer)
         return local
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
@@ -162,18 +160,18 @@ class GraphPPRunner:
         `inputs`: each microbatch's tensors by path; `seeds`: each microbatch's gradient of the loss, 0-dim. Raises `PeerLost`
         if a rank is lost.
         """
-        self.transport.waited, began = 0.0, time.perf_counter()
+        self.mailbox.waited, began = 0.0, time.perf_counter()
         try:
             with torch.no_grad(), _current(self.place.device):
                 keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
                 self._begin(StepInputs(inputs, seeds, keys))
                 if self._loop is not None:
                     self._loop.run(None if self._recorder is None else self._recorder.run)
-                self.transport.flush()
+                self.mailbox.flush()
                 self._finish()
             for stage in self.stages.values():
                 stage.buffers.copies.finish()
-            self._bubble = self.transport.waited / max(time.perf_counter() - began, 1e-9)
+            self._bubble = self.mailbox.waited / max(time.perf_counter() - began, 1e-9)
         except BaseException as error:
             self._drop()
             self._finish_copies_after(error)
@@ -186,11 +184,11 @@ class GraphPPRunner:
     @contextlib.contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
         """Record the times of a step that runs inside this context."""
-        self._recorder, self.transport.on_wait = recorder, recorder.waiting
+        self._recorder, self.mailbox.on_wait = recorder, recorder.waiting
         try:
             yield
         finally:
-            self._recorder = self.transport.on_wait = None
+            self._recorder = self.mailbox.on_wait = None
 
     @property
     def bubble(self) -> float | None:
@@ -199,7 +197,7 @@ class GraphPPRunner:
 
     def _drop(self) -> None:
         """Drop all values of a step that failed."""
-        self.transport.drop()
+        self.mailbox.drop()
         self._gradients.drop()
         self.offloader.drop()
         for index, stage in self.stages.items():
@@ -239,11 +237,8 @@ class GraphPPRunner:
 
     def _from_rank_of(self, stage: int, values: torch.Tensor) -> None:
         """Write the values of the rank that holds a stage into those of every rank."""
-        host, source = same_host(self.place.group), self.schedule.rank_of_stage[stage]
-        if host is not None and values.device.type == "cpu":
-            host.broadcast(values, source)
-        elif self.place.ranks > 1:
-            dist.broadcast(values, group=self.place.group, group_src=source)
+        if self.place.ranks > 1:
+            self.mailbox.transport.broadcast(values, self.schedule.rank_of_stage[stage])
 
     def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
         """Hand over the tensor leaves of each microbatch's output, by leaf index, on the last stage's rank; None elsewhere."""
@@ -372,7 +367,7 @@ class GraphPPRunner:
         return bind(direction, _microbatch(action))
 
     def _communicate(self, messages: Sequence[Callable[[], Message]]) -> None:
-        self.transport.start([make() for make in messages])
+        self.mailbox.start([make() for make in messages])
 
 
 def _microbatch(action: Action) -> int:

@@ -8,9 +8,8 @@ Contract
 - Values from a stage on the same rank are taken out of that stage's buffers. Values from another rank are waited for in
   `arguments`, right before the program that reads them runs.
 - Each value is handed over once, and dies when its last reader has run.
-- Gradients go to the task's `GradientSink` by one of two ways. The program hands a gradient to the sink while it runs; the sink
-  keeps it and the result is None. A gradient that is another result too is returned, and `file` passes it to the sink
-  afterwards. So `file` skips the gradients that are None.
+- The program hands gradients to the task's `GradientSink` while it runs; the sink keeps them, and the results are None. A
+  gradient that is another result too is returned, and `file` passes it to the sink.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from graphpp.runtime.gradients.gradient_sink import GradientSink
-from graphpp.runtime.messages.transport import Message
+from graphpp.runtime.messages.mailbox import Message
 from graphpp.runtime.program import Phase, Program
 from graphpp.runtime.wiring import Wiring
 from graphpp.streams import InputCopies
@@ -65,7 +64,7 @@ class StageBuffers:
 
 @dataclass(frozen=True)
 class TaskKey:
-    """Which work of a stage a task does: a phase of a microbatch."""
+    """The work of a task: a phase of a microbatch."""
 
     phase: Phase
     microbatch: int

@@ -3,12 +3,10 @@
 Contract
 --------
 - A program hands its gradients to a `LayerSink`. When the sink has all gradients of a layer of one microbatch, the sums over
-  the ranks start, and the whole gradients are given back when they have left. At most one layer's messages are under way: the
-  next layer's wait for them.
-- Each rank adds the rows that it gets to its stage's sums, in the order of the microbatches, in the dtype of the rows of
-  `param.grad`, or the wider one that was asked for. A gradient is (m0 + m1 + ..) / replicas with m0 = r0 + r1 + .. over the
-  ranks of the mesh, then the sum over their copies: other bits than where the microbatches are added first, but the same bits
-  under every schedule.
+  the ranks start, and the whole gradients are given back when they have left. At most one layer's messages are under way.
+- Each rank adds its rows to its stage's sums in the order of the microbatches. A gradient is (m0 + m1 + ..) / replicas with
+  m0 = r0 + r1 + .. over the ranks of the mesh, then the sum over their copies: other bits than where the microbatches are added
+  first, but the same bits under every schedule.
 - `finish` adds up tied parameters and copies as `ShardedGradients` does.
 """
 
@@ -19,11 +17,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graphpp.parallel.sums import PendingSums, Sums, bundles
+from graphpp.parallel.sums import PendingSums, Sums
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, TorchMatmul, gradient_of
 from graphpp.runtime.gradients.tied import TiedReduction
-from graphpp.runtime.shards.sharded_gradients import ShardedGradients
+from graphpp.runtime.shards.sharded_gradients import ShardedGradients, scattered
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
 
@@ -33,7 +31,7 @@ class LayerReducer:
     def __init__(self, sharded: ShardedParameters, sum_dtype: torch.dtype | None, over_ranks: Sums) -> None:
         """`sum_dtype`: the dtype in which gradients of narrower parameters add up; `over_ranks`: adds over ranks."""
         self._sharded, self._sum_dtype, self.over_ranks = sharded, sum_dtype, over_ranks
-        self._pending: deque[tuple[Accumulator, int, list[str], PendingSums]] = deque()
+        self._pending: deque[tuple[LayerSink, list[str], PendingSums]] = deque()
         self._waiting: dict[tuple[LayerSink, int], dict[str, torch.Tensor]] = {}
 
     def dtype_of_rows(self, fqn: str) -> torch.dtype:
@@ -46,12 +44,18 @@ class LayerReducer:
         waiting[fqn] = gradient
         if len(waiting) == len(sink.layers[layer]):
             del self._waiting[sink, layer]
-            self._start(sink, {each: waiting.pop(each) for each in sink.layers[layer]})
+            self.finish()  # the memory of messages goes back before more is taken
+            totals = {each: waiting.pop(each) for each in sink.layers[layer]}
+            sharding = self._sharded.sharding[fqn]  # the same ranks share all of them
+            started = scattered(totals, list(totals), self._sharded, sharding, self.over_ranks, self.dtype_of_rows)
+            self._pending.extend((sink, fqns, pending) for fqns, pending in started)
 
     def finish(self) -> None:
         """Add the rows of all sums that have started."""
         while self._pending:
-            self._add()
+            sink, fqns, pending = self._pending.popleft()
+            for fqn, rows in zip(fqns, pending(), strict=True):
+                sink.sums.add(sink.microbatch, fqn, rows)
 
     def check_whole(self) -> None:
         """Raise `RuntimeError` if a layer of a microbatch lacks a gradient, so that its others were never summed."""
@@ -66,26 +70,6 @@ class LayerReducer:
         """Drop the gradients of a step that failed."""
         self._pending.clear()
         self._waiting.clear()
-
-    def _start(self, sink: LayerSink, totals: dict[str, torch.Tensor]) -> None:
-        self.finish()  # the memory of messages goes back before more is taken
-        names = list(totals)
-        sharding = self._sharded.sharding[names[0]]  # the same ranks share all of them
-        for fqn in names:
-            totals[fqn] = self._as_sent(totals[fqn], sharding.ranks)
-        for fqns in ([names[at] for at in bundle] for bundle in bundles([totals[name] for name in names])):
-            lengths, dtypes = [self._sharded.lengths(fqn) for fqn in fqns], [self.dtype_of_rows(fqn) for fqn in fqns]
-            pending = self.over_ranks.scattered([totals.pop(fqn) for fqn in fqns], lengths, sharding.group, dtypes)
-            self._pending.append((sink.sums, sink.microbatch, fqns, pending))
-
-    def _as_sent(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
-        whole = total if total.dim() else total.repeat(ranks)  # every rank needs it
-        return whole.to(dtype=self._sharded.precision.of_messages(whole.dtype)).contiguous()
-
-    def _add(self) -> None:
-        sums, microbatch, fqns, pending = self._pending.popleft()
-        for fqn, rows in zip(fqns, pending(), strict=True):
-            sums.add(microbatch, fqn, rows)
 
 
 class LayerSink:

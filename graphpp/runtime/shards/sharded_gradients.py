@@ -17,18 +17,37 @@ Contract
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 
 from graphpp.parallel.rank_place import Sharding
 from graphpp.parallel.sums import PendingSums, Sums, bundles, merged
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
-from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
-from graphpp.runtime.gradients.tied import TiedReduction
+from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedReduction
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
 _Key = tuple[int, str]  # a stage and the FQN of a parameter
+
+
+def scattered(
+    totals: dict[str, torch.Tensor],
+    names: Sequence[str],
+    sharded: ShardedParameters,
+    sharding: Sharding,
+    over_ranks: Sums,
+    dtype_of_rows: Callable[[str], torch.dtype],
+) -> Iterator[tuple[list[str], PendingSums]]:
+    """Start to sum whole gradients over the ranks of `sharding`, bundle by bundle: their FQNs, and this rank's rows to come.
+
+    The tensors of `names` are taken out of `totals`: the memory of one goes back when its elements are packed.
+    """
+    for fqn in names:
+        whole = totals[fqn] if totals[fqn].dim() else totals[fqn].repeat(sharding.ranks)  # every rank needs a 0-dim one
+        totals[fqn] = whole.to(dtype=sharded.precision.of_messages(whole.dtype)).contiguous()
+    for fqns in ([names[at] for at in bundle] for bundle in bundles([totals[name] for name in names])):
+        lengths, dtypes = [sharded.lengths(fqn) for fqn in fqns], [dtype_of_rows(fqn) for fqn in fqns]
+        yield fqns, over_ranks.scattered([totals.pop(fqn) for fqn in fqns], lengths, sharding.group, dtypes)
 
 
 class ShardedGradients:
@@ -45,36 +64,26 @@ class ShardedGradients:
         partial: PartialSums = NO_PARTIAL_SUMS,
     ) -> None:
         """`stages`: the sums of each local stage; `replicas`: by how many they are divided; `over_ranks`: adds over ranks."""
-        self._stages, self._tied, self._sharded = stages, tied, sharded
-        self._replicas, self._sum_dtype, self._precision = replicas, sum_dtype, sharded.precision
-        self._over_ranks, self._partial = over_ranks, partial
-        self._pending: deque[tuple[list[_Key], PendingSums]] = deque()
+        self._stages, self._tied, self._sharded, self._replicas = stages, tied, sharded, replicas
+        self._sum_dtype, self._over_ranks, self._partial = sum_dtype, over_ranks, partial
+        self._pending: deque[tuple[int, list[str], PendingSums]] = deque()  # by stage
         self._rows: dict[_Key, torch.Tensor] = {}
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Begin a step. `parameters`: those of the rank's stages, by FQN."""
         self._sharded.begin_gradients()
+        precision = self._sharded.precision
         for sums in self._stages.values():
-            sums.start({}, {fqn: self._precision.of_sums(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
+            sums.start({}, {fqn: precision.of_sums(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
 
     def reduce(self, stage: int) -> None:
         """Start to sum over the ranks what the stage's gradients add up to by now."""
         self._add_started()  # their memory goes back before more is taken
         taken = self._stages[stage].take()
         self._partial.add_up(taken)
-        for fqn in taken:
-            taken[fqn] = self._as_sent(fqn, taken[fqn])
         for sharding, names in self._by_sharding(taken):
-            for fqns in ([names[at] for at in bundle] for bundle in bundles([taken[name] for name in names])):
-                totals = [taken.pop(fqn) for fqn in fqns]
-                lengths = [self._sharded.lengths(fqn) for fqn in fqns]
-                dtypes = [self._dtype_of_rows(fqn) for fqn in fqns]
-                pending = self._over_ranks.scattered(totals, lengths, sharding.group, dtypes)
-                self._pending.append(([(stage, fqn) for fqn in fqns], pending))
-
-    def _as_sent(self, fqn: str, total: torch.Tensor) -> torch.Tensor:
-        every = total if total.dim() else total.repeat(self._sharded.sharding[fqn].ranks)  # all ranks need a 0-dim one
-        return every.to(dtype=self._precision.of_messages(every.dtype))
+            started = scattered(taken, names, self._sharded, sharding, self._over_ranks, self._dtype_of_rows)
+            self._pending.extend((stage, fqns, pending) for fqns, pending in started)
 
     def finish(self) -> None:
         """Add the gradients of this rank's rows to `param.grad`."""
@@ -130,8 +139,7 @@ class ShardedGradients:
     def _add_started(self) -> None:
         """Add the rows of the reductions that were started, in their order."""
         while self._pending:
-            self._add(*self._pending.popleft())
-
-    def _add(self, keys: Sequence[_Key], pending: PendingSums) -> None:
-        for key, rows in zip(keys, pending(), strict=True):
-            self._rows[key] = rows if key not in self._rows else self._rows[key].add_(rows)
+            stage, fqns, pending = self._pending.popleft()
+            for fqn, rows in zip(fqns, pending(), strict=True):
+                before = self._rows.get((stage, fqn))
+                self._rows[stage, fqn] = rows if before is None else before.add_(rows)
