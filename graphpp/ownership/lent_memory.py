@@ -67,7 +67,7 @@ class LentMemory(DispatchMode):
     """The context. `shards`: the parameters whose parts this rank keeps; all others are other ranks' tensors."""
 
     def __init__(self, device: torch.device, shards: ShardValues | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._shards = device, shards
         self._lent: dict[torch.UntypedStorage, tuple[int, str, torch.Tensor]] = {}  # bytes, FQN and the tensor
         self._used: list[torch.UntypedStorage] = []

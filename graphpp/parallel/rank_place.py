@@ -90,9 +90,8 @@ class RankPlace:
     `group`: of its pipeline (None: one process). `replicas`: of the ranks with the same stages and other data (None: none).
     `peers`: of the replicas with which the model itself may exchange values, along `cp` and `ep` (None: none). `layers`: None
     where no other rank shares the layers of its stages. `experts`: None where no other rank has other experts. `sharding`: of
-    parameters that are no experts; None where each rank holds its parts of parameters whole. `mesh`: that the caller gave
-    (None: a process group, or one process). `everyone`: all ranks that compile the model together, with this pipeline or as
-    its replicas (None: one process).
+    parameters that are no experts; None where each rank holds its parts of parameters whole. `mesh`: None where the caller gave
+    none. `everyone`: all ranks that compile the model together (None: one process).
     """
 
     device: torch.device

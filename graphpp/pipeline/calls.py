@@ -197,9 +197,9 @@ class Calls:
         return gloo_twin(self._place.holders, self._options.parallel.start_timeout)
 
     @cached_property
-    def replica_file_group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks with the same parameters as this one, for checkpoints."""
-        return gloo_twin(self._place.twins, self._options.parallel.start_timeout)
+    def file_group_of_all(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks of all replicas, for checkpoints."""
+        return gloo_twin(self._place.everyone, self._options.parallel.start_timeout)
 
     def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
         """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.

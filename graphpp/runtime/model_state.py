@@ -149,12 +149,8 @@ class ModelState:
             if key in state:
                 require(GraphPPError, f"state[{key!r}]", _TENSOR, state[key])
         pairs = {key: (value, torch.as_tensor(state[key])) for key, value in mine.items() if key in state}
-        wrong = [
-            f"{key} {list(new.shape)} instead of {list(old.shape)}"
-            for key, (old, new) in pairs.items()
-            if new.shape != old.shape
-        ]
-        _refuse(("of another shape", wrong))
+        shapes = {key: (list(new.shape), list(old.shape)) for key, (old, new) in pairs.items() if new.shape != old.shape}
+        _refuse(("of another shape", [f"{key} {found} instead of {wanted}" for key, (found, wanted) in shapes.items()]))
         _refuse(("that cannot be copied", [key for key, (old, new) in pairs.items() if not _can_hold(old, new)]))
         _refuse_meta([key for key, (old, _) in pairs.items() if old.is_meta])
         parts = [(local_tensor(old), part_of(new, old)) for old, new in pairs.values()]

@@ -37,17 +37,15 @@ from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox, Message
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import Mover, Offloader, mover_for
-from graphpp.runtime.overlapped_actions import OverlappedActions
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import ActionFunction, Recorder
-from graphpp.runtime.shards.layer_gradients import LayerGradients, LayerReducer
 from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.sharded_gradients import ShardedGradients
+from graphpp.runtime.shards.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
-from graphpp.runtime.task import StepInputs, Task
+from graphpp.runtime.task import OverlappedActions, StepInputs, Task
 from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -121,7 +119,11 @@ class GraphPPRunner:
         self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
         ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = config.subgroups or Subgroups(place.group)
-        tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
+        contributors: dict[str, list[int]] = {}  # for each trained parameter the stages that make a part of its gradient
+        for stage in self.program.stages:
+            for fqn in stage.gradients:
+                contributors.setdefault(fqn, []).append(stage.index)
+        tied = TiedReduction(contributors, ranks, schedule.rank_of_stage, groups)
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
         self.offloader = Offloader(config.offload, self.stages, config.mover or mover_for(place.device))
@@ -382,15 +384,6 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def _nothing() -> None:
     """UNSHARD and RESHARD do nothing where parameters are whole on their rank."""
-
-
-def _contributors(program: PipelineProgram) -> dict[str, list[int]]:
-    """For each trained parameter, the stages that contribute to its gradient, ascending."""
-    stages: dict[str, list[int]] = {}
-    for stage in program.stages:
-        for fqn in stage.gradients:
-            stages.setdefault(fqn, []).append(stage.index)
-    return stages
 
 
 def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:

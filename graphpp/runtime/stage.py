@@ -24,7 +24,7 @@ from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.messages.mailbox import Mailbox, Message
 from graphpp.runtime.messages.wire_layout import WireLayout, layout_of
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
-from graphpp.runtime.shards.layer_gradients import LayerReducer, LayerSink
+from graphpp.runtime.shards.sharded_gradients import LayerReducer, LayerSink
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.streams import InputCopies

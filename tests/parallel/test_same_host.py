@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpp._torch.distributed import default_store, set_timeout
+from graphpp.parallel import transport
 from graphpp.parallel.groups import PeerLost
-from graphpp.parallel.same_host import connect as finding
-from graphpp.parallel.same_host.connect import connect, same_host
 from graphpp.parallel.same_host.memory import SLOTS, Outbox, Secret, Slot
 from graphpp.parallel.same_host.messages import CONTROL, SameHost
-from graphpp.parallel.transport import BackendTransport, transport_of
+from graphpp.parallel.transport import BackendTransport, connect, same_host, transport_of
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")
@@ -190,7 +189,7 @@ def hidden(rank: int) -> list[bool]:
         with patch.object(Secret, "read", broken if rank == 1 else Secret.read):
             connect(group)
         found.append(same_host(group) is None and isinstance(transport_of(group, CPU), BackendTransport))
-    with patch.object(finding, "_ABLE", rank != 0):
+    with patch.object(transport, "_ABLE", rank != 0):
         group = dist.new_group([0, 1, 2])
         connect(group)
     return [*found, same_host(group) is None]

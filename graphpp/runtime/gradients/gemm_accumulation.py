@@ -8,7 +8,7 @@ Contract
 - `deferred_matmul` is the node of such a gradient in a graph (`passes/stage/fuse_grad_accumulation.py` makes these nodes).
 - A product may lie in its gradient with other strides or another shape. `MatmulLayout` then says where: (the gradient's shape,
   the product's shape, the product's strides in elements), for a contiguous gradient. None: the product is the gradient.
-- `MatmulKernel` is the multiplication, which a backend may replace (`backends/gemm_kernels.py`); `TorchMatmul` calls BLAS.
+- `MatmulKernel` is the multiplication, which a backend may replace (`backends/kernels.py`); `TorchMatmul` calls BLAS.
 """
 
 from __future__ import annotations

@@ -58,16 +58,13 @@ class TiedReduction:
         local = {stage: partial(stage, fqn) for stage in stages if self._rank_of_stage[stage] == self._rank}
         partials = dict(local)
         for stage in stages if len(ranks) > 1 else ():
-            value = local[stage] if stage in local else buffer(fqn)
-            partials[stage] = self._broadcast(ranks, stage, value)
+            partials[stage] = local[stage] if stage in local else buffer(fqn)
+            source = ranks.index(self._rank_of_stage[stage])
+            dist.broadcast(partials[stage], group=self._groups[ranks], group_src=source)
         total = partials[stages[0]].clone()
         for stage in stages[1:]:
             total.add_(partials[stage])
         return total
-
-    def _broadcast(self, ranks: tuple[int, ...], stage: int, value: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(value, group=self._groups[ranks], group_src=ranks.index(self._rank_of_stage[stage]))
-        return value
 
 
 class PartialSums:
