@@ -72,23 +72,19 @@ class BackendTransport:
         self._group, self._device = group, device
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int) -> Sequence[Work]:
-        """Post a send of each tensor."""
         works = [dist.isend(tensor, group=self._group, group_dst=peer) for tensor in tensors]
         return [work for work in works if work is not None]
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int) -> Sequence[Work]:
-        """Post a receive of each tensor."""
         works = [dist.irecv(tensor, group=self._group, group_src=peer) for tensor in tensors]
         return [work for work in works if work is not None]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """An all-reduce on the device."""
         found = torch.tensor(values, dtype=torch.int64, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found.tolist()
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
-        """The backend's broadcast."""
         dist.broadcast(values, group=self._group, group_src=source)
 
     def settle(self) -> None:

@@ -37,11 +37,9 @@ class WallClock:
     """The clock of the CPU, where an action is over when its function returns: a mark is its own time."""
 
     def mark(self) -> float:
-        """A mark of this moment."""
         return time.perf_counter()
 
     def seconds(self, mark: float) -> float:
-        """The mark itself."""
         return mark
 
 

@@ -198,12 +198,10 @@ class WovenSink:
         self._owners = owners
 
     def __call__(self, index: int, value: torch.Tensor) -> None:
-        """Forward a gradient."""
         sink, own = self._owner(index)
         sink(own, value)
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
-        """Forward the factors of a gradient."""
         sink, own = self._owner(index)
         sink.matmul(own, a, b, layout)
 

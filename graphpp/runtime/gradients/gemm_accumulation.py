@@ -34,11 +34,9 @@ class TorchMatmul:
     """torch's own kernels: `addmm` with beta=1 adds while it writes."""
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The product, in memory of its own."""
         return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
 
     def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the product into `total`."""
         if a.dim() == 2:
             total.addmm_(a, b)
         else:

@@ -107,7 +107,6 @@ class ShardedGradients:
         self._end()
 
     def drop(self) -> None:
-        """Drop the gradients of a step that failed."""
         self._pending.clear()
         self._rows.clear()
         self._end()
@@ -218,12 +217,10 @@ class LayerSink:
         self._layer_of = {fqn: number for number, layer in enumerate(layers) for fqn in layer}
 
     def __call__(self, index: int, value: torch.Tensor) -> None:
-        """Take a gradient."""
         fqn = self._fqns[index]
         self._reducer.collect(self, self._layer_of[fqn], fqn, value)
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
-        """Take the gradient `a @ b`."""
         self(index, gradient_of(TorchMatmul(), a, b, layout))
 
 
@@ -244,7 +241,6 @@ class LayerGradients(ShardedGradients):
         self._reducer = reducer
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Begin a step. `parameters`: those of the rank's stages, by FQN."""
         self._sharded.begin_gradients()
         for sums in self._stages.values():
             sums.start({}, {fqn: self._reducer.dtype_of_rows(fqn) for fqn in sums.fqns})
@@ -260,6 +256,5 @@ class LayerGradients(ShardedGradients):
         super().finish()
 
     def drop(self) -> None:
-        """Drop the gradients of a step that failed."""
         self._reducer.drop()
         super().drop()
