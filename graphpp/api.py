@@ -120,7 +120,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
 
     def read_options() -> Options:
         check_arguments(model, loss, example)
-        check_meshes(model, place.tensor, place.experts_group)
+        check_meshes(model, place.tp_group, place.experts_group)
         _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
         options.memory.caps(place.ranks)

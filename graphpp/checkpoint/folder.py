@@ -128,7 +128,8 @@ class Checkpoint:
         All ranks of a machine name one folder, which holds the saves of this training alone. `mirror`: whether a rank's part is
         sent to the next machine as well. None: where no replica on another machine has the same values.
         """
-        own = MeshRank(*(0 if group is None else dist.get_rank(group) for group in (self._place.twins, self._place.holders)))
+        groups = self._place.same_parameters, self._place.whole_model
+        own = MeshRank(*(0 if group is None else dist.get_rank(group) for group in groups))
         return LocalCheckpoint(self._state, own, Path(folder).expanduser().resolve(), mirror)
 
     # ------------------------------------------------------------------------------------------------ inside

@@ -20,7 +20,7 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     parameter, the new value of a whole buffer, or the loss, if it is computed from sharded values. Called by all ranks that
     share layers, for their own graphs of one call, after `key_random_ops`.
     """
-    layers = request.place.tensor
+    layers = request.place.tp_group
     if layers is None:
         return
     agreement, own = request.place.agreement(layers), plain_arguments(joint.graph)

@@ -35,7 +35,7 @@ class InitialValues:
         self._replicas = replicas
         self._broadcasts = options.parallel.replica_values == "broadcast" and place.replicas is not None
         self._place, self._ownership, self._state = place, ownership, state
-        self._along_layers = place.agreement(place.tensor)
+        self._along_layers = place.agreement(place.tp_group)
         self._along_experts = None if place.experts is None else place.agreement(place.experts.replicas)
         self.known = False
 
@@ -84,7 +84,7 @@ class InitialValues:
             "where each rank has another part)"
         )
         tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
-        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tensor)}
+        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tp_group)}
         return _lines({fqn: checksum(local_tensor(each)) for fqn, each in whole.items()}, advice)
 
     def _checksums(self, fqns: Set[str]) -> Facts:

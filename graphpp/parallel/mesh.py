@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch.distributed import group_of
 from graphpp.errors import GraphPPError
-from graphpp.parallel.rank_place import RankPlace, Sharding, SharedLayers, SpreadExperts
+from graphpp.parallel.rank_place import RankPlace, Sharding, SpreadExperts
 
 PIPELINE, TENSOR = "pp", "tp"
 _REPLICAS, _SHARDS, _EXPERTS, _CONTEXT = "dp_replicate", "dp_shard", "ep", "cp"
 _DATA = (_REPLICAS, _SHARDS, _EXPERTS, _CONTEXT)  # the dimensions along which ranks train the same stages on other tokens
 _KNOWN = (PIPELINE, *_DATA, TENSOR)
-_WHOLE_MODEL = (PIPELINE, TENSOR, _SHARDS, _EXPERTS)  # the ranks along these together hold the model once
 
 
 def place_in(mesh: DeviceMesh, everyone: dist.ProcessGroup, device: torch.device, least_shards: int) -> RankPlace:
@@ -37,24 +36,24 @@ def place_in(mesh: DeviceMesh, everyone: dist.ProcessGroup, device: torch.device
     """
     data = [name for name in _DATA if name in dimensions(mesh)]
     shards = [name for name in (_SHARDS, _EXPERTS) if name in data]
-    layers = None
-    if _size(mesh, TENSOR) > 1:
-        layers = SharedLayers(mesh.get_group(TENSOR), _several(mesh, PIPELINE, TENSOR))
+    shares_layers, spreads_experts = _size(mesh, TENSOR) > 1, _size(mesh, _EXPERTS) > 1
     sharded = _SHARDS in data and _size(mesh, *shards) >= least_shards
     sharding = _sharding(mesh, shards, TENSOR) if sharded else None
     experts = None
-    if _size(mesh, _EXPERTS) > 1:
+    if spreads_experts:
         same = [name for name in _DATA if name != _EXPERTS and _size(mesh, name) > 1]
         of_experts = _sharding(mesh, [_SHARDS], _EXPERTS) if sharded else None
-        experts = SpreadExperts(mesh.get_group(_EXPERTS), _along(mesh, *same), of_experts, _several(mesh, *_WHOLE_MODEL))
+        experts = SpreadExperts(mesh.get_group(_EXPERTS), _along(mesh, *same), of_experts)
     return RankPlace(
         device,
         group=_along(mesh, PIPELINE),
         replicas=_along(mesh, *data),
-        peers=_along(mesh, *(name for name in (_CONTEXT, _EXPERTS) if _size(mesh, name) > 1)),
-        layers=layers,
+        cp_ep_group=_along(mesh, *(name for name in (_CONTEXT, _EXPERTS) if _size(mesh, name) > 1)),
+        tp_group=mesh.get_group(TENSOR) if shares_layers else None,
+        pp_tp_group=_along(mesh, PIPELINE, TENSOR) if shares_layers else None,
         experts=experts,
         sharding=sharding,
+        parts_group=_along(mesh, PIPELINE, TENSOR, _SHARDS, _EXPERTS) if sharded or spreads_experts else None,
         mesh=mesh,
         everyone=everyone,
     )
@@ -98,7 +97,7 @@ def _sharding(mesh: DeviceMesh, names: Sequence[str], spread: str) -> Sharding:
     """Parameters sharded over the dimensions `names`, of which the model itself spreads some over the dimension `spread`."""
     others = [name for name in (_REPLICAS, _CONTEXT) if _size(mesh, name) > 1]
     own = _one_dimension(mesh, names)
-    made = Sharding(own, _spread_mesh(mesh, spread, names, own), _along(mesh, *others), _several(mesh, *_WHOLE_MODEL))
+    made = Sharding(own, _spread_mesh(mesh, spread, names, own), _along(mesh, *others))
     if dist.get_rank(made.group) != made.rank:
         raise GraphPPError(f"mesh: the ranks along {names[0]!r} must ascend, as init_device_mesh lays them out")
     return made
@@ -134,13 +133,6 @@ def _along(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:
     if len(there) < 2:
         return mesh.get_group(there[0]) if there else None
     return group_of(_ranks_along(mesh, there))
-
-
-def _several(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup:
-    """As `_along`, where the mesh has one of the dimensions."""
-    found = _along(mesh, *names)
-    assert found is not None, f"a mesh with one of {names}"
-    return found
 
 
 def _ranks_along(mesh: DeviceMesh, names: Sequence[str], rank: int | None = None) -> list[int]:

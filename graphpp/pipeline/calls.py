@@ -53,7 +53,7 @@ class Calls:
         self, options: Options, place: RankPlace, agreement: Agreement, cache: GraphCache, state: ModelState
     ) -> None:
         self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
-        self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.peers)
+        self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.cp_ep_group)
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
         self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described)
@@ -194,7 +194,7 @@ class Calls:
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that hold the model once, for checkpoints, which are written while steps go on."""
-        return gloo_twin(self._place.holders, self._options.parallel.start_timeout)
+        return gloo_twin(self._place.whole_model, self._options.parallel.start_timeout)
 
     @cached_property
     def file_group_of_all(self) -> dist.ProcessGroup | None:

@@ -90,8 +90,8 @@ class RankGradients:
             parts.append(Parts(place.sharding.group, tuple(at for at, each in pairs if not each.dim())))
         elif place.experts is not None:
             parts.append(_parts(pairs, place.experts.group))
-        if place.tensor is not None:
-            parts.append(_parts(pairs, place.tensor))
+        if place.tp_group is not None:
+            parts.append(_parts(pairs, place.tp_group))
         if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
         gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)

@@ -162,7 +162,7 @@ class Pipeline(RankPart):
         `against="whole batch"`: eager over the microbatches is compared with eager over the batch as well. Raises
         `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
         """
-        if self._place.holders is not None and dist.get_world_size(self._place.holders) > 1:
+        if self._place.whole_model is not None and dist.get_world_size(self._place.whole_model) > 1:
             raise GraphPPError(
                 "pipe.verify runs all stages in one process, and this rank holds its own stages' parameters or shards. Call "
                 f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "

@@ -144,7 +144,7 @@ class GraphPPRunner:
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
         stages, sum_dtype = {index: stage.gradients for index, stage in self.stages.items()}, config.sum_dtype
-        partial = PartialSums(self.program.partial, self.place.tensor)
+        partial = PartialSums(self.program.partial, self.place.tp_group)
         if config.sharded is None:
             spread = self.place.experts if config.replicas is not None else None
             names = {fqn for stage in stages.values() for fqn in stage.fqns} if spread is not None else ()
