@@ -36,9 +36,8 @@ from graphpp.parallel.place import (
 )
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
+from graphpp.runtime.dtensors import is_sharded, refuse_spread
 from graphpp.runtime.model_state import tensor_lines
-from graphpp.runtime.shards.local_rows import is_sharded
-from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
 from graphpp.verification.subject import SimulatedPlace, cut_as_in_a_step, device_of, ranks_of, rotated

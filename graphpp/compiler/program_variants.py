@@ -19,8 +19,8 @@ from graphpp.passes.stage.gather_layers import RankGroup, ShardedLayers
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.layers import layer_or_call, module_calls
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.spread_tensors import is_spread_over
+from graphpp.runtime.dtensors import is_spread_over
+from graphpp.runtime.fsdp.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments, unlike_numbers
+from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.program import BufferUpdate, Gradient, Loss
 from graphpp.runtime.randomness import seeded
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 
 def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:

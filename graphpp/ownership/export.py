@@ -32,7 +32,7 @@ from graphpp.checkpoint.restore import without_os_errors
 from graphpp.checkpoint.training_state import RankCalls
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _UNFINISHED = ".unfinished"

@@ -21,9 +21,8 @@ from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.runtime.dtensors import is_spread_over, local_tensor
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 
 class InitialValues:

@@ -24,11 +24,10 @@ from graphpp.errors import GraphPPError
 from graphpp.ownership.unwritten import poison, poisoned
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
+from graphpp.runtime.dtensors import part_of, slice_of, spread_tensor, whole_tensor
 from graphpp.runtime.freed_memory import trim_after
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters
 from graphpp.runtime.released import like
-from graphpp.runtime.shards.local_rows import part_of, slice_of, whole_tensor
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters, SpreadParameters
-from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 _FILLS = ("fill_", "zero_", "copy_")  # operators that write their first argument whatever it held, beside random ones
 

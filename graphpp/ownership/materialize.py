@@ -33,11 +33,10 @@ from graphpp.ownership.initialize import Initializer, default_generators, initia
 from graphpp.ownership.lent_memory import LentMemory, ShardValues
 from graphpp.ownership.unwritten import check_written, poison
 from graphpp.ownership.weight_files import Weights, check_fits, open_weights
+from graphpp.runtime.dtensors import local_tensor, spread_tensor
 from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.released import forget, is_released, like
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 _LOG = logging.getLogger("graphpp")
 _UNWRITTEN = (

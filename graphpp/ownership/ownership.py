@@ -28,15 +28,14 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.rank_place import RankPlace, Sharding
+from graphpp.runtime.dtensors import is_spread_over, local_tensor, spread_tensor
 from graphpp.runtime.freed_memory import trim_after
+from graphpp.runtime.fsdp.flat_parameters import FlatParameter
+from graphpp.runtime.fsdp.precision import Precision
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters, check_written
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import is_released
-from graphpp.runtime.shards.flat_parameters import FlatParameter
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters, SpreadParameters, check_written
-from graphpp.runtime.shards.spread_tensors import is_spread_over, spread_tensor
 
 _STALE = WeakTensorKeyDictionary()  # a copy of a parameter that another rank trains -> that rank, and the copy's version
 

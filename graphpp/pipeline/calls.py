@@ -37,9 +37,9 @@ from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.step_call import StepCall
+from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.shards.local_rows import local_tensor
 
 T = TypeVar("T")
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})

@@ -28,8 +28,7 @@ from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import is_spread_over
+from graphpp.runtime.dtensors import is_spread_over, local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 

@@ -44,11 +44,11 @@ from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
+from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified

@@ -20,9 +20,8 @@ from torch import nn
 
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.runtime.dtensors import keep_part, local_tensor, part_of, spread_tensor
 from graphpp.runtime.released import forget, is_released, released
-from graphpp.runtime.shards.local_rows import local_tensor, part_of
-from graphpp.runtime.shards.spread_tensors import keep_part, spread_tensor
 
 _TENSOR = Accepted(
     "a tensor or a NumPy array", lambda value: isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"

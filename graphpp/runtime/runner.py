@@ -31,6 +31,9 @@ from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.sums import Sums
+from graphpp.runtime.dtensors import is_spread_over, local_tensor
+from graphpp.runtime.fsdp.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
@@ -40,10 +43,6 @@ from graphpp.runtime.offloader import Mover, Offloader, mover_for
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import ActionFunction, Recorder
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import OverlappedActions, StepInputs, Task
 from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream

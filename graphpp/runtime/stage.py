@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from graphpp.runtime.fsdp.sharded_gradients import LayerReducer, LayerSink
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.messages.mailbox import Mailbox, Message
 from graphpp.runtime.messages.wire_layout import WireLayout, layout_of
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
-from graphpp.runtime.shards.sharded_gradients import LayerReducer, LayerSink
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.streams import InputCopies

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp._torch.this_thread import replaced
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.sharding import Mesh, batch, compiled, example, odd, sgd
 from tests.special_models import CUTS

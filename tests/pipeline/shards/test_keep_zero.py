@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp.parallel import ordered_sums
-from graphpp.runtime.shards.local_rows import whole_tensor
-from graphpp.runtime.shards.sharded_gradients import LayerReducer, LayerSink
+from graphpp.runtime.dtensors import whole_tensor
+from graphpp.runtime.fsdp.sharded_gradients import LayerReducer, LayerSink
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.pipeline.shards.test_training import HYBRID, PIPE, SHARD3, SHARD4, TURNED, assert_close, options

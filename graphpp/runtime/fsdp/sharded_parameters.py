@@ -25,13 +25,12 @@ from graphpp._torch.parallel.sharded_tensor import Spread, dtensor_of, parameter
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import Sharding
+from graphpp.runtime.dtensors import keep_part, local_tensor, note_sharded, spread_tensor
+from graphpp.runtime.fsdp.flat_parameters import FlatParameter, FlatParameters
+from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.released import forget
-from graphpp.runtime.shards.flat_parameters import FlatParameter, FlatParameters
-from graphpp.runtime.shards.flat_shard import FlatShard
-from graphpp.runtime.shards.local_rows import local_tensor, note_sharded
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.spread_tensors import keep_part, spread_tensor
 
 
 class ShardedParameters:

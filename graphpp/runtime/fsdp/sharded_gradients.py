@@ -29,10 +29,10 @@ import torch
 
 from graphpp.parallel.rank_place import Sharding
 from graphpp.parallel.sums import PendingSums, Sums, bundles, merged
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, TorchMatmul, gradient_of
 from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedReduction
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
 _Key = tuple[int, str]  # a stage and the FQN of a parameter
 
