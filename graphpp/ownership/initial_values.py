@@ -20,9 +20,8 @@ from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.runtime.dtensors import is_spread_over, local_tensor
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 
 class InitialValues:
@@ -34,7 +33,7 @@ class InitialValues:
         self._replicas = replicas
         self._broadcasts = options.parallel.replica_values == "broadcast" and place.replicas is not None
         self._place, self._ownership, self._state = place, ownership, state
-        self._along_layers = place.agreement(place.tensor)
+        self._along_layers = place.agreement(place.tp_group)
         self._along_experts = None if place.experts is None else place.agreement(place.experts.replicas)
         self.known = False
 
@@ -80,7 +79,7 @@ class InitialValues:
             "where each rank has another part)"
         )
         tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
-        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tensor)}
+        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tp_group)}
         return Facts(_lines({fqn: checksum(local_tensor(each)) for fqn, each in whole.items()}, advice))
 
     def _checksums(self, fqns: Set[str]) -> Mapping[str, Sequence[str]]:

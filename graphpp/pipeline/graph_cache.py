@@ -40,7 +40,7 @@ from graphpp.parallel.facts import Facts
 from graphpp.pipeline.cache_key import CallKey, GraphKey, KeyMaker, Recent, StepCall, check_same_updates
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
-from graphpp.runtime.messages.transport import message_flow
+from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
@@ -76,9 +76,9 @@ class GraphCache:
         """`agreement`: of the ranks that compute the same microbatches."""
         options, place = request.options, request.place
         self._request, self._state = request, state
-        self._pipeline = agreement if place.layers is None else place.agreement(place.group)
+        self._pipeline = agreement if place.tp_group is None else place.agreement(place.group)
         # Ranks along tp have programs of their own, since each computes another part of a layer: they only wait for each other.
-        self._groups = (self._pipeline,) if place.layers is None else (self._pipeline, agreement)
+        self._groups = (self._pipeline,) if place.tp_group is None else (self._pipeline, agreement)
         self._modules = dict(request.model.named_modules())
         limit = options.debug.max_graphs
         self._keys = KeyMaker(request.model, request.loss, place.device.type, _RUNNERS * limit)
@@ -220,7 +220,7 @@ class GraphCache:
 
     def _check_shared_layers(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
         """Raise `CaptureError` on all ranks where a new graph has values that differ along `tp` and must not."""
-        if self._request.place.layers is not None:
+        if self._request.place.tp_group is not None:
             with Round(self._groups[-1]):
                 for key, graph in graphs.items():
                     if key not in self._graphs and all(graph.general is not each for each in self._sizes.graphs):

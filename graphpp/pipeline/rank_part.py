@@ -20,7 +20,6 @@ from torch import nn
 
 from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, Accepted, checked, or_none, require
 from graphpp.errors import GraphPPError
-from graphpp.ownership.gather import gathered, keys_of
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
@@ -175,6 +174,8 @@ class RankPart(ModuleHabits):
         dict. Tensors travel one by one, so a rank holds at most one more than it asked for. Raises `GraphPPError` on all ranks
         for an unknown key.
         """
+        from graphpp.ownership.export import gathered, keys_of  # imports safetensors
+
         known = {key: value for key, value in self._state.entries().items() if isinstance(value, torch.Tensor)}
 
         with self._calls.all_ranks("gather", {"its arguments": [f"names={names!r}", f"rank={rank}"]}):
