@@ -25,8 +25,9 @@ from graphpp.cli.schedule_inputs import (
 from graphpp.cli.simulated import facts_of, simulated, spell_counts
 from graphpp.cli.tables import columns
 from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.report.schedule_page import html
 from graphpp.schedules.check.checker import check as check_table
-from graphpp.schedules.draw.pictures import chrome_trace, html, svg
+from graphpp.schedules.draw.pictures import chrome_trace, svg
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs

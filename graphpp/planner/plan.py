@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from graphpp.capture import activation_checkpoints as checkpoints
@@ -17,8 +17,7 @@ from graphpp.planner.shard_plan import ShardPlan
 from graphpp.report.page import BoundaryView, Page, StageView
 from graphpp.report.timeline_view import TimelineView
 from graphpp.runtime.program import PipelineProgram, StageProgram
-from graphpp.schedules.simulate.simulator import simulate
-from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes
@@ -82,7 +81,7 @@ class Plan:
 
     def _page(self) -> Page:
         table = self.schedule
-        unit = replace(simulate(table, Costs.unit(table.stages, table.ranks)), unit="units")
+        (unit,) = timelines_of([table])
         pairs = zip(self.stages, self.stages[1:], strict=False)
         return Page(
             title=f"The plan of {table.name}",

@@ -1,7 +1,7 @@
 """The shapes of a mesh: how many ranks stand along each dimension, for so many GPUs.
 
 Contract
-    in   the number of GPUs, the rows of a batch, what the model admits (`Limits`)
+    in   the number of GPUs, the rows of a batch, what the model admits (`MeshLimits`)
     out  the `MeshShape`s whose sizes multiply to the number of GPUs, each once, in a fixed order
     A shape along which the model cannot be cut, or along which the batch cannot be shared out, is left out. Parameters are
     sharded over all data ranks, over those of one machine, or not at all.
@@ -70,7 +70,7 @@ class MeshShape:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MeshLimits:
     """Along which dimensions a model can be cut.
 
     `stages`: the most stages. `experts`: the experts of a layer (0: none), `tp`: numbers that the ranks along `ep` and `tp`
@@ -84,7 +84,7 @@ class Limits:
     domain: int = 8
 
 
-def mesh_shapes(gpus: int, batch: int, limits: Limits) -> Iterator[MeshShape]:
+def mesh_shapes(gpus: int, batch: int, limits: MeshLimits) -> Iterator[MeshShape]:
     """All shapes for so many GPUs and a batch of so many rows."""
     for pp in _divisors(gpus, limits.stages):
         for tp in _divisors(gcd(gpus // pp, limits.tp), limits.domain):
@@ -94,7 +94,7 @@ def mesh_shapes(gpus: int, batch: int, limits: Limits) -> Iterator[MeshShape]:
                     yield from _with_data(MeshShape(pp=pp, cp=cp, tp=tp), data, limits)
 
 
-def _with_data(shape: MeshShape, data: int, limits: Limits) -> Iterator[MeshShape]:
+def _with_data(shape: MeshShape, data: int, limits: MeshLimits) -> Iterator[MeshShape]:
     """The shape with its data ranks shared out over `dp_replicate`, `dp_shard` and `ep`."""
     for ep in _divisors(data, max(1, limits.experts)):
         if limits.experts % ep:

@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.settings import ScheduleChoice, Setting, table_of
+from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice, table_of
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.row_moments import Reading
 from graphpp.schedules.check.shard_counts import ShardCounts, shard_counts
 from graphpp.schedules.check.step_memory import StepMemory
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
-from graphpp.schedules.simulate.step_times import StepTimes
+from graphpp.schedules.simulate.step_time import StepTimes
 from graphpp.schedules.table.costs import DEPTH, MessageFlow
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -73,7 +73,7 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     return ReadTable(table, table.rank_of_stage, StepTimes(table), StepMemory(table, reading), most, reading)
 
 
-def counts_of(setting: Setting) -> tuple[int, ...]:
+def counts_of(setting: PlanSetting) -> tuple[int, ...]:
     """The numbers of microbatches to simulate: the number itself, or two smaller ones that the schedule takes as well."""
     unit = setting.schedule.group or setting.shape.pp
     fills = setting.shape.pp if setting.schedule.name in _FILLS_SOON else 2 * setting.shape.pp
@@ -100,7 +100,7 @@ class Work:
         """Allow so much work in place of what was left."""
         self.tables, self.further = work, round(work * _FURTHER)
 
-    def take(self, setting: Setting, times: int = 1) -> bool:
+    def take(self, setting: PlanSetting, times: int = 1) -> bool:
         """Take the work of a setting that is simulated so many times; False where too little is left."""
         counts = counts_of(setting)
         key = setting.schedule, setting.shape.pp, counts, setting.keep
@@ -117,7 +117,7 @@ class Work:
             self._read.add(key)
         return True
 
-    def read_again(self, setting: Setting) -> bool:
+    def read_again(self, setting: PlanSetting) -> bool:
         """Take the work of a setting whose tables are read for bytes some times more; False where too little is left."""
         if self.tables <= 0:
             return False

@@ -1,6 +1,6 @@
 """One way to train a model on given machines: all that the search chooses.
 
-Contract: a `Setting` is data; equal settings are equal. `schedule_choices` lists the schedules that may take some numbers.
+Contract: a `PlanSetting` is data; equal settings are equal. `schedule_choices` lists the schedules that may take some numbers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _forwards_and_backwards(table: Schedule) -> list[list[tuple[int, int | None,
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanSetting:
     """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage.
 
     `recomputed`: by stage, how many of its first layers `recompute` is for (None: all layers). `offload`: the fraction of the

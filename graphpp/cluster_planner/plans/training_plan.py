@@ -16,7 +16,7 @@ import torch
 
 from graphpp.arguments import COUNT, INDEX, require
 from graphpp.cluster_planner.plans.from_json import document, read
-from graphpp.cluster_planner.plans.settings import Setting
+from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.errors import GraphPPError
 from graphpp.report.comparison import Numbers, PlanComparison
 from graphpp.schedules.table.schedule import Schedule
@@ -53,7 +53,8 @@ class StepSeconds:
 class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
-    `setting`: all that the search chooses. `split`: the FQNs at which the stages start.
+    `setting`: all that the search chooses. `split`: the FQNs at which the stages start; () in a plan of measured costs, whose
+    split is that of the measured pipeline, and whose `machines` are "measured".
     `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model,
     without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
     rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
@@ -64,7 +65,7 @@ class TrainingPlan:
     """
 
     machines: str
-    setting: Setting
+    setting: PlanSetting
     split: tuple[str, ...]
     batch: int
     tokens: int
@@ -81,7 +82,7 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
         require(GraphPPError, "plan.tokens", INDEX, self.tokens)
-        if len(self.split) != self.setting.stages - 1:
+        if len(self.split) != self.setting.stages - 1 and not self.measured:
             raise GraphPPError(
                 f"plan.split: {self.setting.stages} stages start at {self.setting.stages - 1} names beside the first one, "
                 f"got {len(self.split)}"
@@ -96,6 +97,11 @@ class TrainingPlan:
             raise GraphPPError(f"plan.dtype: take the name of a dtype of torch, or None, got {self.dtype!r}")
         if not self.seconds.total > 0:
             raise GraphPPError(f"plan.seconds: take positive seconds, got {self.seconds}")
+
+    @property
+    def measured(self) -> bool:
+        """Whether the plan is one of measured costs: it decides the schedule, the microbatches and `keep` alone."""
+        return self.machines == "measured"
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -17,10 +17,11 @@ the step for all reductions. Their events last as long as they occupy the line, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from graphpp.arguments import one_of, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.simulate.bytes_over_time import memory_curves
@@ -29,6 +30,8 @@ from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, comp
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.in_order import Stuck, in_order
 from graphpp.schedules.table.schedule import Schedule
+
+_DRAWABLE = one_of(Schedule, Timeline, takes="a graphpp.Schedule or a graphpp.Timeline")
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -49,6 +52,23 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     machine.run()
     events = tuple(event for rank in machine.ranks for event in sorted(rank.events, key=lambda event: event.start))
     return Timeline(schedule, events, memory_curves(schedule, events, costs))
+
+
+def timelines_of(drawn: Sequence[Schedule | Timeline], costs: Costs | None = None) -> list[Timeline]:
+    """The timelines, and the simulated steps of schedules: with `costs`, else with F = I = W = 1 for each rank and microbatch.
+
+    The unit of the latter is "units". Raises `ScheduleError` for anything else, and for tables that `simulate` refuses.
+    """
+    for each in drawn:
+        require(ScheduleError, "drawn", _DRAWABLE, each)
+    return [each if isinstance(each, Timeline) else _step(each, costs) for each in drawn]
+
+
+def _step(schedule: Schedule, costs: Costs | None) -> Timeline:
+    if costs is not None:
+        return simulate(schedule, costs)
+    unit = Costs.unit(schedule.stages, schedule.ranks) if schedule.stages else Costs(())
+    return replace(simulate(schedule, unit), unit="units")
 
 
 def _check_stages(schedule: Schedule) -> None:

@@ -1,7 +1,7 @@
-"""The question that a search for plans answers: a model, machines and a batch; and what many settings ask of it.
+"""The request that a search for plans answers: a model, machines and a batch.
 
-Contract: `Question` is data beside its caches. Each answer is computed once: the costs of the segments for one microbatch, and
-the cut into a number of stages.
+Contract: `PlanRequest` is data, with caches: the costs of the segments for one microbatch, and the cut into a number of stages,
+are computed once for all settings that ask for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import Deployment, PricedModel
 from graphpp.cluster_planner.plans.balance import balanced
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.settings import RecomputeWord, Setting
+from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
 from graphpp.devices import Machines
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
@@ -23,7 +23,7 @@ from graphpp.schedules.table.costs import StageCosts
 _HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
-class Totals(NamedTuple):
+class ModelTotals(NamedTuple):
     """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, and of
     experts; buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split;
     those of them that may wait in the host's memory."""
@@ -43,11 +43,11 @@ class CutStages(NamedTuple):
 
     cut: Cut
     heaviest: tuple[float, float, float]
-    totals: Totals
+    totals: ModelTotals
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class PlanRequest:
     """The model, the machines and the batch for which settings are compared.
 
     `batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own); `optimizer`:
@@ -63,11 +63,11 @@ class Question:
     turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
     _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
     _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
-    _totals: dict[object, Totals] = field(default_factory=dict, repr=False)
+    _totals: dict[object, ModelTotals] = field(default_factory=dict, repr=False)
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
 
     def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord) -> PricedModel:
-        """The costs of the segments for one microbatch on one rank; messages between stages have other costs (`predict.py`)."""
+        """The costs of the segments for one microbatch on one rank, without messages between stages (`predict_step.py`)."""
         key = _key(shape, rows, recompute)
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp
@@ -76,7 +76,7 @@ class Question:
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]
 
-    def stages(self, setting: Setting) -> CutStages:
+    def stages(self, setting: PlanSetting) -> CutStages:
         """The stages of a setting: no cut has a lighter heaviest stage."""
         key = _key(setting.shape, setting.rows, setting.recompute)
         found = self._stages.get((key, setting.stages))
@@ -105,7 +105,7 @@ def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
     return shape.tp, shape.ep, shape.cp, rows, recompute
 
 
-def _cut(priced: PricedModel, stages: int, totals: Totals) -> CutStages:
+def _cut(priced: PricedModel, stages: int, totals: ModelTotals) -> CutStages:
     parts = priced.segments.costs.stages
     cut = balanced([sum(_seconds(part)) for part in parts], stages)
     ends = [*cut[1:], len(parts)]
@@ -122,7 +122,7 @@ def _added(parts: Sequence[StageCosts]) -> tuple[float, float, float]:
     return forward, first, second
 
 
-def _totals(priced: PricedModel) -> Totals:
+def _totals(priced: PricedModel) -> ModelTotals:
     rows = [0, 0]
     for one, expert in zip(priced.segments.state, priced.expert_state, strict=True):
         own = one.weights if one.rows is None else one.rows
@@ -132,4 +132,4 @@ def _totals(priced: PricedModel) -> Totals:
     saved = sum(part.saved_bytes for part in parts), sum(max(part.saved_bytes, part.kept_bytes or 0) for part in parts)
     whole, buffers = sum(one.weights + one.sums for one in state), sum(one.buffers for one in state)
     away = sum(each.nbytes for segment in priced.offloadable for each in segment)
-    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved, away)
+    return ModelTotals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved, away)

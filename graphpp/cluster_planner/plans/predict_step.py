@@ -1,9 +1,9 @@
 """The seconds and the bytes of one setting, by the simulator and the plan of bytes.
 
 Contract
-    in   a `Question`: the costs of the model's segments, the machines, the batch; a `Setting`
+    in   a `PlanRequest`: the costs of the model's segments, the machines, the batch; a `PlanSetting`
     out  a `Prediction`. Seconds are the simulator's and bytes are those of `check/step_memory.py`, plus the optimizer's step:
-         both of tables that are read once for many settings (`simulate/step_times.py`, `check/step_memory.py`)
+         both of tables that are read once for many settings (`simulate/step_time.py`, `check/step_memory.py`)
     A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
     pipeline each further round takes the same time, and as many bytes or none. None where the schedule takes other numbers.
 
@@ -18,12 +18,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.layers.layer_gathers import LayerGathers
-from graphpp.cluster_planner.plans.layers.recomputed_layers import priced_setting
 from graphpp.cluster_planner.plans.offloaded import windows_of_setting
-from graphpp.cluster_planner.plans.question import Question, overlap_of
 from graphpp.cluster_planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
-from graphpp.cluster_planner.plans.settings import Setting, admits
+from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
+from graphpp.cluster_planner.plans.settings import PlanSetting, admits
+from graphpp.cluster_planner.plans.single_layers import LayerGathers, priced_setting
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
@@ -44,7 +43,7 @@ class Prediction:
     gathered; each of the rank with the most.
     """
 
-    setting: Setting
+    setting: PlanSetting
     cut: Cut
     seconds: StepSeconds
     peaks: tuple[int, ...]
@@ -57,23 +56,23 @@ class Prediction:
         return max(self.peaks)
 
 
-def predict(question: Question, setting: Setting, cut: Cut | None = None) -> Prediction | None:
+def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) -> Prediction | None:
     """The prediction for a setting; None where its schedule does not take the numbers.
 
     `cut`: None: the one whose heaviest stage is lightest, where the setting recomputes all layers or none.
     """
-    tables = tables_of(question, setting)
+    tables = tables_of(request, setting)
     if tables is None:
         return None
-    step = _Step(question, setting, cut or question.stages(setting).cut)
+    step = _Step(request, setting, cut or request.stages(setting).cut)
     return step.prediction([step.of(table) for table in tables], counts_of(setting))
 
 
-def tables_of(question: Question, setting: Setting) -> list[ReadTable] | None:
+def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | None:
     """The tables to simulate for a setting; None where its schedule does not take the numbers."""
     if not admits(setting.schedule, setting.shape.pp, setting.microbatches):
         return None
-    sharded = question.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
+    sharded = request.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
     found = [read_table(setting.schedule, setting.shape.pp, each, setting.keep, sharded) for each in counts_of(setting)]
     return [each for each in found if each is not None] if all(found) else None
 
@@ -89,17 +88,17 @@ class OrderCosts(NamedTuple):
     most: tuple[int, ...]
 
 
-def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable) -> OrderCosts:
+def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> OrderCosts:
     """The costs under which another order than the table's is searched."""
-    step = _Step(question, setting, cut)
+    step = _Step(request, setting, cut)
     peaks = step.rank_peaks(table)
     least = tuple(each.nbytes - each.most["activations"] for each in peaks)
     return OrderCosts(step.waiting, least, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks))
 
 
-def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
+def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
     """The most bytes of each pipeline rank, as `predict` has them."""
-    step = _Step(question, setting, cut)
+    step = _Step(request, setting, cut)
     return step.continued_peaks([step.rank_peaks(table) for table in tables], counts_of(setting))
 
 
@@ -126,9 +125,9 @@ _GROWING = ("makespan", "busy", "alone", "waits")
 class _Step:
     """The stages of a setting, with their costs."""
 
-    def __init__(self, question: Question, setting: Setting, cut: Cut) -> None:
-        self._question, self._setting, self.cut = question, setting, cut
-        self._priced = priced_setting(question, setting, cut)
+    def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut) -> None:
+        self._request, self._setting, self.cut = request, setting, cut
+        self._priced = priced_setting(request, setting, cut)
 
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:
@@ -141,7 +140,7 @@ class _Step:
         ]
         costs, state = replace(segments, state=tuple(named)).stages(self.cut)
         gathers, reductions = self._collected(state, experts)
-        machines, stride = self._question.machines, shape.stride("pp")
+        machines, stride = self._request.machines, shape.stride("pp")
         crossing = self._crossing()
         on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
@@ -169,7 +168,7 @@ class _Step:
         return tuple(gathers), tuple(reductions)
 
     def _of_state(self, one: StateBytes, expert: bool) -> tuple[float, float]:
-        machines, shape = self._question.machines, self._setting.shape
+        machines, shape = self._request.machines, self._setting.shape
         ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
         sent = one.sums if one.sent is None else one.sent
         shared = ranks > 1 and self._setting.keep != 0  # computations gather and sum single layers themselves
@@ -183,7 +182,7 @@ class _Step:
     def _held(self, table: ReadTable, in_order: bool = False) -> tuple[HeldBytes, ...]:
         _, state = self._stages
         shape = self._setting.shape
-        shards = shape.shards if self._question.dtype is not None or shape.shards > 1 else None
+        shards = shape.shards if self._request.dtype is not None or shape.shards > 1 else None
         keep = self._setting.keep
         layers = self._layers.bytes() if keep == 0 else None
         home, copies = table.rank_of_stage, shape.dp_replicate * shape.cp
@@ -191,7 +190,7 @@ class _Step:
 
     @cached_property
     def _layers(self) -> LayerGathers:
-        return LayerGathers(self._question.machines, self._setting.shape, self._priced, self.cut)
+        return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut)
 
     @property
     def costs(self) -> Costs:
@@ -247,7 +246,7 @@ class _Step:
 
     def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
         """The seconds by which copies of offloaded values, and waits for them, delay a step of such a makespan."""
-        link, windows = self._question.machines.device.host, self._windows(table)
+        link, windows = self._request.machines.device.host, self._windows(table)
         if link is None or not windows:
             return 0.0
         copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
@@ -301,7 +300,7 @@ class _Step:
 
         `unhidden`: the seconds of gathers and reductions that no computation hides.
         """
-        usual = self._question.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
+        usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
         ends = [*self.cut[1:], len(costs)]
         own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
@@ -329,7 +328,7 @@ class _Step:
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
                 by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        device = self._question.machines.device
+        device = self._request.machines.device
         return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
