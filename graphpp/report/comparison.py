@@ -5,11 +5,11 @@ Contract: `PlanComparison` is data, and prints as a table; the difference of a n
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from graphpp.report.text_table import text_table
 from graphpp.units import spell_bytes, spell_time
 
 Unit = Literal["seconds", "bytes", "share", "per second"]
@@ -80,21 +80,8 @@ class PlanComparison:
 
     def __str__(self) -> str:
         """A table: a line for each choice and each number."""
-        from rich import box  # loaded by the first comparison that is printed
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=box.SIMPLE)
-        table.add_column("")
-        for head in ("first", "second", "difference"):
-            table.add_column(head, justify="right")
-        for choice in self.choices:
-            same = choice.first == choice.second
-            table.add_row(*map(Text, (choice.name, choice.first, choice.second, "equal" if same else "differs")))
-        table.add_section()
-        for number in self.numbers:
-            table.add_row(*map(Text, number.texts()))
-        out = io.StringIO()
-        Console(file=out, width=140, no_color=True).print(table)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+        choices = [
+            (each.name, each.first, each.second, "equal" if each.first == each.second else "differs") for each in self.choices
+        ]
+        heads, rows = ("", "first", "second", "difference"), [*choices, *(each.texts() for each in self.numbers)]
+        return text_table(heads, rows, left=("",), wraps=heads, width=140)

@@ -2,7 +2,7 @@
 
 Contract
     `counts_of(setting)`: the numbers of microbatches to simulate. `read_table(..)`: a table read for seconds and bytes, None
-    where the schedule does not take the numbers. `Work` counts what predictions cost, alike on every machine
+    where the schedule does not take the numbers. `Work` counts the cost of predictions, alike on every machine
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _FURTHER = 0.5  # of the work that is granted, in addition: for settings under t
 _IN_GROUPS = ("Interleaved1F1B", "InterleavedZeroBubble", "MegatronInterleaved")  # of microbatches, as many as ranks or given
 _MORE = 8  # microbatches of the longer simulated step, where a schedule takes any number
 _LEAST = 16  # microbatches of the shorter simulated step; twice as many as ranks at least: then no schedule still fills up
-_FILLS_SOON = ("1F1B",)  # with at most as many microbatches under way as ranks: as many are enough
 
 
 class ReadTable(NamedTuple):
@@ -76,7 +75,7 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
 def counts_of(setting: PlanSetting) -> tuple[int, ...]:
     """The numbers of microbatches to simulate: the number itself, or two smaller ones that the schedule takes as well."""
     unit = setting.schedule.group or setting.shape.pp
-    fills = setting.shape.pp if setting.schedule.name in _FILLS_SOON else 2 * setting.shape.pp
+    fills = setting.shape.pp * (1 if setting.schedule.name == "1F1B" else 2)  # 1F1B has at most as many under way as ranks
     first = -(-max(_LEAST, fills) // unit) * unit
     second = first + (unit if setting.schedule.name in _IN_GROUPS else min(unit, _MORE))
     whole = 3 * setting.stages * setting.microbatches
@@ -88,8 +87,7 @@ def counts_of(setting: PlanSetting) -> tuple[int, ...]:
 class Work:
     """A budget for predictions, counted in the computations of tables that are read for the first time, not in seconds.
 
-    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or
-    that are too short to count.
+    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or are short.
     """
 
     def __init__(self) -> None:
@@ -97,7 +95,7 @@ class Work:
         self._read = set[object]()
 
     def grant(self, work: int) -> None:
-        """Allow so much work in place of what was left."""
+        """Allow so much work in place of the rest."""
         self.tables, self.further = work, round(work * _FURTHER)
 
     def take(self, setting: PlanSetting, times: int = 1) -> bool:
