@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from graphpp.planner.resolve_split import split_points
     from graphpp.report.schedule_page import html
     from graphpp.schedules.any_form import simulate
-    from graphpp.schedules.draw.pictures import chrome_trace, svg
+    from graphpp.schedules.draw.chrome_trace import chrome_trace
+    from graphpp.schedules.draw.svg import svg
     from graphpp.schedules.generate.names import stage_ids
     from graphpp.schedules.search.scheduler import schedule_auto
     from graphpp.schedules.simulate.timeline import Event, Timeline
@@ -141,7 +142,8 @@ _HOMES = {
     "graphpp.planner.resolve_split": "split_points",
     "graphpp.report.schedule_page": "html",
     "graphpp.schedules.any_form": "simulate",
-    "graphpp.schedules.draw.pictures": "chrome_trace svg",
+    "graphpp.schedules.draw.chrome_trace": "chrome_trace",
+    "graphpp.schedules.draw.svg": "svg",
     "graphpp.schedules.generate.names": "stage_ids",
     "graphpp.schedules.search.scheduler": "schedule_auto",
     "graphpp.schedules.simulate.timeline": "Event Timeline",

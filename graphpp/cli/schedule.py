@@ -27,7 +27,8 @@ from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.report.schedule_page import html
 from graphpp.report.text_table import text_table
 from graphpp.schedules.check.checker import check as check_table
-from graphpp.schedules.draw.pictures import chrome_trace, svg
+from graphpp.schedules.draw.chrome_trace import chrome_trace
+from graphpp.schedules.draw.svg import svg
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs

@@ -1,8 +1,7 @@
 """The options of `graphpp.compile` that a `TrainingPlan` stands for.
 
-Contract: `with_plan(plan, given)` -> the options with those that the plan decides. An option that was given beside the plan is
-kept where the plan leaves it open. `GraphPPError` for an option that the plan decides and that was given too, naming it, and
-for an example with other rows than a microbatch of the plan.
+Contract: `with_plan(plan, given)` -> the given options, with those that the plan decides. `GraphPPError` for an option that the
+plan decides and that was given too, naming it, and for an example with other rows than a microbatch of the plan.
 """
 
 from __future__ import annotations
@@ -71,9 +70,10 @@ def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     if plan.measured:
         return {"parallel": {"keep": plan.setting.keep}, "memory": {}, "gradients": {}}
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
+    offload = None if plan.setting.offload is None else Offload(plan.setting.offload)
     return {
         "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},
-        "memory": {"recompute": _recompute(plan), "offload": _offload(plan)},
+        "memory": {"recompute": _recompute(plan), "offload": offload},
         "gradients": {"dtype": None if dtype is None else torch.float32},
     }
 
@@ -82,10 +82,6 @@ def _recompute(plan: TrainingPlan) -> Any:
     if plan.setting.recomputed is None:
         return plan.setting.recompute
     return Recompute(plan.recomputed, nodes="selective" if plan.setting.recompute == "selective" else None)
-
-
-def _offload(plan: TrainingPlan) -> Offload | None:
-    return None if plan.setting.offload is None else Offload(plan.setting.offload)
 
 
 def _schedule(setting: PlanSetting) -> ScheduleLike:

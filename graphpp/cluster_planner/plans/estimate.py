@@ -1,7 +1,7 @@
 """Estimates of a setting's seconds and bytes, which take microseconds: they order the settings that are worth a simulation.
 
-Contract: `estimate(request, setting)` -> `Estimate`. Neither is a bound: formulas of the schedules' papers for stages that are
-all alike, without messages. `predict_step.py` has the numbers that plans bear.
+Contract: `estimate(request, setting)` -> `Estimate`, no bound: formulas of the schedules' papers for stages that are all alike,
+without messages. `predict_step.py` has the numbers of plans.
 """
 
 from __future__ import annotations
@@ -98,10 +98,7 @@ def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
 
 
 def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, cap: int) -> Estimate | None:
-    """The estimate of as much offload as a cap asks for; None where it asks for none, and where all is too little.
-
-    `guess`: the estimate of the setting itself.
-    """
+    """The estimate of as much offload as a cap asks for, from that of the setting; None where none or not even all will do."""
     link, totals = request.machines.device.host, request.stages(setting).totals
     if link is None or guess.nbytes <= cap:
         return None
@@ -115,11 +112,8 @@ def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, ca
 
 def _alive(setting: PlanSetting) -> float:
     """The microbatches of which the first rank holds activations."""
-    return min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
-
-
-def _as_many_as_ranks(setting: PlanSetting) -> float:
-    return setting.shape.pp
+    alive = _ALIVE.get(setting.schedule.name)
+    return min(setting.microbatches, setting.shape.pp if alive is None else alive(setting))
 
 
 def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:

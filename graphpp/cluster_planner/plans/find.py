@@ -1,13 +1,11 @@
 """Search the fastest way to train a model on machines: every mesh, microbatch, schedule, `keep`, recomputation and offload.
 
 Contract
-    in   a `PlanRequest`, the bytes that a GPU may hold, what the model admits (`MeshLimits`)
-    out  `TrainingPlans`: the fastest plan that fits first, the others with the reason why they are not the best, and the front
-         of time and memory; `NoPlanError` where nothing fits, naming the closest; `ScheduleError` where the work is too little
-         for any
+    in   a `PlanRequest`, the bytes that a GPU may hold, the dimensions along which the model can be cut, the search space
+    out  `TrainingPlans` (`found_plans.py`); `ScheduleError` where the work is too little for any
     Equal arguments give equal plans. The work is bounded by the number of simulated computations, not by a clock.
 
-All settings are ordered by `estimate.py`. They are simulated in this order (`predict_step.py`): some of those whose estimate is
+All settings are ordered by `estimate.py`, and simulated in this order (`predict_step.py`): some of those whose estimate is
 about the cap, then some of those whose estimate is below it, and so on down to a third of the cap.
 """
 
@@ -46,11 +44,8 @@ _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The values among which the search may choose; None: all.
-
-    `sizes`: by dimension of the mesh; `offload`: whether saved values may wait in the host's memory; `work`: how many
-    computations are simulated at most.
-    """
+    """The values among which the search may choose; None: all. `sizes`: by dimension of the mesh; `work`: computations that
+    are simulated at most."""
 
     rows: Sequence[int] = _ROWS
     recompute: Sequence[RecomputeWord] = _RECOMPUTE
@@ -68,30 +63,30 @@ class _Candidate(NamedTuple):
     least: bool = False
 
 
-def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, choices: SearchSpace) -> TrainingPlans:
+def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> TrainingPlans:
     """The plans for a request. Raises `NoPlanError` where none fits `cap` bytes, `ScheduleError` where none is simulated."""
-    ordered = sorted(_estimated(request, limits, choices, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
+    ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
-        raise ScheduleError(_nothing(request, limits, choices))
-    search = _Search(request, cap, _degrees(request, choices))
+        raise ScheduleError(_nothing(request, limits, space))
+    search = _Search(request, cap, _degrees(request, space))
     fitting = (guess.seconds for guess, *_ in ordered if guess.nbytes <= cap * _SHARES[0][0])
     most = next(fitting, ordered[0].guess.seconds) * _SLOWER
     for share, of_work in _SHARES:
         less = (each for each in ordered if each.guess.nbytes <= cap * share)
-        search.work.grant(round(choices.work * of_work))
+        search.work.grant(round(space.work * of_work))
         _simulate(search, (each for each in less if share > _FRONT or each.guess.seconds <= most))
     if not any(each.peak <= cap for each in search.found.values()):
-        search.work.grant(round(choices.work * _LAST))
+        search.work.grant(round(space.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
-    if choices.offload:
-        search.work.grant(round(choices.work * _OFFLOADED))
+    if space.offload:
+        search.work.grant(round(space.work * _OFFLOADED))
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(
-            f"work={choices.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "
+            f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "
             "computations take a second"
         )
-    if choices.schedules is None or ORDER in choices.schedules:
+    if space.schedules is None or ORDER in space.schedules:
         _search_orders(search)
     further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # made on the way
     return ranked(list(search.found.values()), cap, len(ordered) + further, lambda each: _facts(request, each))
@@ -112,10 +107,7 @@ def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
 
 
 def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
-    """Add settings with as little offload as fits, the soonest by estimate first, while they may beat the best that fits.
-
-    Where no setting fits yet, those come first that take the fewest bytes.
-    """
+    """Add settings with as little offload as fits, the soonest first (where none fits yet, the smallest), that may be best."""
     fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
     most, promising = min(fitting, default=inf), []
     for guess, setting, least in ordered:
@@ -147,24 +139,21 @@ def _search_orders(search: _Search) -> None:
             left -= forwards
 
 
-def _degrees(request: PlanRequest, choices: SearchSpace) -> list[RecomputeWord]:
+def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
     """The kinds of recomputation that may be of some layers only: those beside none, of a model with layers."""
-    free = None in choices.recompute and bool(request.costs.layers)
-    return [word for word in choices.recompute if free and word in ("selective", "full")]
+    free = None in space.recompute and bool(request.costs.layers)
+    return [word for word in space.recompute if free and word in ("selective", "full")]
 
 
-def _estimated(request: PlanRequest, limits: MeshLimits, choices: SearchSpace, cap: int) -> Iterator[_Candidate]:
-    for base in _settings(request, limits, choices):
-        guesses = {word: _Candidate(estimate(request, each), each) for word, each in _words(base, choices.recompute)}
+def _estimated(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[_Candidate]:
+    for base in _settings(request, limits, space):
+        settings = {word: replace(base, recompute=word) for word in space.recompute}
+        guesses = {word: _Candidate(estimate(request, each), each) for word, each in settings.items()}
         yield from guesses.values()
-        for word in _degrees(request, choices):
+        for word in _degrees(request, space):
             between = _between(guesses[None].guess, guesses[word].guess, cap)
             if between:
                 yield _Candidate(between, guesses[word].setting, least=True)
-
-
-def _words(base: PlanSetting, words: Sequence[RecomputeWord]) -> Iterator[tuple[RecomputeWord, PlanSetting]]:
-    return ((word, replace(base, recompute=word)) for word in words)
 
 
 def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
@@ -175,16 +164,16 @@ def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
     return Estimate(none.seconds + share * (most.seconds - none.seconds), cap)
 
 
-def _settings(request: PlanRequest, limits: MeshLimits, choices: SearchSpace) -> Iterator[PlanSetting]:
+def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> Iterator[PlanSetting]:
     for shape in mesh_shapes(request.machines.gpus, request.batch, limits):
-        if any(getattr(shape, name) not in sizes for name, sizes in choices.sizes.items()):
+        if any(getattr(shape, name) not in sizes for name, sizes in space.sizes.items()):
             continue
-        for rows in choices.rows:
+        for rows in space.rows:
             if request.batch % (shape.data_ranks * rows):
                 continue
             microbatches = request.batch // (shape.data_ranks * rows)
             for choice in schedule_choices(shape.pp, microbatches, limits.stages):
-                if choices.schedules is not None and choice.name not in choices.schedules:
+                if space.schedules is not None and choice.name not in space.schedules:
                     continue
                 for keep in _keeps(shape, choice.stages_per_rank):
                     yield PlanSetting(shape, rows, microbatches, choice, keep)
@@ -256,10 +245,10 @@ def _mfu(request: PlanRequest, found: Prediction) -> float:
     return done / (found.seconds.total * machines.gpus * peak)
 
 
-def _nothing(request: PlanRequest, limits: MeshLimits, choices: SearchSpace) -> str:
+def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> str:
     """Why no setting is left: what the model, the batch and the choices admit."""
-    asked = [f"{name} of {sorted(sizes)}" for name, sizes in choices.sizes.items()]
-    asked += [f"rows of {sorted(choices.rows)}", *([f"schedules of {list(choices.schedules)}"] if choices.schedules else [])]
+    asked = [f"{name} of {sorted(sizes)}" for name, sizes in space.sizes.items()]
+    asked += [f"rows of {sorted(space.rows)}", *([f"schedules of {list(space.schedules)}"] if space.schedules else [])]
     return (
         f"no setting for {request.machines.gpus} GPUs and a batch of {request.batch} rows is left: data ranks times rows of "
         f"a microbatch divide the batch; the model admits up to {limits.stages} stages, divisors of {limits.tp} along tp (1 "

@@ -38,7 +38,7 @@ _MACHINES = one_of(str, takes='"<count>x<device>", e.g. "512xH100", or a graphpp
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.cluster_planner.costs")
 _NAMES = Accepted(
     f"a list of names of schedules, of {', '.join(SEARCHED)}, and {ORDER}",
-    lambda value: isinstance(value, list | tuple) and any(map(SEARCHED.__contains__, value)) and all(map(_is_name, value)),
+    lambda value: isinstance(value, list | tuple) and {*value} <= {*SEARCHED, ORDER} and not {*value} <= {ORDER},
 )
 _RECOMPUTES = Accepted(
     'a list of None, "selective", "full" and fractions',
@@ -181,10 +181,6 @@ def _machines(given: object) -> Machines:
 
 def _listed(given: Any) -> list[int]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _is_name(value: object) -> bool:
-    return value in SEARCHED or value == ORDER
 
 
 def _is_recompute(value: object) -> bool:

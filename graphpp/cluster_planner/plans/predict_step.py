@@ -1,13 +1,11 @@
-"""The seconds and the bytes of one setting, by the simulator and the plan of bytes.
+"""The seconds and the bytes of a step under one setting.
 
 Contract
     in   a `PlanRequest`: the costs of the model's segments, the machines, the batch; a `PlanSetting`
-    out  a `Prediction`. Seconds are the simulator's and bytes are those of `check/step_memory.py`, plus the optimizer's step:
-         both of tables that are read once for many settings (`simulate/step_time.py`, `check/step_memory.py`)
+    out  a `Prediction`, None where the schedule takes other numbers. Seconds are those of `schedules/simulate/step_time.py`
+         plus the optimizer's step, bytes those of `schedules/check/step_memory.py`
     A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
-    pipeline each further round takes the same time, and as many bytes or none. None where the schedule takes other numbers.
-
-Every stage gets neighbouring segments; the heaviest stage is as light as can be (`balance.py`).
+    pipeline each further round takes the same time, and as many bytes or none.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from graphpp.cluster_planner.plans.single_layers import LayerGathers, priced_set
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
-from graphpp.schedules.simulate.host_copies import HostCopies
+from graphpp.schedules.simulate.step_time import HostCopies
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, with_messages
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -103,9 +101,9 @@ def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Seque
 
 
 class _Simulated(NamedTuple):
-    """One simulated step: its seconds, those without gathers, reductions and copies to the host, those by which these copies
-    delay it, those for which its busiest rank works and the stages of that rank; bytes; the bytes sent within computations of
-    one microbatch, by dimension; how often a stage is gathered and the bytes sent along data ranks; of the rank with most."""
+    """One simulated step. `alone`: its makespan without gathers, reductions and copies to the host; `waits`: by how much the
+    copies delay it; `busy`, `stages`: of the busiest rank; `exchanged`: bytes sent within computations of one microbatch, by
+    dimension; `gathers`, `along`: how often a stage is gathered, and the bytes sent along data ranks; of the rank with most."""
 
     makespan: float
     alone: float
@@ -154,9 +152,7 @@ class _Step:
         forward, backward = ([each[start - 1] for start in self.cut[1:]] for each in sizes)
         return forward, backward
 
-    def _collected(
-        self, state: tuple[StateBytes, ...], experts: tuple[bool, ...]
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _collected(self, state: Sequence[StateBytes], experts: Sequence[bool]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """By stage the seconds in which parameters are gathered, and gradients are summed over all ranks that have them."""
         gathers, reductions = [0.0] * self._setting.stages, [0.0] * self._setting.stages
         for one, expert in zip(state, experts, strict=True):
@@ -193,36 +189,26 @@ class _Step:
         return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut)
 
     @property
-    def costs(self) -> Costs:
-        """The costs of the stages."""
-        return self._stages[0]
-
-    @property
     def waiting(self) -> Costs:
         """The costs of the stages; where computations gather single layers, with the seconds for which these wait."""
-        return self._layers.costs(self.costs) if self._setting.keep == 0 else self.costs
+        costs, _ = self._stages
+        return self._layers.costs(costs) if self._setting.keep == 0 else costs
 
     def rank_peaks(self, table: ReadTable) -> tuple[StepPeak, ...]:
-        """The peak of each rank in one step with as many microbatches as the table.
-
-        Gradients add up in the order of the microbatches, which a searched order need not keep: then some wait.
-        """
-        searched = self._setting.schedule.order is not None
+        """The peak of each rank in one step with as many microbatches as the table."""
+        searched = self._setting.schedule.order is not None  # its gradients may wait, as they add up in order of microbatches
         memory = table.memory if self._setting.offload is None else table.offloading(self._windows(table))
-        return memory.peaks([self.costs], self._held(table, in_order=searched))
+        return memory.peaks([self._stages[0]], self._held(table, in_order=searched))
 
     def _windows(self, table: ReadTable) -> tuple[OffloadWindow, ...]:
         fraction = self._setting.offload
         return () if fraction is None else windows_of_setting(self._priced, self.cut, table.schedule, fraction)
 
     def continued_peaks(self, peaks: Sequence[tuple[StepPeak, ...]], counts: Sequence[int]) -> tuple[int, ...]:
-        """The most bytes of each rank with all microbatches, from one or two simulated steps.
-
-        Messages between ranks do not grow with the microbatches: those of the longer step count.
-        """
+        """The most bytes of each rank with all microbatches, from one or two simulated steps."""
         continued = self._continued(counts)
 
-        def peak(low: StepPeak, high: StepPeak) -> int:
+        def peak(low: StepPeak, high: StepPeak) -> int:  # messages do not grow with the microbatches
             rests = (each.nbytes - each.parts["messages"] for each in (low, high))
             return round(continued(*rests)) + high.parts["messages"]
 
@@ -264,7 +250,7 @@ class _Step:
 
     def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
         """The makespan; the seconds for which each rank computes; the makespan without gathers and reductions."""
-        costs = self.costs
+        costs, _ = self._stages
         if self._setting.keep == 0:
             alone, busy = table.times.seconds(costs, collectives=False)
             waiting = table.times.seconds(self.waiting, collectives=False).makespan

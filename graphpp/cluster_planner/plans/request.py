@@ -6,7 +6,6 @@ are computed once for all settings that ask for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,15 +17,14 @@ from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
 from graphpp.devices import Machines
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import StageCosts
 
 _HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
 class ModelTotals(NamedTuple):
-    """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, and of
-    experts; buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split;
-    those of them that may wait in the host's memory."""
+    """Bytes of a whole model. `whole`: parameters and sums of gradients; `rows`, `expert_rows`: rows, sums and optimizer, of
+    other parameters and of experts; `saved`, `saved_split`: of one microbatch for a whole backward, and the most for a split
+    one; `offloadable`: of saved values that may wait in the host's memory."""
 
     weights: int
     whole: int
@@ -48,11 +46,8 @@ class CutStages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """The model, the machines and the batch for which settings are compared.
-
-    `batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own); `optimizer`:
-    as `graphpp.Memory(optimizer=)`. `turns`: seconds by the shape of the mesh that `estimate.py` keeps.
-    """
+    """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
+    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: seconds by the shape of the mesh that `estimate.py` keeps."""
 
     costs: ModelCosts
     machines: Machines
@@ -89,11 +84,8 @@ class PlanRequest:
 
 
 def overlap_of(priced: PricedModel, keep: int | None) -> float:
-    """The time of an overlapped F and B as a share of their sum: collectives hide under computation, but for a tenth.
-
-    `keep`: the setting's; under 0 computations gather single layers, and the two parts run one after the other.
-    """
-    if keep == 0:
+    """The time of an overlapped F and B as a share of their sum: nine tenths of the collectives hide under computation."""
+    if keep == 0:  # computations gather single layers, so the two parts run one after the other
         return 1.0
     parts = priced.segments.costs.stages
     total = sum(part.forward + part.of(Kind.B) for part in parts)
@@ -106,20 +98,12 @@ def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
 
 
 def _cut(priced: PricedModel, stages: int, totals: ModelTotals) -> CutStages:
-    parts = priced.segments.costs.stages
-    cut = balanced([sum(_seconds(part)) for part in parts], stages)
-    ends = [*cut[1:], len(parts)]
-    each = [_added(parts[first:end]) for first, end in zip(cut, ends, strict=True)]
-    return CutStages(cut, max(each, key=sum), totals)
-
-
-def _seconds(part: StageCosts) -> tuple[float, float, float]:
-    return part.forward, part.input_grad, part.weight_grad
-
-
-def _added(parts: Sequence[StageCosts]) -> tuple[float, float, float]:
-    forward, first, second = (sum(each) for each in zip(*map(_seconds, parts), strict=True))
-    return forward, first, second
+    each = [(part.forward, part.input_grad, part.weight_grad) for part in priced.segments.costs.stages]
+    cut = balanced(list(map(sum, each)), stages)
+    ends = [*cut[1:], len(each)]
+    added = [tuple(map(sum, zip(*each[first:end], strict=True))) for first, end in zip(cut, ends, strict=True)]
+    forward, first, second = max(added, key=sum)
+    return CutStages(cut, (forward, first, second), totals)
 
 
 def _totals(priced: PricedModel) -> ModelTotals:

@@ -1,8 +1,7 @@
-"""A plan that a search has found, as data: what it takes, and why it is not the best.
+"""A plan that a search has found, as data: its setting, its predicted cost, and why it is not the best.
 
-Contract
-    A `TrainingPlan` holds numbers and text alone. `to_json` and `from_json` lose nothing; equal plans are equal.
-    `graphpp.compile(model, loss, plan=plan)` trains by it. Seconds and bytes are predictions for `machines`.
+Contract: a `TrainingPlan` holds numbers and text alone. `to_json` and `from_json` lose nothing; equal plans are equal.
+`graphpp.compile(model, loss, plan=plan)` trains by it.
 """
 
 from __future__ import annotations
@@ -87,10 +86,9 @@ class TrainingPlan:
                 f"plan.split: {self.setting.stages} stages start at {self.setting.stages - 1} names beside the first one, "
                 f"got {len(self.split)}"
             )
-        if len(self.recomputed) != sum(self.setting.recomputed or ()):
-            raise GraphPPError(
-                f"plan.recomputed: take the names of {sum(self.setting.recomputed or ())} layers, got {len(self.recomputed)}"
-            )
+        layers = sum(self.setting.recomputed or ())
+        if len(self.recomputed) != layers:
+            raise GraphPPError(f"plan.recomputed: take the names of {layers} layers, got {len(self.recomputed)}")
         if len(self.peaks) != self.setting.shape.pp:
             raise GraphPPError(f"plan.peaks: take the bytes of {self.setting.shape.pp} ranks, got {len(self.peaks)}")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
@@ -166,7 +164,7 @@ class TrainingPlan:
 
     @property
     def _choices(self) -> dict[str, str]:
-        """What the plan is for and what it chooses, as text."""
+        """The machines, the batch and the choices, as text."""
         setting = self.setting
         return {
             "machines": self.machines,

@@ -1,10 +1,11 @@
 """The pipeline chart as one SVG: ranks down, time across, several timelines one above the other on one axis.
 
 Contract
-    `draw_svg` takes timelines in one unit of time and returns a standalone picture. Each timeline has a title, a row per
-    rank with the microbatch numbers that fit into their boxes, and, if it has memory curves, the bytes alive on each rank
-    below, all ranks of all timelines on one scale. A box shows its action and times when the pointer rests on it.
-    Every action has its box; for steps of many thousand actions `graphpp.html` makes the smaller file.
+    in   schedules and timelines; a `Schedule` is simulated first: with `costs`, else with F = I = W = 1 for each rank and
+         microbatch
+    out  a standalone picture. Each timeline has a title, a row per rank with the microbatch numbers that fit into their boxes,
+         and, if it has memory curves, the bytes alive on each rank below, all on one scale. A box shows its action and times
+         when the pointer rests on it. For steps of many thousand actions `graphpp.html` makes the smaller file
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, quantiles
 
-from graphpp.errors import GraphPPError
+from graphpp.arguments import NUMBER, Accepted, checked, or_none
+from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.schedules.draw import colours
 from graphpp.schedules.draw.chart import Chart, Rect
 from graphpp.schedules.draw.svg_elements import FAINT, INK, Scale, SvgWriter, text_width
+from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import COSTS, Costs
+from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import scale_of, spell_bytes, spell_time, ticks
 
 _MARGIN, _LEFT, _RIGHT = 12.0, 104.0, 104.0
@@ -28,11 +33,16 @@ _SMALLEST = 7.0  # pixels: the smallest readable size of a number
 _PER_TICK = 80.0
 
 
-def draw_svg(timelines: Sequence[Timeline], width: float | None = None) -> str:
-    """The picture as text; `width` of the whole picture in pixels, None: as wide as the numbers in the boxes need.
+_WIDTH = Accepted("pixels, above 0 and up to 100,000", lambda value: NUMBER.accepts(value) and 0 < value <= 1e5)  # type: ignore[operator]
 
-    Raises `GraphPPError` if there is no timeline, or if their units of time differ.
+
+@checked(ScheduleError, costs=or_none(COSTS), width=or_none(_WIDTH))
+def svg(*drawn: Schedule | Timeline, costs: Costs | None = None, width: float | None = None) -> str:
+    """The pipeline chart as a standalone SVG; `width` in pixels, None: as wide as the microbatch numbers need.
+
+    Raises `ScheduleError` for a table that cannot run, `GraphPPError` without a timeline or with different units of time.
     """
+    timelines = timelines_of(drawn, costs)
     unit = _common_unit(timelines)
     charts = [Chart.of(timeline) for timeline in timelines]
     span = max(timeline.makespan for timeline in timelines)

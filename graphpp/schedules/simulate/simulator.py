@@ -5,14 +5,12 @@ Contract
     out   a `Timeline`; or `ScheduleError` where ranks wait for each other forever, naming the action at which each stops
 
 A rank runs its row in order. An action starts when its rank is free and its inputs have arrived. A value for another rank
-arrives one message time after the end of its computation, or after its SEND where the table has one. Nothing else delays
-a message: channels have room for any number of messages, and a receive need not be posted before the send. With
-`costs.blocking` a SEND occupies its rank for the message time, and a RECV occupies its own rank until the message has
+arrives one message time after the end of its computation, or after its SEND where the table has one; channels take any number
+of messages. With `costs.blocking` a SEND occupies its rank for the message time, and a RECV its own until the message has
 ended; a compute-only table gets sends and receives first. The messages of a batch run concurrently.
-
-Gathers and reductions of sharded stages run on a line of their own, one after the other in the order of the row, while the rank
-computes: UNSHARD and REDUCE_GRAD only start them. The first computation after an UNSHARD waits for the gather of its stage, and
-the step for all reductions. Their events last as long as they occupy the line, not the rank.
+Gathers and reductions of sharded stages run on a line of their own, in the order of the row, while the rank computes: UNSHARD
+and REDUCE_GRAD only start them. The first computation after an UNSHARD waits for the gather of its stage, and the step for all
+reductions. Their events last as long as they occupy the line, not the rank.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ _DRAWABLE = one_of(Schedule, Timeline, takes="a graphpp.Schedule or a graphpp.Ti
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of one step: events, makespan, bubble and peak bytes per rank, in the units of `costs`.
 
-    Raises `ScheduleError` if the costs are for another number of stages, and if the table cannot run to its end
-    (`graphpp.schedules.check.checker.check` says more about a wrong table).
+    Raises `ScheduleError` if the costs are for another number of stages, and if the table cannot run to its end.
     """
     if len(costs.stages) != schedule.stages:
         raise ScheduleError(
@@ -47,7 +44,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         )
     if costs.blocking and not schedule.has_communication:
         schedule = add_send_recv(schedule)
-    _check_stages(schedule)
+    strange = next((stage for stage in schedule.rank_of_stage if not 0 <= stage < schedule.stages), None)
+    if strange is not None:
+        raise ScheduleError(f"{schedule.name!r}: there is no stage {strange} of {schedule.stages}")
     machine = _Machine(schedule, costs)
     machine.run()
     events = tuple(event for rank in machine.ranks for event in sorted(rank.events, key=lambda event: event.start))
@@ -71,13 +70,6 @@ def _step(schedule: Schedule, costs: Costs | None) -> Timeline:
     return replace(simulate(schedule, unit), unit="units")
 
 
-def _check_stages(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if the table has an action of a stage that does not exist."""
-    for stage, rank in schedule.rank_of_stage.items():
-        if not 0 <= stage < schedule.stages:
-            raise ScheduleError(f"{schedule.name!r}, rank {rank}: there is no stage {stage} of {schedule.stages}")
-
-
 class _PostSends(NamedTuple):
     """The moment at which a rank posts the sends of an action, before the action waits for anything else."""
 
@@ -99,11 +91,8 @@ def _steps(action: Action) -> tuple[_Step, ...]:
 
 @dataclass
 class _RankState:
-    """`free`: when the rank can start its next action.
-
-    `line_free`: when its next gather or reduction can start; `gathered`: when the parameters of a stage are there; `unreduced`:
-    the stages with gradients that are not reduced yet.
-    """
+    """When the rank is `free`, and the line of its gathers and reductions; when the parameters of a stage are `gathered`; the
+    stages with gradients that are not reduced yet."""
 
     free: float = 0.0
     line_free: float = 0.0
