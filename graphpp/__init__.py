@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from graphpp.planner.megatron_layout import Layout
     from graphpp.planner.plan import Plan
     from graphpp.planner.resolve_split import split_points
-    from graphpp.report.schedule_page import html
+    from graphpp.report.page_html import html
     from graphpp.schedules.any_form import simulate
     from graphpp.schedules.draw.chrome_trace import chrome_trace
     from graphpp.schedules.draw.svg import svg
@@ -140,7 +140,7 @@ _HOMES = {
     "graphpp.cluster_planner.plans.plan": "plan",
     "graphpp.cluster_planner.plans.training_plan": "TrainingPlan",
     "graphpp.planner.resolve_split": "split_points",
-    "graphpp.report.schedule_page": "html",
+    "graphpp.report.page_html": "html",
     "graphpp.schedules.any_form": "simulate",
     "graphpp.schedules.draw.chrome_trace": "chrome_trace",
     "graphpp.schedules.draw.svg": "svg",

@@ -24,7 +24,7 @@ from graphpp.cli.schedule_inputs import (
 )
 from graphpp.cli.simulated import facts_of, simulated, spell_counts
 from graphpp.errors import GraphPPError, ScheduleError
-from graphpp.report.schedule_page import html
+from graphpp.report.page_html import html
 from graphpp.report.text_table import text_table
 from graphpp.schedules.check.checker import check as check_table
 from graphpp.schedules.draw.chrome_trace import chrome_trace

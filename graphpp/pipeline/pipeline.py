@@ -37,11 +37,11 @@ from graphpp.parallel.same_host.connect import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.graph_cache import GraphCache
-from graphpp.pipeline.page.step_record import StepRecord
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.results import EvalResult, StepResult
+from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
 from graphpp.runtime.freed_memory import keep_freed_memory
@@ -213,7 +213,7 @@ class Pipeline(RankPart):
         of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for a
         profile of another pipeline, and where the folder cannot be written.
         """
-        from graphpp.pipeline.page.write_report import write_report  # loaded by the first page
+        from graphpp.pipeline.report_page import write_report  # loaded by the first page
 
         run = partial(self._record.view, losses, seconds)
         work = partial(write_report, Path(folder).expanduser().resolve(), self._request, self._cache, profile, run)

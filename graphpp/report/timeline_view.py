@@ -81,19 +81,10 @@ class TimelineView:
         shown = nlargest(_MOST_MESSAGES, others, key=lambda event: event.duration) if len(others) > _MOST_MESSAGES else others
         computations = [event for event in timeline.events if event.action.is_compute]
         boxes = sorted(_boxes((*computations, *shown), chunks), key=lambda box: (box.rank, box.start))
-        counts = timeline.schedule.stages, timeline.schedule.microbatches
-        span = timeline.makespan
-        return cls(
-            timeline.name,
-            timeline.schedule.name,
-            timeline.unit,
-            span,
-            *counts,
-            tuple(_lines(homes, computations, span)),
-            tuple(boxes),
-            len(others) - len(shown),
-            note,
-        )
+        table, span = timeline.schedule, timeline.makespan
+        lines, left_out = tuple(_lines(homes, computations, span)), len(others) - len(shown)
+        head = timeline.name, table.name, timeline.unit, span, table.stages, table.microbatches
+        return cls(*head, lines, tuple(boxes), left_out, note)
 
     @property
     def idle(self) -> float:

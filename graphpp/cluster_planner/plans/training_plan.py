@@ -196,7 +196,7 @@ class TrainingPlan:
 
     def compare(self, other: TrainingPlan) -> PlanComparison:
         """This plan and another one side by side: their choices, seconds, bytes by kind, bytes sent, and the differences."""
-        return PlanComparison.of((self._choices, other._choices), self._numbers, other._numbers)
+        return PlanComparison((self._choices, other._choices), (self._numbers, other._numbers))
 
     def __str__(self) -> str:
         """Some lines: the setting, the time by its parts, the memory by kind."""
