@@ -42,8 +42,8 @@ from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.pipeline.step_record import StepRecord
-from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
+from graphpp.planner.tables import microbatches_for, usual_microbatches
 from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import Input, StageProgram
