@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from graphpp.cluster_planner.plans.from_json import document, read
 from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.from_json import document, read
 from graphpp.schedules.table.costs import Costs
 
 

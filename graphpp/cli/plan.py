@@ -141,7 +141,7 @@ def read_machines(text: str) -> Machines:
     """Machines from "<count>x<device>", or from a JSON file of their fields, whose device may be the name of a known one."""
     if not text.endswith(".json"):
         return Machines.read(text)
-    from graphpp.cluster_planner.plans.from_json import document, read
+    from graphpp.from_json import document, read
 
     try:
         given = document(Path(text), "machines")

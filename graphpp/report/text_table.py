@@ -30,7 +30,7 @@ def text_table(
     from rich.text import Text
 
     framed = {"box": box.SIMPLE} if lines else {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-    table = Table(title=title, title_justify="left", caption=caption, **framed)  # type: ignore[arg-type]
+    table = Table(title=title, title_justify="left", caption=caption, **framed)
     for head in heads:
         table.add_column(head, justify="left" if head in left else "right", no_wrap=head not in wraps)
     for row in rows:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from graphpp.cluster_planner.plans.from_json import document
 from graphpp.cluster_planner.plans.predict_step import Prediction
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError, NoPlanError
+from graphpp.from_json import document
 from graphpp.report.page import Page, PlanEntry
 from graphpp.report.text_table import text_table
 from graphpp.units import spell_bytes, spell_time

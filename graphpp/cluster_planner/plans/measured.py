@@ -123,5 +123,4 @@ def _prediction(found: MeasuredPipeline, choice: ScheduleChoice, running: Schedu
         peaks=tuple(each.nbytes for each in peaks),
         memory=max(peaks, key=lambda each: each.nbytes).most,
         sent={"dp_shard": round(max(each.sent(*along) for each in counts)) if shards else 0},
-        gathers=max(each.gathers_per_stage for each in counts),
     )

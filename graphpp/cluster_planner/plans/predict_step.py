@@ -37,8 +37,7 @@ _SMALL = 2e-3  # of a step: gathers and reductions that take less together count
 class Prediction:
     """The step of a setting. `peaks`: the most bytes of each pipeline rank; `memory`: of the fullest, by kind.
 
-    `sent`: the bytes that a rank sends along each dimension of the mesh in a step; `gathers`: how often a stage is
-    gathered; each of the rank with the most.
+    `sent`: the bytes that the rank with most sends along each dimension of the mesh in a step.
     """
 
     setting: PlanSetting
@@ -47,7 +46,6 @@ class Prediction:
     peaks: tuple[int, ...]
     memory: Mapping[str, int]
     sent: Mapping[str, int]
-    gathers: float
 
     @property
     def peak(self) -> int:
@@ -55,10 +53,7 @@ class Prediction:
 
 
 def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) -> Prediction | None:
-    """The prediction for a setting; None where its schedule does not take the numbers.
-
-    `cut`: None: the one whose heaviest stage is lightest, where the setting recomputes all layers or none.
-    """
+    """The prediction for a setting, by default for the cut whose heaviest stage is lightest; None where there is no table."""
     tables = tables_of(request, setting)
     if tables is None:
         return None
@@ -76,10 +71,7 @@ def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | N
 
 
 class OrderCosts(NamedTuple):
-    """The costs of the stages, and of each rank the bytes beside activations.
-
-    `least`: as many as leave the table's own activations their room at its peak. `most`: each kind at its most.
-    """
+    """The costs of the stages, and the bytes beside activations of each rank: `least` at its peak, `most` of each kind."""
 
     costs: Costs
     least: tuple[int, ...]
@@ -103,7 +95,7 @@ def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Seque
 class _Simulated(NamedTuple):
     """One simulated step. `alone`: its makespan without gathers, reductions and copies to the host; `waits`: by how much the
     copies delay it; `busy`, `stages`: of the busiest rank; `exchanged`: bytes sent within computations of one microbatch, by
-    dimension; `gathers`, `along`: how often a stage is gathered, and the bytes sent along data ranks; of the rank with most."""
+    dimension, and `along`: bytes sent along data ranks, each of the rank with most."""
 
     makespan: float
     alone: float
@@ -113,7 +105,6 @@ class _Simulated(NamedTuple):
     peaks: tuple[StepPeak, ...]
     memory: Mapping[str, int]
     exchanged: Mapping[str, float]
-    gathers: float
     along: float
 
 
@@ -227,8 +218,8 @@ class _Step:
         fullest = max(peaks, key=lambda each: each.nbytes)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        bytes_of = peaks, fullest.most, self._exchanged(table)
-        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of, *self._collections(table))
+        bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table)
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
 
     def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
         """The seconds by which copies of offloaded values, and waits for them, delay a step of such a makespan."""
@@ -240,13 +231,11 @@ class _Step:
         delayed = table.times.seconds(self.waiting, collectives=not layers, copies=copies).makespan
         return max(0.0, delayed + (self._of_copies(table) if layers else 0.0) - makespan)
 
-    def _collections(self, table: ReadTable) -> tuple[float, float]:
-        """How often a stage is gathered, and the bytes that a rank sends along its data ranks."""
-        if self._setting.keep != 0:
-            sizes = sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards)
-            return table.most.gathers_per_stage, table.most.sent(*sizes)
-        gathers, sent = self._layers.collections(table.schedule)
-        return gathers / self._setting.schedule.stages_per_rank, sent
+    def _sent_by_shards(self, table: ReadTable) -> float:
+        """The bytes that a rank sends along its data ranks in gathers and reductions."""
+        if self._setting.keep == 0:
+            return self._layers.sent(table.schedule)
+        return table.most.sent(*sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards))
 
     def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
         """The makespan; the seconds for which each rank computes; the makespan without gathers and reductions."""
@@ -277,14 +266,13 @@ class _Step:
         }
         makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
         parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
-        gathers, along = continued(first.gathers, last.gathers), continued(first.along, last.along)
-        sent = self._sent(along, last.exchanged)
-        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, gathers)
+        sent = self._sent(continued(first.along, last.along), last.exchanged)
+        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The makespan by its parts on the busiest rank, which has these stages, and the optimizer's step.
 
-        `unhidden`: the seconds of gathers and reductions that no computation hides.
+        `unhidden`: of gathers and reductions.
         """
         usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
@@ -306,9 +294,8 @@ class _Step:
 
     def _optimizer_seconds(self) -> float:
         """The seconds in which the optimizer reads and writes what a rank has of the fullest stage."""
-        _, state = self._stages
         by_stage = [0.0] * self._setting.stages
-        for one in state:
+        for one in self._stages[1]:
             shards = one.shards or 1
             rows = one.weights if one.rows is None else one.rows
             sums = one.sums if one.row_sums is None else one.row_sums
@@ -338,9 +325,7 @@ class _Step:
 
     def _sent_to_copies(self, copies: int) -> float:
         """The bytes that a rank sends to as many ranks with the same rows, in a ring, as if all had equally many."""
-        _, state = self._stages
         total = 0.0
-        for one in state:
-            sent = one.sums if one.sent is None else one.sent
-            total += len(one.makers) * sent / (one.shards or 1)
+        for one in self._stages[1]:
+            total += len(one.makers) * (one.sums if one.sent is None else one.sent) / (one.shards or 1)
         return 2 * (copies - 1) / copies * total / self._setting.shape.pp

@@ -98,15 +98,14 @@ class LayerGathers:
         """By stage and kind the most bytes of single layers at once: of a layer and the next one, and of its gradients."""
         return {(stage, kind): self._most(stage, kind) for stage in range(len(self.cut)) for kind in _KINDS}
 
-    def collections(self, table: Schedule) -> tuple[int, float]:
-        """How many computations a rank runs, and the bytes that it sends along its data ranks; each of the rank with most."""
-        found: list[tuple[int, float]] = []
+    def sent(self, table: Schedule) -> float:
+        """The bytes that the rank with most sends along its data ranks in a step."""
+        found: list[float] = []
         for row in table.table:
             computed = (action for action in row if action is not None and action.is_compute)
             counts = Counter((leaf.stage, leaf.kind) for action in computed for leaf in action.leaves)
-            found.append((counts.total(), sum(times * self._sent(*key) for key, times in counts.items())))
-        runs, sent = zip(*found, strict=True)
-        return max(runs), max(sent)
+            found.append(sum(times * self._sent(*key) for key, times in counts.items()))
+        return max(found)
 
     def _sent(self, stage: int, kind: Kind) -> float:
         """The bytes that a rank sends along its data ranks in a computation."""

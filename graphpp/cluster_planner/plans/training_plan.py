@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from graphpp.arguments import COUNT, INDEX, require
-from graphpp.cluster_planner.plans.from_json import document, read
 from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.errors import GraphPPError
+from graphpp.from_json import document, read
 from graphpp.report.comparison import Numbers, PlanComparison
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
@@ -153,7 +153,7 @@ class TrainingPlan:
     @property
     def details(self) -> dict[str, str]:
         """Text by what it tells: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
-        parts = {item.name: getattr(self.seconds, item.name) for item in fields(self.seconds)}
+        parts = asdict(self.seconds)
         return {
             "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
             "memory": _bytes(self.memory),
@@ -184,7 +184,7 @@ class TrainingPlan:
         """The predictions by name and unit, in the order of a table."""
         return {
             ("step", "seconds"): self.step_seconds,
-            **{(item.name, "seconds"): getattr(self.seconds, item.name) for item in fields(self.seconds)},
+            **{(name, "seconds"): each for name, each in asdict(self.seconds).items()},
             ("share of the bubble", "share"): self.bubble,
             ("MFU", "share"): self.mfu,
             ("tokens a second", "per second"): self.tokens_per_second,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -171,11 +170,6 @@ def test_a_trace_counts_bytes_and_tells_timelines_apart() -> None:
     assert len(set(pids)) == 4
 
 
-def test_equal_timelines_stay_apart_in_a_trace() -> None:
-    timeline = placed(DUAL)
-    assert len({event["pid"] for event in events_of(timeline, timeline)}) == 4
-
-
 def test_a_timeline_of_nothing_is_a_picture_all_the_same() -> None:
     for rows in ([], [[]], [["0F0"]]):
         empty = Timeline(Schedule.of(rows), ())
@@ -202,27 +196,9 @@ def test_a_schedule_draws_itself_at_given_costs() -> None:
     assert "ms" in texts(svg)
 
 
-def test_tables_of_little_draw_themselves() -> None:
-    for rows in ([], [[]], ["0F0"], ["0F0", []]):
-        assert len(boxes(graphpp.svg(Schedule.of(rows)))) == sum(map(bool, rows))
-
-
 def test_a_table_that_cannot_run_is_refused() -> None:
     with pytest.raises(ScheduleError):
         graphpp.svg(Schedule.of(["0B0 0F0", "1F0 1B0"]))
-
-
-def test_schedules_and_timelines_pickle_after_use() -> None:
-    timeline = placed(DUAL)
-    graphpp.svg(timeline)
-    assert timeline.schedule.rank_of_stage and timeline.makespan
-    again = pickle.loads(pickle.dumps(timeline))
-    assert again == timeline and again.schedule.rank_of_stage == timeline.schedule.rank_of_stage
-
-
-def test_actions_without_length() -> None:
-    timeline = placed(make_table("1F1B", 2, 2, 2), lambda _: 0.0)
-    assert {box["width"] for box in boxes(graphpp.svg(timeline))} == {0.0}
 
 
 def test_units() -> None:
