@@ -29,7 +29,7 @@ from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import Hook, PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
-from graphpp.planner import offload_policy as offload
+from graphpp.planner import offload_windows as offload
 from graphpp.planner.layers import module_calls
 from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.plan import Plan

@@ -18,6 +18,7 @@ from math import inf
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, ranked
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.predict_step import Prediction
+from graphpp.cluster_planner.plans.read_tables import read_table
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice, table_of
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.errors import ScheduleError
@@ -25,9 +26,7 @@ from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.generate.megatron_interleaved import legal_groups
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.hoist_receives import hoist_receives
-from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import BACKWARDS, Kind
 from graphpp.schedules.table.costs import Costs
@@ -62,7 +61,13 @@ def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collecti
     wrong = next((stage for each in found.state for stage in each.readers if not 0 <= stage < stages), None)
     if wrong is not None:
         raise ScheduleError(f"state: there is no stage {wrong}, the costs are of {stages} stages: give both of one split")
-    steps = [each for choice, table in _tables(found, schedules) for each in _predictions(found, choice, table)]
+    sharded = found.shape.dp_shard > 1
+    steps = [
+        _prediction(found, choice, table.schedule, keep)
+        for choice in _choices(found, schedules)
+        for keep in (None, *(range(1, choice.stages_per_rank + 1) if sharded else ()))
+        if (table := read_table(choice, ranks, found.microbatches, keep, sharded)) is not None
+    ]
     if not steps:
         raise ScheduleError(
             f"no schedule takes {stages} stages on {ranks} ranks and {found.microbatches} microbatches: give a multiple of the "
@@ -73,34 +78,23 @@ def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collecti
     return ranked(steps, inf if cap is None else cap, len(steps), lambda each: facts)
 
 
-def _tables(found: MeasuredPipeline, schedules: Collection[str] | None) -> Iterator[tuple[ScheduleChoice, Schedule]]:
-    """The tables that train with these numbers, each once; "auto" last, which on several ranks is a named one."""
+def _choices(found: MeasuredPipeline, schedules: Collection[str] | None) -> Iterator[ScheduleChoice]:
+    """The schedules that train with these numbers, each table once; "auto" last, which on several ranks is a named one."""
     ranks, seen = found.shape.pp, set[object]()
     per_rank, rest = divmod(len(found.costs.stages), ranks)
-    names = [*(name for name in SCHEDULES if name != "auto"), "auto"]
-    choices = [ScheduleChoice(name, per_rank) for name in names if schedules is None or name in schedules] if not rest else []
-    if per_rank > 1 and not rest and (schedules is None or "MegatronInterleaved" in schedules):
+    names = [*(name for name in SCHEDULES if name != "auto"), "auto"] if not rest else []
+    choices = [ScheduleChoice(name, per_rank) for name in names]
+    if per_rank > 1 and not rest:
         groups = legal_groups(ranks, found.microbatches)
         choices += [ScheduleChoice("MegatronInterleaved", per_rank, group) for group in groups]
     for choice in choices:
-        table = table_of(choice, ranks, found.microbatches)
-        actions = () if table is None else tuple(tuple(filter(None, row)) for row in table.table)
-        if table is not None and actions not in seen and not table.kinds.isdisjoint(BACKWARDS):
-            seen.add(actions)
-            yield choice, table
-
-
-def _predictions(found: MeasuredPipeline, choice: ScheduleChoice, table: Schedule) -> Iterator[Prediction]:
-    sent = table if table.has_communication else add_send_recv(table)
-    if found.shape.dp_shard == 1:
-        yield _prediction(found, choice, sent, None)
-        return
-    for keep in (None, *range(1, choice.stages_per_rank + 1)):
-        try:
-            running = place_shards(sent, keep)
-        except ScheduleError:
-            continue  # the stages of an overlapped action are more than `keep`
-        yield _prediction(found, choice, running, keep)
+        asked = schedules is None or choice.name in schedules
+        table = table_of(choice, ranks, found.microbatches) if asked else None
+        if table is not None and not table.kinds.isdisjoint(BACKWARDS):
+            actions = tuple(tuple(filter(None, row)) for row in table.table)
+            if actions not in seen:
+                seen.add(actions)
+                yield choice
 
 
 def _prediction(found: MeasuredPipeline, choice: ScheduleChoice, running: Schedule, keep: int | None) -> Prediction:
