@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
 from math import isfinite
 from pathlib import Path
@@ -42,9 +43,12 @@ def read(cls: type[Any], given: object, path: str) -> Any:
     """An object of a dataclass from its JSON form. Raises `GraphPPError`."""
     hints = get_type_hints(cls)
     items = {item.name: item for item in fields(cls)}
-    if not isinstance(given, dict) or not set(given) <= set(items):
-        unknown = sorted(set(given) - set(items)) if isinstance(given, dict) else shown(given)
-        raise GraphPPError(f"{path}: take an object with {', '.join(items)}; got {unknown}")
+    if not isinstance(given, dict):
+        raise GraphPPError(f"{path}: take an object with {', '.join(items)}; got {shown(given)}")
+    unknown = sorted(set(given) - set(items))
+    if unknown:
+        near = "".join(f", did you mean {name}?" for name in get_close_matches(unknown[0], items, 1))
+        raise GraphPPError(f"{path}: take an object with {', '.join(items)}; got {unknown}{near}")
     missing = [name for name, item in items.items() if name not in given and item.default is item.default_factory is MISSING]
     if missing:
         raise GraphPPError(f"{path}: missing {', '.join(missing)}")

@@ -38,7 +38,9 @@ _MACHINES = one_of(str, takes='"<count>x<device>", e.g. "512xH100", or a graphpp
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.cluster_planner.costs")
 _NAMES = Accepted(
     f"a list of names of schedules, of {', '.join(SEARCHED)}, and {ORDER}",
-    lambda value: isinstance(value, list | tuple) and {*value} <= {*SEARCHED, ORDER} and not {*value} <= {ORDER},
+    lambda value: isinstance(value, list | tuple)
+    and all(each in (*SEARCHED, ORDER) for each in value)
+    and any(each in SEARCHED for each in value),
 )
 _RECOMPUTES = Accepted(
     'a list of None, "selective", "full" and fractions',
