@@ -37,14 +37,14 @@ from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
-from graphpp.pipeline.page.step_record import StepRecord
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
-from graphpp.planner.counts import usual_microbatches
+from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.plan import Plan
+from graphpp.planner.tables import usual_microbatches
 from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState, TensorReader
@@ -204,7 +204,7 @@ class Pipeline(RankPart):
         of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for a
         profile of another pipeline, and where the folder cannot be written.
         """
-        from graphpp.pipeline.page.write_report import write_report  # loaded by the first page
+        from graphpp.pipeline.report_page import write_report  # loaded by the first page
 
         path, run = Path(folder).expanduser().resolve(), partial(self._record.view, losses, seconds)
         with self._calls.all_replicas("report"), self._calls.all_ranks("report"):

@@ -12,7 +12,7 @@ from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.simulate.simulator import simulate
-from graphpp.schedules.simulate.step_times import StepTimes
+from graphpp.schedules.simulate.step_time import StepTimes
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 

@@ -1,12 +1,11 @@
-"""The question that a search for plans answers: a model, machines and a batch; and what many settings ask of it.
+"""The request that a search for plans answers: a model, machines and a batch.
 
-Contract: `Question` is data beside its caches. Each answer is computed once: the costs of the segments for one microbatch, and
-the cut into a number of stages.
+Contract: `PlanRequest` is data, with caches: the costs of the segments for one microbatch, and the cut into a number of stages,
+are computed once for all settings that ask for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,19 +13,18 @@ from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import Deployment, PricedModel
 from graphpp.cluster_planner.plans.balance import balanced
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.settings import RecomputeWord, Setting
+from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
 from graphpp.devices import Machines
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import StageCosts
 
 _HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
-class Totals(NamedTuple):
-    """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, and of
-    experts; buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split;
-    those of them that may wait in the host's memory."""
+class ModelTotals(NamedTuple):
+    """Bytes of a whole model. `whole`: parameters and sums of gradients; `rows`, `expert_rows`: rows, sums and optimizer, of
+    other parameters and of experts; `saved`, `saved_split`: of one microbatch for a whole backward, and the most for a split
+    one; `offloadable`: of saved values that may wait in the host's memory."""
 
     weights: int
     whole: int
@@ -43,16 +41,13 @@ class CutStages(NamedTuple):
 
     cut: Cut
     heaviest: tuple[float, float, float]
-    totals: Totals
+    totals: ModelTotals
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """The model, the machines and the batch for which settings are compared.
-
-    `batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own); `optimizer`:
-    as `graphpp.Memory(optimizer=)`. `turns`: seconds by the shape of the mesh that `estimate.py` keeps.
-    """
+class PlanRequest:
+    """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
+    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: seconds by the shape of the mesh that `estimate.py` keeps."""
 
     costs: ModelCosts
     machines: Machines
@@ -63,11 +58,11 @@ class Question:
     turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
     _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
     _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
-    _totals: dict[object, Totals] = field(default_factory=dict, repr=False)
+    _totals: dict[object, ModelTotals] = field(default_factory=dict, repr=False)
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
 
     def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord) -> PricedModel:
-        """The costs of the segments for one microbatch on one rank; messages between stages have other costs (`predict.py`)."""
+        """The costs of the segments for one microbatch on one rank, without messages between stages (`predict_step.py`)."""
         key = _key(shape, rows, recompute)
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp
@@ -76,7 +71,7 @@ class Question:
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]
 
-    def stages(self, setting: Setting) -> CutStages:
+    def stages(self, setting: PlanSetting) -> CutStages:
         """The stages of a setting: no cut has a lighter heaviest stage."""
         key = _key(setting.shape, setting.rows, setting.recompute)
         found = self._stages.get((key, setting.stages))
@@ -89,11 +84,8 @@ class Question:
 
 
 def overlap_of(priced: PricedModel, keep: int | None) -> float:
-    """The time of an overlapped F and B as a share of their sum: collectives hide under computation, but for a tenth.
-
-    `keep`: the setting's; under 0 computations gather single layers, and the two parts run one after the other.
-    """
-    if keep == 0:
+    """The time of an overlapped F and B as a share of their sum: nine tenths of the collectives hide under computation."""
+    if keep == 0:  # computations gather single layers, so the two parts run one after the other
         return 1.0
     parts = priced.segments.costs.stages
     total = sum(part.forward + part.of(Kind.B) for part in parts)
@@ -105,24 +97,16 @@ def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
     return shape.tp, shape.ep, shape.cp, rows, recompute
 
 
-def _cut(priced: PricedModel, stages: int, totals: Totals) -> CutStages:
-    parts = priced.segments.costs.stages
-    cut = balanced([sum(_seconds(part)) for part in parts], stages)
-    ends = [*cut[1:], len(parts)]
-    each = [_added(parts[first:end]) for first, end in zip(cut, ends, strict=True)]
-    return CutStages(cut, max(each, key=sum), totals)
+def _cut(priced: PricedModel, stages: int, totals: ModelTotals) -> CutStages:
+    each = [(part.forward, part.input_grad, part.weight_grad) for part in priced.segments.costs.stages]
+    cut = balanced(list(map(sum, each)), stages)
+    ends = [*cut[1:], len(each)]
+    added = [tuple(map(sum, zip(*each[first:end], strict=True))) for first, end in zip(cut, ends, strict=True)]
+    forward, first, second = max(added, key=sum)
+    return CutStages(cut, (forward, first, second), totals)
 
 
-def _seconds(part: StageCosts) -> tuple[float, float, float]:
-    return part.forward, part.input_grad, part.weight_grad
-
-
-def _added(parts: Sequence[StageCosts]) -> tuple[float, float, float]:
-    forward, first, second = (sum(each) for each in zip(*map(_seconds, parts), strict=True))
-    return forward, first, second
-
-
-def _totals(priced: PricedModel) -> Totals:
+def _totals(priced: PricedModel) -> ModelTotals:
     rows = [0, 0]
     for one, expert in zip(priced.segments.state, priced.expert_state, strict=True):
         own = one.weights if one.rows is None else one.rows
@@ -132,4 +116,4 @@ def _totals(priced: PricedModel) -> Totals:
     saved = sum(part.saved_bytes for part in parts), sum(max(part.saved_bytes, part.kept_bytes or 0) for part in parts)
     whole, buffers = sum(one.weights + one.sums for one in state), sum(one.buffers for one in state)
     away = sum(each.nbytes for segment in priced.offloadable for each in segment)
-    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved, away)
+    return ModelTotals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved, away)

@@ -2,25 +2,29 @@
 
 Contract
     in    a table that `check` accepts; `seconds(costs)` takes costs without blocking messages and without overhead
-    out   the makespan of `simulator.simulate`, and the seconds for which each rank computes: equal numbers, up to rounding;
-          with `copies` those of a step that offloads values, which `simulate` does not know
+    out   the makespan of `simulator.simulate`, and the seconds for which each rank computes: equal numbers, up to rounding.
+          With `copies`, offload traffic is included; `simulate` ignores it
     Raises `ScheduleError` for a table that cannot run to its end, and for costs of another number of stages.
 
-A planner asks hundreds of times for the same table with other costs. Without overhead and blocking only computations, gathers
-and reductions take time. A computation waits for its rank's last one, for messages of other ranks, and for gathers of its
-stages.
+A planner asks hundreds of times for the same table with other costs. Only computations, gathers and reductions take time here.
+A computation waits for its rank's last one, for messages of other ranks, and for gathers of its stages.
+
+All copies of a rank between device and host run one after the other on a line of their own, in the order in which the rank
+starts them, as on one CUDA stream. An eviction starts when the forward has ended, and the rank waits for its end behind
+`evict_after`: only then is the memory free. A prefetch starts with `prefetch_at`; its end is waited for before `first_use`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.simulate.host_copies import HostCopies
 from graphpp.schedules.table.actions import COMPUTE, PER_STAGE, SENDS, Action, Kind, inputs, message
 from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.in_order import in_order
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -29,6 +33,49 @@ class StepSpan(NamedTuple):
 
     makespan: float
     busy: tuple[float, ...]
+
+
+class HostCopies:
+    """The copies of offloaded values in one step. `seconds`: of the copies of a window in one direction.
+
+    `before` and `after` are called for each action of a rank in order, and move the time at which the rank goes on.
+    """
+
+    def __init__(self, windows: Iterable[OffloadWindow], seconds: Callable[[OffloadWindow], float]) -> None:
+        self._windows = list(windows)
+        self._seconds = [seconds(window) for window in self._windows]
+        self._ends = [0.0] * len(self._windows)
+        self._line: dict[int, float] = defaultdict(float)
+        self._evicted = self._by(lambda window: Action(window.stage, Kind.F, window.microbatch))
+        self._freed = self._by(lambda window: window.evict_after)
+        self._prefetched = self._by(lambda window: window.prefetch_at)
+        self._read = self._by(lambda window: window.first_use)
+
+    def _by(self, action_of: Callable[[OffloadWindow], Action]) -> Mapping[Action, Sequence[int]]:
+        found: dict[Action, list[int]] = defaultdict(list)
+        for at, window in enumerate(self._windows):
+            found[action_of(window)].append(at)
+        return dict(found)
+
+    def before(self, rank: int, action: Action, now: float) -> float:
+        """The time at which an action can start whose rank and other values are ready by now."""
+        for at in self._prefetched.get(action, ()):
+            self._copy(rank, at, now)
+        return self._after_copies(now, [at for leaf in action.leaves for at in self._read.get(leaf, ())])
+
+    def after(self, rank: int, action: Action, now: float) -> float:
+        """The time at which the rank goes on behind an action that ends now."""
+        now = self._after_copies(now, self._freed.get(action, ()))
+        for leaf in action.leaves:
+            for at in self._evicted.get(leaf, ()):
+                self._copy(rank, at, now)
+        return now
+
+    def _copy(self, rank: int, at: int, now: float) -> None:
+        self._line[rank] = self._ends[at] = max(self._line[rank], now) + self._seconds[at]
+
+    def _after_copies(self, now: float, waited: Iterable[int]) -> float:
+        return max([now, *(self._ends[at] for at in waited)])
 
 
 _Step = tuple[int, int, tuple[tuple[int, int], ...]]
@@ -151,48 +198,34 @@ def _lags(costs: Costs) -> list[float]:
 
 
 class _Reading:
-    """The steps of a table in an order in which they can run, and which earlier steps each of them reads."""
+    """The steps of a table in an order in which they can run, and the earlier steps that each of them reads."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._where = schedule, schedule.rank_of_stage
-        self._stages, self._sends = schedule.stages, schedule.has_communication
+        self._where, self._stages, self._sends = schedule.rank_of_stage, schedule.stages, schedule.has_communication
         self._rows = [[action for action in row if action is not None] for row in schedule.table]
         self._number, self._none = 0, 2 * (schedule.stages - 1)
+        self._reads: tuple[tuple[int, int], ...] | None = None  # of the cell that is about to run
         self._ended: dict[Action, int] = {}  # computations, by the number of their step
         self._sent: dict[Action, int] = {}  # sends, by the number of the last computation before them
         self._latest: list[int] = [-1] * schedule.ranks
         self._gathers: list[dict[int, int]] = [{} for _ in schedule.table]  # by stage, for the next computation
         self._unreduced: list[set[int]] = [set() for _ in schedule.table]
-        self._waiting: dict[Action, list[int]] = {}  # ranks, by the computation or the send for which they wait
 
     def steps(self) -> Iterator[tuple[int, Action, tuple[tuple[int, int], ...]]]:
         """(rank, action, its reads) of all that takes time. Raises `ScheduleError` for a table that stops before its end."""
-        at, todo = [0] * len(self._rows), list(range(len(self._rows)))
-        waiting = self._waiting
-        while todo:
-            rank = todo.pop()
-            row = self._rows[rank]
-            while at[rank] < len(row):
-                action = row[at[rank]]
-                reads = self._reads(rank, action) if action.kind in COMPUTE else ()
-                if reads is None:
-                    break
-                at[rank] += 1
-                if self._takes_time(rank, action):
-                    yield rank, action, reads
-                    self._number += 1
-                if waiting:
-                    for leaf in action.leaves:
-                        todo += waiting.pop(leaf, ())
-        stopped = [str(row[place]) for row, place in zip(self._rows, at, strict=True) if place < len(row)]
-        if stopped:
-            raise ScheduleError(f"{self._schedule.name!r}: no rank can go on: they stop at {', '.join(stopped)}")
+        for rank, action in in_order(self._rows, self._ready):
+            if self._takes_time(rank, action):
+                yield rank, action, self._reads or ()
+                self._number += 1
 
-    def _reads(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
+    def _ready(self, rank: int, action: Action) -> bool:
+        self._reads = self._inputs(rank, action) if action.kind in COMPUTE else ()
+        return self._reads is not None
+
+    def _inputs(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
         """(step, message) of the values of other ranks, and of gathers, that a computation waits for; None: one is missing."""
         found: list[tuple[int, int]] = []
         gathers = self._gathers[rank]
-        gathered = []
         for leaf in action.leaves:
             for makers in inputs(leaf, self._stages):
                 source = self._source(makers, rank)
@@ -200,31 +233,23 @@ class _Reading:
                     return None
                 if source[1] != self._none:
                     found.append(source)
-            if leaf.stage in gathers:
-                gathered.append(leaf.stage)
-        if gathered:  # two leaves of one stage wait for one gather
-            found += [(gathers.pop(stage), self._none) for stage in dict.fromkeys(gathered)]
+        if gathers:  # two leaves of one stage wait for one gather
+            stages = dict.fromkeys(leaf.stage for leaf in action.leaves if leaf.stage in gathers)
+            found += [(gathers.pop(stage), self._none) for stage in stages]
         return tuple(found)
 
     def _source(self, makers: Sequence[Action], rank: int) -> tuple[int, int] | None:
         """(step, message) of a value; None if nothing has made it yet: then the rank waits for it."""
-        for maker in makers:
-            made = self._ended.get(maker)
-            if made is not None:
-                break
-        else:
-            for each in makers:
-                self._waiting.setdefault(each, []).append(rank)
+        maker = next((maker for maker in makers if maker in self._ended), None)
+        if maker is None:
             return None
         ends = message(maker, self._stages) if self._where[maker.stage] != rank else None
         if ends is None:
-            return made, self._none
+            return self._ended[maker], self._none
         send, _ = ends
-        at = self._sent.get(send) if self._sends else made
-        if at is None:
-            self._waiting.setdefault(send, []).append(rank)
-            return None
-        return at, 2 * (send.stage - (send.kind is Kind.SEND_B)) + (send.kind is Kind.SEND_B)
+        at = self._sent.get(send) if self._sends else self._ended[maker]
+        back = send.kind is Kind.SEND_B
+        return None if at is None else (at, 2 * (send.stage - back) + back)
 
     def _takes_time(self, rank: int, action: Action) -> bool:
         """Whether an action is a step; the place of each action is noted."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp.errors import GraphPPError
-from graphpp.pipeline.page.fill_page import page_of
+from graphpp.pipeline.report_page import page_of
 from graphpp.report.page import Page
 from graphpp.report.page_html import page_html
 from graphpp.report.run_view import RunView

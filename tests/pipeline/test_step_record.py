@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphpp.errors import GraphPPError
-from graphpp.pipeline.page import step_record
-from graphpp.pipeline.page.step_record import StepRecord
+from graphpp.pipeline import step_record
+from graphpp.pipeline.step_record import StepRecord
 
 
 def recorded(steps: int, monkeypatch: pytest.MonkeyPatch, most: int = 8) -> StepRecord:

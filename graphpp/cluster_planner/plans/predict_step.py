@@ -1,13 +1,11 @@
-"""The seconds and the bytes of one setting, by the simulator and the plan of bytes.
+"""The seconds and the bytes of a step under one setting.
 
 Contract
-    in   a `Question`: the costs of the model's segments, the machines, the batch; a `Setting`
-    out  a `Prediction`. Seconds are the simulator's and bytes are those of `check/step_memory.py`, plus the optimizer's step:
-         both of tables that are read once for many settings (`simulate/step_times.py`, `check/step_memory.py`)
+    in   a `PlanRequest`: the costs of the model's segments, the machines, the batch; a `PlanSetting`
+    out  a `Prediction`, None where the schedule takes other numbers. Seconds are those of `schedules/simulate/step_time.py`
+         plus the optimizer's step, bytes those of `schedules/check/step_memory.py`
     A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
-    pipeline each further round takes the same time, and as many bytes or none. None where the schedule takes other numbers.
-
-Every stage gets neighbouring segments; the heaviest stage is as light as can be (`balance.py`).
+    pipeline each further round takes the same time, and as many bytes or none.
 """
 
 from __future__ import annotations
@@ -18,16 +16,15 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.layers.layer_gathers import LayerGathers
-from graphpp.cluster_planner.plans.layers.recomputed_layers import priced_setting
 from graphpp.cluster_planner.plans.offloaded import windows_of_setting
-from graphpp.cluster_planner.plans.question import Question, overlap_of
 from graphpp.cluster_planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
-from graphpp.cluster_planner.plans.settings import Setting, admits
+from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
+from graphpp.cluster_planner.plans.settings import PlanSetting, admits
+from graphpp.cluster_planner.plans.single_layers import LayerGathers, priced_setting
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
-from graphpp.schedules.simulate.host_copies import HostCopies
+from graphpp.schedules.simulate.step_time import HostCopies
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, with_messages
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -40,73 +37,65 @@ _SMALL = 2e-3  # of a step: gathers and reductions that take less together count
 class Prediction:
     """The step of a setting. `peaks`: the most bytes of each pipeline rank; `memory`: of the fullest, by kind.
 
-    `sent`: the bytes that a rank sends along each dimension of the mesh in a step; `gathers`: how often a stage is
-    gathered; each of the rank with the most.
+    `sent`: the bytes that the rank with most sends along each dimension of the mesh in a step.
     """
 
-    setting: Setting
+    setting: PlanSetting
     cut: Cut
     seconds: StepSeconds
     peaks: tuple[int, ...]
     memory: Mapping[str, int]
     sent: Mapping[str, int]
-    gathers: float
 
     @property
     def peak(self) -> int:
         return max(self.peaks)
 
 
-def predict(question: Question, setting: Setting, cut: Cut | None = None) -> Prediction | None:
-    """The prediction for a setting; None where its schedule does not take the numbers.
-
-    `cut`: None: the one whose heaviest stage is lightest, where the setting recomputes all layers or none.
-    """
-    tables = tables_of(question, setting)
+def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) -> Prediction | None:
+    """The prediction for a setting, by default for the cut whose heaviest stage is lightest; None where there is no table."""
+    tables = tables_of(request, setting)
     if tables is None:
         return None
-    step = _Step(question, setting, cut or question.stages(setting).cut)
+    step = _Step(request, setting, cut or request.stages(setting).cut)
     return step.prediction([step.of(table) for table in tables], counts_of(setting))
 
 
-def tables_of(question: Question, setting: Setting) -> list[ReadTable] | None:
+def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | None:
     """The tables to simulate for a setting; None where its schedule does not take the numbers."""
     if not admits(setting.schedule, setting.shape.pp, setting.microbatches):
         return None
-    sharded = question.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
+    sharded = request.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
     found = [read_table(setting.schedule, setting.shape.pp, each, setting.keep, sharded) for each in counts_of(setting)]
     return [each for each in found if each is not None] if all(found) else None
 
 
 class OrderCosts(NamedTuple):
-    """The costs of the stages, and of each rank the bytes beside activations.
-
-    `least`: as many as leave the table's own activations their room at its peak. `most`: each kind at its most.
-    """
+    """The costs of the stages, and the bytes beside activations of each rank: `least` at its peak, `most` of each kind."""
 
     costs: Costs
     least: tuple[int, ...]
     most: tuple[int, ...]
 
 
-def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable) -> OrderCosts:
+def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> OrderCosts:
     """The costs under which another order than the table's is searched."""
-    step = _Step(question, setting, cut)
+    step = _Step(request, setting, cut)
     peaks = step.rank_peaks(table)
     least = tuple(each.nbytes - each.most["activations"] for each in peaks)
     return OrderCosts(step.waiting, least, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks))
 
 
-def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
+def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
     """The most bytes of each pipeline rank, as `predict` has them."""
-    step = _Step(question, setting, cut)
+    step = _Step(request, setting, cut)
     return step.continued_peaks([step.rank_peaks(table) for table in tables], counts_of(setting))
 
 
 class _Simulated(NamedTuple):
-    """One simulated step: its seconds, those without gathers, reductions and copies to the host, those by which these copies
-    delay it, those for which its busiest rank works and the stages of that rank; bytes; the bytes sent within computations of
-    one microbatch, by dimension; how often a stage is gathered and the bytes sent along data ranks; of the rank with most."""
+    """One simulated step. `alone`: its makespan without gathers, reductions and copies to the host; `waits`: by how much the
+    copies delay it; `busy`, `stages`: of the busiest rank; `exchanged`: bytes sent within computations of one microbatch, by
+    dimension, and `along`: bytes sent along data ranks, each of the rank with most."""
 
     makespan: float
     alone: float
@@ -116,7 +105,6 @@ class _Simulated(NamedTuple):
     peaks: tuple[StepPeak, ...]
     memory: Mapping[str, int]
     exchanged: Mapping[str, float]
-    gathers: float
     along: float
 
 
@@ -126,9 +114,9 @@ _GROWING = ("makespan", "busy", "alone", "waits")
 class _Step:
     """The stages of a setting, with their costs."""
 
-    def __init__(self, question: Question, setting: Setting, cut: Cut) -> None:
-        self._question, self._setting, self.cut = question, setting, cut
-        self._priced = priced_setting(question, setting, cut)
+    def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut) -> None:
+        self._request, self._setting, self.cut = request, setting, cut
+        self._priced = priced_setting(request, setting, cut)
 
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:
@@ -141,7 +129,7 @@ class _Step:
         ]
         costs, state = replace(segments, state=tuple(named)).stages(self.cut)
         gathers, reductions = self._collected(state, experts)
-        machines, stride = self._question.machines, shape.stride("pp")
+        machines, stride = self._request.machines, shape.stride("pp")
         crossing = self._crossing()
         on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
@@ -155,9 +143,7 @@ class _Step:
         forward, backward = ([each[start - 1] for start in self.cut[1:]] for each in sizes)
         return forward, backward
 
-    def _collected(
-        self, state: tuple[StateBytes, ...], experts: tuple[bool, ...]
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _collected(self, state: Sequence[StateBytes], experts: Sequence[bool]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """By stage the seconds in which parameters are gathered, and gradients are summed over all ranks that have them."""
         gathers, reductions = [0.0] * self._setting.stages, [0.0] * self._setting.stages
         for one, expert in zip(state, experts, strict=True):
@@ -169,7 +155,7 @@ class _Step:
         return tuple(gathers), tuple(reductions)
 
     def _of_state(self, one: StateBytes, expert: bool) -> tuple[float, float]:
-        machines, shape = self._question.machines, self._setting.shape
+        machines, shape = self._request.machines, self._setting.shape
         ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
         sent = one.sums if one.sent is None else one.sent
         shared = ranks > 1 and self._setting.keep != 0  # computations gather and sum single layers themselves
@@ -183,7 +169,7 @@ class _Step:
     def _held(self, table: ReadTable, in_order: bool = False) -> tuple[HeldBytes, ...]:
         _, state = self._stages
         shape = self._setting.shape
-        shards = shape.shards if self._question.dtype is not None or shape.shards > 1 else None
+        shards = shape.shards if self._request.dtype is not None or shape.shards > 1 else None
         keep = self._setting.keep
         layers = self._layers.bytes() if keep == 0 else None
         home, copies = table.rank_of_stage, shape.dp_replicate * shape.cp
@@ -191,39 +177,29 @@ class _Step:
 
     @cached_property
     def _layers(self) -> LayerGathers:
-        return LayerGathers(self._question.machines, self._setting.shape, self._priced, self.cut)
-
-    @property
-    def costs(self) -> Costs:
-        """The costs of the stages."""
-        return self._stages[0]
+        return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut)
 
     @property
     def waiting(self) -> Costs:
         """The costs of the stages; where computations gather single layers, with the seconds for which these wait."""
-        return self._layers.costs(self.costs) if self._setting.keep == 0 else self.costs
+        costs, _ = self._stages
+        return self._layers.costs(costs) if self._setting.keep == 0 else costs
 
     def rank_peaks(self, table: ReadTable) -> tuple[StepPeak, ...]:
-        """The peak of each rank in one step with as many microbatches as the table.
-
-        Gradients add up in the order of the microbatches, which a searched order need not keep: then some wait.
-        """
-        searched = self._setting.schedule.order is not None
+        """The peak of each rank in one step with as many microbatches as the table."""
+        searched = self._setting.schedule.order is not None  # its gradients may wait, as they add up in order of microbatches
         memory = table.memory if self._setting.offload is None else table.offloading(self._windows(table))
-        return memory.peaks([self.costs], self._held(table, in_order=searched))
+        return memory.peaks([self._stages[0]], self._held(table, in_order=searched))
 
     def _windows(self, table: ReadTable) -> tuple[OffloadWindow, ...]:
         fraction = self._setting.offload
         return () if fraction is None else windows_of_setting(self._priced, self.cut, table.schedule, fraction)
 
     def continued_peaks(self, peaks: Sequence[tuple[StepPeak, ...]], counts: Sequence[int]) -> tuple[int, ...]:
-        """The most bytes of each rank with all microbatches, from one or two simulated steps.
-
-        Messages between ranks do not grow with the microbatches: those of the longer step count.
-        """
+        """The most bytes of each rank with all microbatches, from one or two simulated steps."""
         continued = self._continued(counts)
 
-        def peak(low: StepPeak, high: StepPeak) -> int:
+        def peak(low: StepPeak, high: StepPeak) -> int:  # messages do not grow with the microbatches
             rests = (each.nbytes - each.parts["messages"] for each in (low, high))
             return round(continued(*rests)) + high.parts["messages"]
 
@@ -242,12 +218,12 @@ class _Step:
         fullest = max(peaks, key=lambda each: each.nbytes)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        bytes_of = peaks, fullest.most, self._exchanged(table)
-        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of, *self._collections(table))
+        bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table)
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
 
     def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
         """The seconds by which copies of offloaded values, and waits for them, delay a step of such a makespan."""
-        link, windows = self._question.machines.device.host, self._windows(table)
+        link, windows = self._request.machines.device.host, self._windows(table)
         if link is None or not windows:
             return 0.0
         copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
@@ -255,17 +231,15 @@ class _Step:
         delayed = table.times.seconds(self.waiting, collectives=not layers, copies=copies).makespan
         return max(0.0, delayed + (self._of_copies(table) if layers else 0.0) - makespan)
 
-    def _collections(self, table: ReadTable) -> tuple[float, float]:
-        """How often a stage is gathered, and the bytes that a rank sends along its data ranks."""
-        if self._setting.keep != 0:
-            sizes = sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards)
-            return table.most.gathers_per_stage, table.most.sent(*sizes)
-        gathers, sent = self._layers.collections(table.schedule)
-        return gathers / self._setting.schedule.stages_per_rank, sent
+    def _sent_by_shards(self, table: ReadTable) -> float:
+        """The bytes that a rank sends along its data ranks in gathers and reductions."""
+        if self._setting.keep == 0:
+            return self._layers.sent(table.schedule)
+        return table.most.sent(*sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards))
 
     def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
         """The makespan; the seconds for which each rank computes; the makespan without gathers and reductions."""
-        costs = self.costs
+        costs, _ = self._stages
         if self._setting.keep == 0:
             alone, busy = table.times.seconds(costs, collectives=False)
             waiting = table.times.seconds(self.waiting, collectives=False).makespan
@@ -292,16 +266,15 @@ class _Step:
         }
         makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
         parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
-        gathers, along = continued(first.gathers, last.gathers), continued(first.along, last.along)
-        sent = self._sent(along, last.exchanged)
-        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, gathers)
+        sent = self._sent(continued(first.along, last.along), last.exchanged)
+        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The makespan by its parts on the busiest rank, which has these stages, and the optimizer's step.
 
-        `unhidden`: the seconds of gathers and reductions that no computation hides.
+        `unhidden`: of gathers and reductions.
         """
-        usual = self._question.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
+        usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
         ends = [*self.cut[1:], len(costs)]
         own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
@@ -321,15 +294,14 @@ class _Step:
 
     def _optimizer_seconds(self) -> float:
         """The seconds in which the optimizer reads and writes what a rank has of the fullest stage."""
-        _, state = self._stages
         by_stage = [0.0] * self._setting.stages
-        for one in state:
+        for one in self._stages[1]:
             shards = one.shards or 1
             rows = one.weights if one.rows is None else one.rows
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
                 by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        device = self._question.machines.device
+        device = self._request.machines.device
         return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
@@ -353,9 +325,7 @@ class _Step:
 
     def _sent_to_copies(self, copies: int) -> float:
         """The bytes that a rank sends to as many ranks with the same rows, in a ring, as if all had equally many."""
-        _, state = self._stages
         total = 0.0
-        for one in state:
-            sent = one.sums if one.sent is None else one.sent
-            total += len(one.makers) * sent / (one.shards or 1)
+        for one in self._stages[1]:
+            total += len(one.makers) * (one.sums if one.sent is None else one.sent) / (one.shards or 1)
         return 2 * (copies - 1) / copies * total / self._setting.shape.pp

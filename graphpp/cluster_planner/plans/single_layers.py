@@ -1,11 +1,15 @@
-"""The seconds and bytes of computations that gather one layer at a time (`keep=0`).
+"""Single layers of a setting: those that are recomputed, and those that computations gather one after the other (`keep=0`).
 
 Contract
-    in   the costs of the segments, which are the layers; a cut; the machines and the shape of the mesh
-    out  by stage and kind of computation: seconds, the most bytes of single layers (`LayerBytes`), the bytes that a rank sends
-    `passes/stage/gather_layers.py` makes these computations: while a layer computes, the next one is gathered, and the
-    gradients of the one before are summed over the ranks, one after the other on one line. The first gather and the last sum
-    hide behind nothing. The first stage sends no gradients on, so its I is empty, and its W reads and makes what B does.
+    `priced_setting`: the costs of the segments, of which some are recomputed; `layer_names`: the FQNs of the recomputed layers
+    `LayerGathers`: by stage and kind of computation the seconds, the most bytes of single layers and the bytes that a rank
+    sends, where each computation gathers its layers
+
+The first layers of a stage are recomputed: a backward runs from the last layer to the first, so the others' values are gone
+when theirs are made. A layer belongs to the stage in which it starts.
+`passes/stage/gather_layers.py` makes computations that gather: while a layer computes, the next one is gathered and the
+gradients of the one before are summed, one after the other on one line. Nothing hides the first gather and the last sum. The
+first stage sends no gradients on, so its I is empty, and its W reads and makes as much as B.
 """
 
 from __future__ import annotations
@@ -15,9 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
+from typing import Any
 
+from graphpp.cluster_planner.costs.cost_data import CostData
 from graphpp.cluster_planner.costs.price import PhaseBytes, PricedModel
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.devices import Machines
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
@@ -26,6 +34,47 @@ from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import LayerBytes
 
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+_BY_SEGMENT = ("exchanges", "layers", "offloadable")
+
+
+def layers_of_stages(costs: CostData, cut: Cut) -> list[list[int]]:
+    """By stage, the layers that start there; a layer is the number of its first segment."""
+    ends = [*cut[1:], len(costs.starts)]
+    return [[layer for layer in costs.layers if first <= layer < end] for first, end in zip(cut, ends, strict=True)]
+
+
+def layer_names(costs: CostData, setting: PlanSetting, cut: Cut) -> tuple[str, ...]:
+    """The FQNs of the layers that a setting with `recomputed` computes a second time."""
+    return tuple(costs.names[layer] for layer in _recomputed(costs, setting.recomputed, cut)) if setting.recomputed else ()
+
+
+def priced_setting(request: PlanRequest, setting: PlanSetting, cut: Cut) -> PricedModel:
+    """The costs of the segments for a setting."""
+    again = request.priced(setting.shape, setting.rows, setting.recompute)
+    if setting.recomputed is None:
+        return again
+    plain, costs = request.priced(setting.shape, setting.rows, None), request.costs
+    chosen = {at for layer in _recomputed(costs, setting.recomputed, cut) for at in _segments_of(costs, layer)}
+    stages, mixed = list(plain.segments.costs.stages), {name: list(getattr(plain, name)) for name in _BY_SEGMENT}
+    for at in chosen:
+        stages[at] = again.segments.costs.stages[at]
+        for name, values in mixed.items():
+            values[at] = getattr(again, name)[at]
+    by_segment: dict[str, Any] = {name: tuple(values) for name, values in mixed.items()}
+    segments = replace(plain.segments, costs=replace(plain.segments.costs, stages=tuple(stages)))
+    return replace(plain, segments=segments, **by_segment)
+
+
+def _recomputed(costs: CostData, counts: Sequence[int], cut: Cut) -> list[int]:
+    return [layer for count, layers in zip(counts, layers_of_stages(costs, cut), strict=True) for layer in layers[:count]]
+
+
+def _segments_of(costs: CostData, layer: int) -> range:
+    """The segments of a layer: where a stage may start within layers, those of the modules that it calls as well."""
+    inside, end = f"{costs.names[layer]}.", layer + 1
+    while end < len(costs.names) and costs.names[end].startswith(inside):
+        end += 1
+    return range(layer, end)
 
 
 @dataclass(frozen=True)
@@ -49,15 +98,14 @@ class LayerGathers:
         """By stage and kind the most bytes of single layers at once: of a layer and the next one, and of its gradients."""
         return {(stage, kind): self._most(stage, kind) for stage in range(len(self.cut)) for kind in _KINDS}
 
-    def collections(self, table: Schedule) -> tuple[int, float]:
-        """How many computations a rank runs, and the bytes that it sends along its data ranks; each of the rank with most."""
-        found: list[tuple[int, float]] = []
+    def sent(self, table: Schedule) -> float:
+        """The bytes that the rank with most sends along its data ranks in a step."""
+        found: list[float] = []
         for row in table.table:
             computed = (action for action in row if action is not None and action.is_compute)
             counts = Counter((leaf.stage, leaf.kind) for action in computed for leaf in action.leaves)
-            found.append((counts.total(), sum(times * self._sent(*key) for key, times in counts.items())))
-        runs, sent = zip(*found, strict=True)
-        return max(runs), max(sent)
+            found.append(sum(times * self._sent(*key) for key, times in counts.items()))
+        return max(found)
 
     def _sent(self, stage: int, kind: Kind) -> float:
         """The bytes that a rank sends along its data ranks in a computation."""
@@ -91,11 +139,10 @@ class LayerGathers:
 
     @cached_property
     def _seconds(self) -> Callable[[int, int], float]:
-        """The seconds in which plain bytes and those of experts are gathered, or summed: a reduce-scatter takes the steps of an
-        all-gather. Most layers have equally many."""
+        """The seconds in which plain bytes and those of experts are gathered, or reduce-scattered, which takes as long."""
         shape, gather = self.shape, self.machines.all_gather
 
-        @cache
+        @cache  # most layers have equally many bytes
         def seconds(plain: int, experts: int) -> float:
             of_experts = gather(experts, shape.dp_shard, shape.stride("dp_shard")) if shape.dp_shard > 1 else 0.0
             return of_experts + (gather(plain, shape.shards, shape.stride("ep")) if shape.shards > 1 else 0.0)

@@ -1,8 +1,7 @@
 """The losses of a pipeline's steps so far, and the moments at which the steps ended.
 
-Contract: at most `_MOST` steps are kept, whatever the length of the run. Where there would be more, every second one is
-dropped, and half as many steps are kept from then on. The memory is taken at the first step and never grows. `add` copies a
-number on the loss's device and waits for nothing: losses are read when a page is made.
+Contract: at most `_MOST` steps are kept. Where there would be more, every second one is dropped, and half as many are kept from
+then on. `add` copies a number on the loss's device and waits for nothing: losses are read when a page is made.
 """
 
 from __future__ import annotations
@@ -42,24 +41,17 @@ class StepRecord:
         self._ends[self._kept] = time.perf_counter()
         self._kept += 1
         if self._kept == _MOST:
-            self._halve(self._losses)
-
-    def _halve(self, losses: torch.Tensor) -> None:
-        """Keep every second step of those that are kept."""
-        half = self._kept // 2
-        losses[:half] = losses[1 : 2 * half : 2].clone()
-        self._ends[:half] = self._ends[1 : 2 * half : 2]
-        self._kept, self._every = half, 2 * self._every
-        self._waits = self._every
+            half = self._kept // 2
+            self._losses[:half] = self._losses[1 : 2 * half : 2].clone()
+            self._ends[:half] = self._ends[1 : 2 * half : 2]
+            self._kept, self._every = half, 2 * self._every
+            self._waits = self._every
 
     def view(self, losses: Sequence[float] | None = None, seconds: Sequence[float] | None = None) -> RunView:
         """The run so far; `losses`, `seconds`: those of the caller in place of the recorded ones, one for each step."""
-        recorded_losses = [] if self._losses is None else self._losses[: self._kept].tolist()
-        known = recorded_losses if losses is None else losses
+        own = [] if self._losses is None else self._losses[: self._kept].tolist()
         times = [(end - start) / self._every for start, end in pairwise(self._ends[: self._kept])]
-        recorded = RunView.of(known, [nan, *times] if times else (), self._every, _NOTE)
-        if losses is None and seconds is None:
-            return recorded
+        recorded = RunView.of(own, [nan, *times] if times else (), self._every, _NOTE)
         given = RunView.of(losses or (), seconds or ())
         return RunView(
             recorded.losses if losses is None else given.losses,
