@@ -90,10 +90,10 @@ class Calls:
 
     @contextlib.contextmanager
     def all_ranks(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[None]:
-        """A context around work of every rank of the pipeline, which all ranks leave together. If one fails, all raise.
+        """A context around work of every rank of the pipeline: all leave it, or all raise if the work fails on one.
 
-        `alike`: lines that all ranks must have alike. The timeout is that of the start, for files and values take longer than a
-        step.
+        `alike`: lines that all ranks must have alike when the work is done. The timeout is that of the start, for files and
+        values take longer than a step.
         """
         self.check_whole()
         with self.watched(), self._timeouts.starting(), Round(self._agreement) as r:
@@ -102,17 +102,17 @@ class Calls:
 
     @contextlib.contextmanager
     def all_replicas(self, what: str) -> Iterator[None]:
-        """A context around work of every replica, which all replicas leave together. If one fails, all raise."""
+        """A context around work of every replica: all leave it, or all raise if the work fails on one."""
         with self.watched(), self._timeouts.starting(), Round(self._replicas) as r:
             r.compare(Facts({"the call": [what]}))
             yield
 
     def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
-        """Do `work` in `all_ranks`; `alike` gives its lines once the work is done."""
-        self.check_whole()
-        with self.watched(), self._timeouts.starting(), Round(self._agreement) as r:
+        """Do `work` in `all_ranks`; `alike` gives the lines afterwards."""
+        lines: dict[str, list[str]] = {}
+        with self.all_ranks(what, lines):
             result = work()
-            r.compare(self._described(Facts(alike() if alike else {}), what))
+            lines.update(alike() if alike else {})
         return result
 
     def replicas_do(self, what: str, work: Callable[[], T]) -> T:
@@ -133,11 +133,9 @@ class Calls:
     def prepare(
         self, batch: Batch, weights: LossArguments = NO_WEIGHTS, *, training: bool = True, asked: str = "step"
     ) -> tuple[StepCall, PreparedStep]:
-        """The call and its runner. `asked`: the name of the call.
+        """The call and its runner, on all replicas or on none where the call exchanges values with replicas.
 
-        A call in which replicas exchange values is prepared on all of them or on none: a training call, for each replica waits
-        for the gradients of the others, and every call where replicas hold shards of the parameters, or other experts. A new
-        call has the timeout of the start, until all replicas are prepared.
+        `asked`: the name of the call. A new call has the timeout of the start, until all replicas are prepared.
         """
         self.check_whole()
         meeting = [self._replicas] if training or self._meets_replicas else []
@@ -150,9 +148,12 @@ class Calls:
                 call = self._with_data(call, prepared)
             if training:
                 self._initial.compare_shared_layers(self._agreement)
-            r.compare(self._facts_of_replica(prepared, asked, training=training))
+            r.compare(self._facts_of_replica(prepared, asked, self._initial.of_replica() if training else NO_LINES))
+        if training and self._initial.sends:
+            with self.exchanging():
+                self._initial.send()
         if training:
-            self._finish_initial_values()
+            self._initial.finish(self._agreement)
         return call, prepared
 
     def compile(self, batch: Batch, microbatches: int) -> None:
@@ -200,18 +201,11 @@ class Calls:
         with self.exchanging():
             return replace(call, parts=filled(call.parts, holdings, self._agreement))
 
-    def _facts_of_replica(self, prepared: PreparedStep, asked: str, *, training: bool) -> Facts:
-        """What replicas compare: their stages, their shards, the call, and their values before the first training call."""
+    def _facts_of_replica(self, prepared: PreparedStep, asked: str, values: Mapping[str, Sequence[str]]) -> Facts:
+        """What replicas compare: their stages, their shards, the call, and their initial values."""
         sharded = self._cache.ownership.sharded
         layout = {} if sharded is None else {"the shards of the parameters": sharded.layout}
-        values = self._initial.of_replica() if training else NO_LINES
         return prepared.lowered.replica_facts.adding({"the call": [asked], **layout, **values})
-
-    def _finish_initial_values(self) -> None:
-        if self._initial.sends:
-            with self.exchanging():
-                self._initial.send()
-        self._initial.finish(self._agreement)
 
     @property
     def _meets_replicas(self) -> bool:

@@ -2,12 +2,11 @@
 
 Contract
 --------
-- One compiled graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast, or one for several sizes
-  (`varying_sizes.py`); one runner per sequence of graphs that a call's microbatches use. A call that has a runner takes one
-  look-up, by the key of `cache_key.py`.
+- One graph per key of a microbatch, or one for several sizes (`varying_sizes.py`); one runner per key of a call
+  (`cache_key.py`). A call that has a runner takes one look-up.
 - At most `max_graphs` graphs are kept, as many graphs with open sizes, and those of the latest call if it uses more; the one
   used longest ago goes first, with a message that says which argument keeps changing.
-- A new call is captured, lowered, agreed on, compiled, agreed on, and gets its runner. If a step fails on one rank it fails on
+- A new call is captured, lowered, agreed on, compiled, agreed on, and gets its runner. If that fails on one rank it fails on
   all, and a rank keeps only graphs and runners that all ranks keep.
 - The first graph decides which rank holds which parameter (`ownership/`); a later one that would read it elsewhere is refused.
 """
@@ -99,8 +98,7 @@ class GraphCache:
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model as it is now.
 
-        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, while another thread
-        captures the model, and where another pipeline has trained a parameter elsewhere.
+        Raises `GraphPPError` as `KeyMaker.key` does, and where another pipeline has trained a parameter elsewhere.
         """
         key = self._keys.key(training, [part.signature for part in parts])
         if self.first is not None:
@@ -168,11 +166,7 @@ class GraphCache:
         return call.key in self._prepared
 
     def prepare(self, call: StepCall) -> PreparedStep:
-        """The runner of a call, from the cache or made now. Called by all ranks.
-
-        A new call takes two rounds of agreement, one when it is lowered and one when it is compiled. Raises on all ranks if it
-        raises on one.
-        """
+        """The runner of a call, from the cache or made now. Called by all ranks; raises on all ranks if it raises on one."""
         if call.key not in self._prepared:
             self._prepare(call)
         step = self._prepared.use(call.key)
@@ -205,10 +199,7 @@ class GraphCache:
         self._assembly.keep_only(self._all_kept())
 
     def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
-        """The same graphs under another table of computations, on the same ranks, without replicas; it is not kept.
-
-        Called by all ranks.
-        """
+        """The same graphs under another table of the same ranks, without replicas; not kept. Called by all ranks."""
         table = CheckedTable(schedule, training=True, shards=self._shards, flow=step.lowered.table.flow)
         with Round(*self._groups) as r:
             made = lowered(self._request, step.lowered.graphs, table, self._assembly.regions)
@@ -228,8 +219,7 @@ class GraphCache:
 
     def _capture(self, call: StepCall, microbatches: int) -> tuple[dict[GraphKey, CompiledGraph], CheckedTable]:
         """The graph of each kind of microbatch in a call, captured where it is new, and the table for so many microbatches."""
-        graphs: dict[GraphKey, CompiledGraph] = {}
-        first = self.first
+        graphs, first = dict[GraphKey, CompiledGraph](), self.first
 
         def table_for(stages: int) -> CheckedTable:
             return self.tables.checked(stages, microbatches, call.training)
@@ -266,10 +256,10 @@ class GraphCache:
         self, captured: CapturedGraph, part: FlatMicrobatch, table_for: TableFor, first: CompiledGraph | None
     ) -> CompiledGraph:
         """A captured graph, compiled; one with open sizes for the sizes of `part`."""
-        graph = compile_graph(self._request, captured, table_for, first)
-        if captured.joint.symbols is None:
+        graph, symbols = compile_graph(self._request, captured, table_for, first), captured.joint.symbols
+        if symbols is None:
             return graph
-        values = captured.joint.symbols.values(part.shapes)
+        values = symbols.values(part.shapes)
         assert values is not None, "a graph does not hold for the sizes of which it was captured"
         return graph.at(values)
 
