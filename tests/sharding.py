@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphpp
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 
 DATA = ("dp_replicate", "dp_shard", "ep", "cp")
 ROWS, VOCAB, WIDTH = 16, 13, 7

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphpp
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.sharding import Mesh
 
 VOCAB, WIDTH, LENGTH, ROWS, MICROBATCHES, STEPS = 24, 8, 6, 8, 4, 2

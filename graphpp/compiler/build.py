@@ -69,8 +69,7 @@ class Lowered:
     def replica_facts(self) -> Facts:
         """The lines that ranks which average their gradients must have alike."""
         known = facts.of_replica([self.programs[0].stages[stage] for stage in self.local], self.table)
-        layers = facts.of_layers(self.programs, self.local) if self.programs[0].gathers_layers else Facts({})
-        return Facts({**known.lines, **layers.lines})
+        return known.adding(facts.of_layers(self.programs, self.local)) if self.programs[0].gathers_layers else known
 
 
 def lowered(

@@ -29,14 +29,12 @@ from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import Hook, PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
-from graphpp.planner import offload_policy as offload
-from graphpp.planner.counts import stages_of
-from graphpp.planner.layer_plan import layer_bytes, layer_plan
+from graphpp.planner import offload_windows as offload
 from graphpp.planner.layers import module_calls
 from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.plan import Plan
-from graphpp.planner.shard_plan import ShardPlan
-from graphpp.planner.tables import CheckedTable
+from graphpp.planner.shard_plan import ShardPlan, layer_bytes, layer_plan
+from graphpp.planner.tables import CheckedTable, stages_of
 from graphpp.progress import working
 from graphpp.runtime.offloader import eviction_frees_memory
 from graphpp.runtime.program import Input, PipelineProgram, StageProgram

@@ -26,9 +26,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from graphpp.checkpoint.plain_text import torchs_reason
 from graphpp.checkpoint.restore import ENTRY, told
-from graphpp.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader
+from graphpp.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader, torchs_reason
 from graphpp.errors import CheckpointError
 
 _SAVED = (".pt", ".pth", ".bin")  # files of torch.save

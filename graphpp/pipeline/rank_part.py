@@ -20,7 +20,6 @@ from torch import nn
 
 from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, Accepted, checked, or_none, require
 from graphpp.errors import GraphPPError
-from graphpp.ownership.gather import gathered, keys_of
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from graphpp.checkpoint.folder import Checkpoint
     from graphpp.checkpoint.optimizer_state import Part
-    from graphpp.ownership.shard_values import ShardValues
 
 
 _FUNCTION = or_none(FUNCTION)
@@ -149,16 +147,10 @@ class RankPart(ModuleHabits):
         needed = [fqn for fqn in everything if fqn in local]
         unread = [fqn for fqn in everything if fqn not in held]
 
-        def values() -> ShardValues | None:
-            shards = owned.shards_to_fill()
-            materials.fill(needed, unread, source, shards)
-            return shards
-
-        def fill() -> ShardValues | None:
-            return self._calls.all_do("materialize", values, lambda: lines)
-
         try:
-            shards = self._calls.replicas_do("materialize", fill)
+            with self._calls.all_replicas("materialize"), self._calls.all_ranks("materialize", lines):
+                shards = owned.shards_to_fill()
+                materials.fill(needed, unread, source, shards)
         except BaseException:
             materials.undo()
             raise
@@ -182,16 +174,15 @@ class RankPart(ModuleHabits):
         dict. Tensors travel one by one, so a rank holds at most one more than it asked for. Raises `GraphPPError` on all ranks
         for an unknown key.
         """
-        entries: dict[str, torch.Tensor] = {}
+        from graphpp.ownership.export import gathered, keys_of  # imports safetensors
+
         known = {key: value for key, value in self._state.entries().items() if isinstance(value, torch.Tensor)}
 
-        def read() -> None:
+        with self._calls.all_ranks("gather", {"its arguments": [f"names={names!r}", f"rank={rank}"]}):
             if rank is not None and rank >= self._place.ranks:
                 raise GraphPPError(f"rank: the pipeline has ranks 0..{self._place.ranks - 1}, got {rank}")
-            entries.update((key, known[key]) for key in keys_of(names, known))
+            entries = {key: known[key] for key in keys_of(names, known)}
             self._check_entries()
-
-        self._calls.all_do("gather", read, lambda: {"its arguments": [f"names={names!r}", f"rank={rank}"]})
         with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
             return gathered(entries, self._holders(), self._place, rank)
 
@@ -215,8 +206,8 @@ class RankPart(ModuleHabits):
 
         path = Path(folder).expanduser().resolve()
         export = Export(self._state.entries(), self._holders(), names, dtype, max_file_bytes)
-        save = partial(export.save, path, self._place, self._calls, self._check_entries)
-        self._calls.replicas_do(f"save_weights {path}", save)
+        with self._calls.all_replicas(f"save_weights {path}"):
+            export.save(path, self._place, self._calls, self._check_entries)
 
     def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
         """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.

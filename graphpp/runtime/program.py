@@ -153,8 +153,8 @@ class Phase(StrEnum):
 
     @property
     def label(self) -> str:
-        """The phase in titles, file names and messages: `forward`, `weight_grad`; `prepare` for HOIST, as in all dumps."""
-        return "prepare" if self is Phase.HOIST else self.name.lower()
+        """The phase in titles, file names and messages: `forward`, `weight_grad`."""
+        return self.name.lower()
 
     @property
     def is_backward(self) -> bool:
@@ -212,8 +212,8 @@ class LayerTraffic:
 
     `gathers`: for each gather the bytes that every rank gives; `whole`: the most bytes of whole parameters alive at once.
     `gradients`: the FQNs of the gradients that are summed over the ranks together, once the program has made all of them;
-    `sums`, `reductions`: for each such sum the bytes of the gradients, as they are made and as they are sent. `sent`: the
-    bytes that a rank sends in all, but for what stays with it. `order`: a line for each gather and each sum, in the order in
+    `sums`, `reductions`: for each such sum the bytes of the gradients, as they are made and as they are sent. `sent`: bytes
+    this rank sends to other ranks (its own share not counted). `order`: a line for each gather and each sum, in the order in
     which the program starts them, which all ranks must have alike.
     """
 

@@ -176,12 +176,6 @@ def test_the_pointer_shows_an_action_and_a_click_selects_its_microbatch(shown: S
     assert until(lambda: shown.picture("timeline-1") == before)
 
 
-def test_a_microbatch_that_does_not_exist_selects_nothing(shown: Shown) -> None:
-    shown.page.fill("#microbatch", "8")
-    shown.page.press("#microbatch", "Enter")
-    assert shown.page.input_value("#microbatch") == "" and shown.page.inner_text("#selection") == ""
-
-
 def test_the_theme_follows_the_system_and_the_switch(shown: Shown) -> None:
     assert shown.has_theme("light")
     shown.page.emulate_media(color_scheme="dark")
@@ -219,14 +213,6 @@ def test_print_is_light_and_without_controls(shown: Shown) -> None:
     assert shown.page.locator(".controls").first.is_visible()
 
 
-def test_tables_open_and_have_the_numbers(shown: Shown) -> None:
-    shown.page.click("text=Table: At the moment with most bytes")
-    table = shown.page.locator("#memory table").first
-    assert table.is_visible()
-    assert table.locator("thead th").all_inner_texts()[-3:] == ["together", "cap", "of the cap"]
-    assert table.locator("tbody tr").count() == 4
-
-
 def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
     row = shown.page.locator("[data-plan='0']")
     row.locator("button").press("Enter")
@@ -242,13 +228,6 @@ def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
     shown.page.mouse.click(place["x"] + x, place["y"] + y)
     assert shown.page.locator("[data-plan='2']").get_attribute("data-chosen") is not None
     assert row.get_attribute("data-chosen") is None
-
-
-def test_a_rank_is_chosen_for_memory_over_time(shown: Shown) -> None:
-    before = shown.picture("memory-time")
-    rank = shown.page.input_value("#memory-rank")
-    shown.page.select_option("#memory-rank", "0" if rank != "0" else "1")
-    assert until(lambda: shown.picture("memory-time") != before)
 
 
 def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
@@ -278,13 +257,6 @@ def test_texts_of_users_run_nothing(context: Any, tmp_path: Path) -> None:
     assert shown.page.locator("img").count() == 0
     assert NASTY in shown.page.locator("h1").inner_text()
     shown.page.hover("#plan-front", position={"x": 600, "y": 200})
-    assert shown.errors == []
-    shown.page.close()
-
-
-def test_a_page_without_data_has_no_chart(context: Any, tmp_path: Path) -> None:
-    shown = Shown(context, write_page(Page(), tmp_path / "page.html"))
-    assert shown.page.locator(".chart").count() == 0
     assert shown.errors == []
     shown.page.close()
 

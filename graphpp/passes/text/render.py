@@ -287,7 +287,7 @@ def format_role(role: InputRole | OutputRole) -> str:
         case program.Received() | program.Saved() | program.Sent():
             return type(role).__name__.lower()
         case program.StepInvariant(name):
-            return f"prepared {name}"
+            return f"hoisted {name}"
     kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(role).__name__).lower()
     return " ".join([kind, *(str(getattr(role, item.name)) for item in fields(role))])
 

@@ -107,9 +107,9 @@ def test_a_file_runs_in_a_process_of_its_own_and_prints_its_results(tmp_path: Pa
 def test_a_file_captured_for_another_device_runs_on_this_one(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (llama / "programs/stage0_prepare.py").read_text()
+    text = (llama / "programs/stage0_hoist.py").read_text()
     assert "torch.device('cpu')" in text
-    moved = tmp_path / "stage0_prepare.py"
+    moved = tmp_path / "stage0_hoist.py"
     moved.write_text(text.replace("'cpu'", "'cuda:0'"))
     load(moved).main("cpu")
     assert "prepared cos: float32" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import graphpp
 from graphpp.ownership.initialize import reset
-from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
+from graphpp.runtime.dtensors import local_tensor, whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.expert_parallel import batch, compiled, mixture

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp._torch.this_thread import replaced
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.sharding import Mesh, batch, compiled, example, odd, sgd
 from tests.special_models import CUTS
@@ -181,31 +181,6 @@ def test_refusals_say_what_to_do() -> None:
         assert "parameter.data.contiguous()" in found["strides"]
         assert "register hooks on pipe.parameters()" in found["a hook"]
         assert "keep" in found["keep"]
-
-
-def with_other_values(rank: int, values: Any) -> str | None:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    pipe = graphpp.compile(
-        model, F.mse_loss, mesh=SHARD2.made(), microbatches=2, parallel=graphpp.Parallel(replica_values=values)
-    )
-    x = torch.ones(8, 4)
-    if values == "broadcast":
-        torch.manual_seed(0)
-        first = nn.Linear(4, 4)
-        pipe.eval(x, target=x)
-        assert torch.equal(pipe.gather()["0.weight"], first.weight)
-        pipe.step(x, target=x)
-        return None
-    with pytest.raises(graphpp.MismatchError) as error:
-        pipe.step(x, target=x)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("values", ["equal", "broadcast"])
-def test_replicas_begin_alike(values: str) -> None:
-    for text in run_ranks(with_other_values, 2, values):
-        assert values == "broadcast" or "the values of 0.bias, with which replicas must begin alike" in text
 
 
 def profiled(rank: int) -> float:

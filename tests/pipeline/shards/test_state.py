@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import graphpp
-from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
+from graphpp.runtime.dtensors import local_tensor, whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh, batch, compiled, example, odd

@@ -1,0 +1,125 @@
+"""Ask a rank over the store whether its process runs, and which line of the program it has reached.
+
+Contract
+--------
+- `start` starts one thread in this process, once. The thread reads the store only while no call of a pipeline has begun or
+  ended for `_interval()` seconds, through a connection of its own. The thread ends with the process group.
+- `ask` puts a question to ranks of the world and waits `_PATIENCE` intervals for the answers. A rank without an answer is
+  stopped: by a signal or a debugger, with its host, or by native code that does not release the interpreter.
+- The time between two questions to the store grows with the number of ranks, so that all ranks ask 500 times a second at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from graphpp._torch.distributed import Store, default_store, own_connection
+
+_PATIENCE = 4  # intervals
+_QUESTIONS_PER_SECOND = 500
+_KEY = "graphpp/late"
+_LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__, os.__file__))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The call of a pipeline that a rank is in (None: it is in none), and the line of the program that it has reached."""
+
+    call: str | None
+    line: str
+
+
+@dataclass
+class _Progress:
+    """The calls of this process: how many have begun or ended, the one that runs, the thread that made the latest one."""
+
+    count: int = 0
+    call: str | None = None
+    thread: int = threading.get_ident()
+
+
+_PROGRESS = _Progress()
+_ANSWERING: list[tuple[Store, threading.Thread]] = []  # the thread of the present process group's store
+
+
+@contextlib.contextmanager
+def calling(call: str) -> Iterator[None]:
+    """A context around a call of a pipeline that all ranks make; `call` names the same call on each rank."""
+    outer = _PROGRESS.call
+    _PROGRESS.count += 1
+    _PROGRESS.call, _PROGRESS.thread = call, threading.get_ident()
+    try:
+        yield
+    finally:
+        _PROGRESS.count += 1
+        _PROGRESS.call = outer
+
+
+def start() -> None:
+    """Let this process answer the questions of other ranks. Does nothing if it answers already, or without a process group."""
+    store = default_store() if dist.is_initialized() else None
+    answers = any(known is store and thread.is_alive() for known, thread in _ANSWERING)
+    if store is not None and not answers and dist.get_world_size() > 1:
+        thread = threading.Thread(target=_answer, args=(store, dist.get_rank()), name="graphpp late rank", daemon=True)
+        _ANSWERING[:] = [(store, thread)]
+        thread.start()
+
+
+def ask(ranks: Iterable[int]) -> dict[int, Answer | None]:
+    """The answers of these ranks of the world; None for a rank that gives no answer. Raises `RuntimeError` without a store."""
+    store = default_store()
+    keys = {rank: f"{_KEY}/{rank}/{store.add(f'{_KEY}/{rank}', 1)}" for rank in ranks}
+    until = time.monotonic() + patience()
+    answers: dict[int, Answer | None] = dict.fromkeys(keys)
+    while time.monotonic() < until and not all(answers.values()):
+        for rank, key in keys.items():
+            if answers[rank] is None and store.check([key]):
+                answers[rank] = Answer(*json.loads(store.get(key)))
+        time.sleep(0.05)
+    return answers
+
+
+def patience() -> float:
+    """Seconds that `ask` waits at most."""
+    return _PATIENCE * _interval()
+
+
+def _answer(store: Store, rank: int) -> None:
+    """Answer questions until the process group or the store ends."""
+    answered, seen, question = 0, -1, f"{_KEY}/{rank}"
+    try:
+        own = own_connection(store)
+        while dist.is_initialized() and default_store() is store:
+            if seen == _PROGRESS.count and own.check([question]) and (asked := own.add(question, 0)) > answered:
+                own.set(f"{question}/{asked}", json.dumps([_PROGRESS.call, _line()]))
+                answered = asked
+            seen = _PROGRESS.count
+            time.sleep(_interval())
+    except (RuntimeError, ValueError):  # the host of the store has ended; the process group has ended in between
+        return
+
+
+def _interval() -> float:
+    """Seconds between two looks at the store."""
+    return max(1.0, dist.get_world_size() / _QUESTIONS_PER_SECOND) if dist.is_initialized() else 1.0
+
+
+def _line() -> str:
+    """The innermost line of the user's own code on the stack of the thread that makes the calls."""
+    frame: FrameType | None = sys._current_frames().get(_PROGRESS.thread)
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+        frame = frame.f_back
+    found = frame or innermost
+    return "an unknown line" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} ({found.f_code.co_name})"

@@ -1,0 +1,202 @@
+"""Lost ranks: when a rank dies, every other rank raises an error that names it.
+
+Contract
+--------
+- The first rank that notices a failure looks for the lost rank by sending to every rank of the group (gloo), and writes its
+  finding into the store that all ranks share. A rank that notices later, because its own neighbour ended in turn, reads the
+  finding there, and sends to the ranks in it only. A rank that fails by itself writes its own number and error.
+- A rank that notices a failure and ends by itself leaves a note, so that a rank that notices later, in the call before or
+  after, does not take it for lost.
+- If the store was lost with its host, the error has this rank's own finding.
+- An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
+- After a timeout every rank is asked over the store (`late_rank.py`): a rank whose process is stopped is told from one that
+  runs but is late, and of a late rank the error names the line that it has reached.
+- Errors name ranks by their numbers in the world, and on a mesh by their coordinates too. A late rank gets an error that says
+  the others gave up waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from graphpp._torch.distributed import default_store
+from graphpp.errors import GraphPPError, RankFailure
+from graphpp.parallel import late_rank
+from graphpp.parallel.groups import PeerLost, has_gloo, reaches
+
+_STORE_TIMEOUT = timedelta(seconds=5)
+_CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost one
+_PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
+_LATE = "did not answer in time"
+_RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
+
+
+class FailureBoard:
+    """Turns the errors that follow the loss of a rank into a `RankFailure` that names the rank that was lost first."""
+
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup | None], name: str, described: Callable[[int], str] = "rank {}".format
+    ) -> None:
+        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: a rank of the world in an error."""
+        self._described = described
+        self._pipeline = groups[0]
+        self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
+        self._name = name
+        self._calls = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch one call that every rank makes: raise `RankFailure` if a rank is lost, publish a failure of this rank."""
+        self._calls += 1
+        if self._groups:
+            late_rank.start()
+        with late_rank.calling(self._key("")):
+            try:
+                yield
+            except GraphPPError:
+                raise
+            except Exception as error:
+                if self._groups:
+                    self._tell(error)
+                raise
+
+    def _tell(self, error: Exception) -> None:
+        """Raise `RankFailure` if a rank is lost or late; else publish that this rank failed."""
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            default_store().set(self._end_of(dist.get_rank()), str(self._calls))
+        me, known = dist.get_rank(), None if self._is_first() else self._published()
+        lost = self._lost_by_now(error, known)
+        if known is not None and "Timed out" in str(error):
+            lost = lost or list(known.ranks)  # a late rank can be reached
+        if known is not None and me in known.ranks:
+            raise RankFailure(
+                f"the other ranks have given up this step, because {self._described(me)}, this one, {known.fate}.\n{_RESTART}"
+            ) from error
+        if known is None:
+            found = self._late(lost) if "Timed out" in str(error) else None
+            if found is None and lost:
+                found = _Finding(tuple(lost), f"{'is' if len(lost) == 1 else 'are'} lost")
+            known = self._publish(found or _Finding((me,), f"failed with {type(error).__name__}: {error}"))
+            lost = list(found.ranks) if found is not None else []
+        if lost:
+            ranks = ", ".join(map(self._described, known.ranks))
+            raise RankFailure(
+                f"{ranks} {known.fate}, and {self._described(me)} cannot finish this step: {_reason(error)}.\n{_RESTART}"
+            ) from error
+
+    def _late(self, waited_for: Sequence[int]) -> _Finding | None:
+        """The ranks for which the others wait, after a timeout; None if all of them can be reached, run, and wait as well."""
+        me = dist.get_rank()
+        others = sorted({rank for group in self._groups for rank in dist.get_process_group_ranks(group)} - {me})
+        try:
+            answers = late_rank.ask(others)
+        except RuntimeError:  # the store is lost
+            return _Finding(tuple(waited_for), _LATE) if waited_for else None
+        stopped = tuple(rank for rank, answer in answers.items() if answer is None)
+        if stopped:
+            return _Finding(stopped, f"{_LATE}: stopped by a signal or a debugger, with its host, or in native code")
+        own = dist.get_process_group_ranks(self._pipeline) if self._pipeline is not None else []
+        # A rank of another replica is in a call of its own pipeline, under another name.
+        here, calls = self._key(""), {rank: answer.call for rank, answer in answers.items() if answer is not None}
+        waiting = {rank for rank, call in calls.items() if call == here or (call is not None and rank not in own)}
+        late = tuple(rank for rank in answers if rank not in waiting) or tuple(waited_for)
+        if not late:
+            return None
+        reached = answers[late[0]]
+        where = f", and is at {reached.line}" if reached is not None else ""
+        return _Finding(late, f"{_LATE}: the process of rank {late[0]} runs{where}")
+
+    def _lost_by_now(self, error: Exception, known: _Finding | None) -> list[int]:
+        """As `_lost`; for a second after a lost connection, since a dying process closes its connections one by one."""
+        for _ in range(_PROBES):
+            lost = self._lost(error, known)
+            if lost or not any(words in str(error) for words in _CONNECTION):
+                return lost
+            time.sleep(_BETWEEN_PROBES)
+        return []
+
+    def _lost(self, error: Exception, known: _Finding | None) -> list[int]:
+        """The ranks (of the world) that cannot be reached, or whose message did not arrive; of the known ones if there are."""
+        lost = set[int]()
+        if isinstance(error, PeerLost) and error.peer is not None and self._pipeline is not None:
+            lost.add(dist.get_global_rank(self._pipeline, error.peer))
+        for group in filter(has_gloo, self._groups):
+            ranks = dist.get_process_group_ranks(group)
+            suspects = {rank for rank in ranks if known is None or rank in known.ranks} - {dist.get_rank()}
+            lost |= {rank for rank in suspects if not reaches(group, ranks.index(rank))}
+        first = lost - self._ended_by_themselves(lost) if len(lost) > 1 else lost
+        return sorted(first or lost)
+
+    # ------------------------------------------------------------------------------------------------ the store
+
+    def _key(self, name: str) -> str:
+        return f"graphpp/lost/{self._name}/{self._calls}/{name}"
+
+    def _end_of(self, rank: int) -> str:
+        return f"graphpp/ended/{self._name}/{rank}"
+
+    def _is_first(self) -> bool:
+        """Whether this is the first rank that notices a failure in this call, or the store is lost."""
+        try:
+            return int(default_store().add(self._key("looks"), 1)) == 1
+        except RuntimeError:
+            return True
+
+    def _published(self) -> _Finding | None:
+        """The finding of the rank that looked first, for which this rank waits a moment."""
+        try:
+            store = default_store()
+            store.wait([self._key("found")], _STORE_TIMEOUT + timedelta(seconds=late_rank.patience()))
+            return _Finding.read(store.get(self._key("found")))
+        except RuntimeError:
+            return None
+
+    def _publish(self, finding: _Finding) -> _Finding:
+        """Write the finding unless another rank has written one for this call; returns the one in the store, or the own one."""
+        try:
+            store = default_store()
+            before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
+            store.set_timeout(_STORE_TIMEOUT)
+            try:
+                return _Finding.read(store.compare_set(self._key("found"), "", json.dumps([finding.ranks, finding.fate])))
+            finally:
+                store.set_timeout(before)
+        except RuntimeError:
+            return finding
+
+    def _ended_by_themselves(self, ranks: Iterable[int]) -> set[int]:
+        """Those of these ranks that have noticed a failure in this call or the one before or after, and ended."""
+        try:
+            store = default_store()
+            noted = {rank: int(store.get(key)) for rank in ranks if store.check([key := self._end_of(rank)])}
+        except RuntimeError:
+            return set()
+        return {rank for rank, calls in noted.items() if abs(calls - self._calls) <= 1}
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """The ranks (of the world) that failed first, and their fate: `is lost`, `did not answer in time: ..`, or an error."""
+
+    ranks: tuple[int, ...]
+    fate: str
+
+    @classmethod
+    def read(cls, written: bytes) -> _Finding:
+        """The finding in the store, as JSON."""
+        ranks, fate = json.loads(written)
+        return cls(tuple(ranks), fate)
+
+
+def _reason(error: Exception) -> str:
+    """gloo's error without its source line and its advice."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", line).partition(". ")[0]

@@ -1,0 +1,231 @@
+"""The sharded parameters of a rank: `DTensor`s in the place of the model's parameters, as views of flat shards.
+
+Contract
+--------
+- Each parameter of a rank's stages is an `nn.Parameter` that is a `DTensor` with the placement `Shard(0)` over the mesh of
+  `dp_shard`, `Replicate()` for a 0-dim parameter. Where ranks share layers, the mesh is that of `tp` and `dp_shard`, and the
+  rows are those of the part that `tp` gives a rank; a parameter that `tp` leaves whole is replicated over `tp`. The parameter
+  keeps its FQNs, attributes and `requires_grad`.
+- Where ranks have other experts, an expert's mesh is that of `ep` and `dp_shard`; all other parameters are sharded over the
+  ranks of both.
+- Parameters lie in one flat shard if the same stages of the rank read them, the same ranks share them, they have one dtype and
+  one `requires_grad`, and all or none of them are vectors: optimizers often decay matrices alone.
+- A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from graphpp._torch.autograd import has_gradient_hooks
+from graphpp._torch.parallel.sharded_tensor import Spread, dtensor_of, parameter_of, sharded_by_rows, with_local
+from graphpp.arguments import type_name
+from graphpp.errors import GraphPPError
+from graphpp.parallel.rank_place import Sharding
+from graphpp.runtime.dtensors import keep_part, local_tensor, note_sharded, spread_tensor
+from graphpp.runtime.fsdp.flat_parameters import FlatParameter, FlatParameters
+from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.precision import Precision
+from graphpp.runtime.model_state import ModelState, TensorReader
+from graphpp.runtime.released import forget
+
+
+class ShardedParameters:
+    """The parameters of a rank's stages after they were sharded."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        stages: Mapping[str, Sequence[int]],
+        sharding: Mapping[str, Sharding],
+        device: torch.device,
+        *,
+        frees: bool,
+        precision: Precision | None = None,
+    ) -> None:
+        """Make shards of parameters; `take` gives them values, and `install` puts them into the model.
+
+        `tensors`: the parameters of this rank by FQN, in the model's order; their values do not count. `stages`: for each of
+        them the rank's stages that read it; `sharding`: the ranks that share it. `frees`: whether the memory of whole
+        parameters goes back when their stages are put away. `precision`: the dtypes of whole parameters and of messages.
+        """
+        _check(tensors)
+        self.sharding, self.precision = sharding, precision or Precision()
+        self._flat_parameters: FlatParameters | None = None
+        self._reader: TensorReader | None = None
+        groups: dict[Hashable, dict[str, torch.Tensor]] = {}
+        for fqn, tensor in tensors.items():
+            if tensor.dim():
+                same_ranks, vector = id(sharding[fqn]), tensor.dim() == 1
+                key = tuple(stages[fqn]), same_ranks, tensor.dtype, tensor.requires_grad, vector
+                groups.setdefault(key, {})[fqn] = local_tensor(tensor)
+        self.flat = [self._flat_shard(each, device, frees=frees) for each in groups.values()]
+        self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
+        scalars = {fqn: tensor for fqn, tensor in tensors.items() if not tensor.dim()}
+        self._scalars = {fqn: torch.zeros((), dtype=tensor.dtype, device=device) for fqn, tensor in scalars.items()}
+        self.parameters = {fqn: self._parameter(fqn, tensor) for fqn, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def take(self, fqn: str, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a parameter. All ranks of the mesh have equal values."""
+        if fqn in self._scalars:
+            self._scalars[fqn].copy_(whole)
+        else:
+            self._flat_of[fqn].take(fqn, whole)
+
+    def install(self, state: ModelState) -> None:
+        """Put the sharded parameters into the model, in the places of those that it has."""
+        _install(self.parameters, state, "they are sharded over dp_shard now")
+
+    def check(self, state: ModelState) -> None:
+        """Raise `GraphPPError` where another object stands in the place of a parameter."""
+        if self._reader is None:
+            self._reader = state.reader(self.parameters)
+        for (fqn, own), found in zip(self.parameters.items(), self._reader(), strict=True):
+            if found is not own:
+                raise GraphPPError(
+                    f"another object stands in the place of {fqn}, which dp_shard has sharded over the ranks: change its "
+                    "values in place, with torch.no_grad(), or by pipe.load_state_dict"
+                )
+
+    @property
+    def layout(self) -> list[str]:
+        """Lines that all ranks of the mesh must have alike: one for each flat shard, and one about messages."""
+        texts = (", ".join(flat.layout.regions) for flat in self.flat)
+        lines = [f"{flat.values.dtype} as {flat.whole_dtype} {text}" for flat, text in zip(self.flat, texts, strict=True)]
+        return [*lines, f"gradients are sent in {self.precision.reduce_dtype}"]
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self.parameters
+
+    def whole(self, fqn: str) -> torch.Tensor:
+        """The whole parameter, which has values while a stage that reads it is unsharded; of a 0-dim one those of now."""
+        if fqn in self._scalars:
+            own = self._scalars[fqn]
+            return own.to(dtype=self.precision.of_whole(own.dtype))
+        return self._flat_of[fqn].whole(fqn)
+
+    def gathered_by_programs(self, fqn: str) -> torch.Tensor:
+        """What a program is given that gathers its parameters itself: the rows; a 0-dim or empty parameter whole."""
+        flat = self._flat_of.get(fqn)
+        return self.whole(fqn) if flat is None or not flat.layout.regions[fqn].elements else flat.rows(fqn)
+
+    def shards_of(self, fqns: Iterable[str]) -> list[FlatShard]:
+        """The flat shards with these parameters, in order."""
+        found = {id(self._flat_of[fqn]) for fqn in fqns if fqn in self._flat_of}
+        return [flat for flat in self.flat if id(flat) in found]
+
+    def lengths(self, fqn: str) -> list[int]:
+        """The elements of a parameter that each rank holds."""
+        return [1] * self.sharding[fqn].ranks if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
+
+    def flat_parameters(self) -> FlatParameters:
+        """The flat parameters; from then on gradients are views of theirs."""
+        if self._flat_parameters is None:
+            self._flat_parameters = FlatParameters(self.flat, self.parameters)
+        return self._flat_parameters
+
+    @property
+    def flat_parts(self) -> Sequence[FlatParameter]:
+        """The flat parameters that somebody has asked for."""
+        return self._flat_parameters.flat if self._flat_parameters is not None else ()
+
+    def begin_gradients(self) -> None:
+        """Start a step."""
+        if self._flat_parameters is not None:
+            self._flat_parameters.begin()
+
+    def add_gradient(self, fqn: str, rows: torch.Tensor) -> None:
+        """Add the gradient of this rank's rows to `parameter.grad`. `rows`: their elements in order, taken over."""
+        parameter = self.parameters[fqn]
+        if self._flat_parameters is not None and fqn in self._flat_parameters:
+            self._flat_parameters.add(fqn, rows)
+            return
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).add_(rows.view_as(local_tensor(parameter.grad)))
+            return
+        local, wanted = rows.view(local_tensor(parameter).shape), parameter.grad_dtype
+        parameter.grad = with_local(parameter, local if wanted is None else local.to(dtype=wanted))
+
+    def _flat_shard(self, tensors: Mapping[str, torch.Tensor], device: torch.device, *, frees: bool) -> FlatShard:
+        whole = self.precision.of_whole(next(iter(tensors.values())).dtype)
+        group = self.sharding[next(iter(tensors))].group
+        return FlatShard(tensors, group, device, frees=frees, whole_dtype=whole)
+
+    def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
+        local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
+        part = spread_tensor(tensor)
+        mesh = self.sharding[fqn].spread_mesh
+        # A mesh of one dimension has no `tp` or `ep` with several ranks: the model's own `DTensor`s are whole there.
+        before = () if part is None or mesh.ndim == 1 else part.spread.placements
+        spread = sharded_by_rows(mesh, tensor.shape, tensor.stride(), before)
+        made = _made(tensor, local, spread)
+        keep_part(made, tensor)
+        note_sharded(made)
+        return made
+
+
+class SpreadParameters:
+    """Memory for parameters that the model itself spreads over ranks: `DTensor`s like its own, which have none."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """`tensors`: `DTensor`s of the model's by FQN, on the meta device."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        for fqn, tensor in tensors.items():
+            part = spread_tensor(tensor)
+            assert part is not None, f"{fqn} is spread"
+            local = torch.empty_strided(part.local.shape, part.local.stride(), dtype=tensor.dtype, device=device)
+            self.parameters[fqn] = _made(tensor, local, part.spread)
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self.parameters
+
+    @torch.no_grad()
+    def take(self, fqn: str, part: torch.Tensor) -> None:
+        """Copy this rank's part of a parameter."""
+        local_tensor(self.parameters[fqn]).copy_(part)
+
+    def install(self, state: ModelState) -> None:
+        """Put the parameters into the model, in the places of those that it has."""
+        _install(self.parameters, state, "pipe.materialize has put others in their places")
+
+
+def _made(tensor: torch.Tensor, local: torch.Tensor, spread: Spread) -> nn.Parameter:
+    """A `DTensor` parameter with the attributes of `tensor`; it requires a gradient where `tensor` does."""
+    made = parameter_of(dtensor_of(local, spread), requires_grad=tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    if tensor.requires_grad:
+        made.grad_dtype = tensor.grad_dtype
+    return made
+
+
+def _install(parameters: Mapping[str, nn.Parameter], state: ModelState, now: str) -> None:
+    """Put parameters into the model; `now` says where the former ones are trained."""
+    former = {fqn: state.tensor(fqn) for fqn in parameters}
+    state.exchange({id(tensor): parameters[fqn] for fqn, tensor in former.items()})
+    forget(((tensor, fqn) for fqn, tensor in former.items()), now)
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    for fqn, tensor in tensors.items():
+        plain = type(tensor).__torch_function__ is nn.Parameter.__torch_function__
+        if not plain and spread_tensor(tensor) is None:
+            raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and dp_shard shards plain parameters")
+        if tensor.grad is not None:
+            raise GraphPPError(
+                f"{fqn} has a gradient, and dp_shard makes a new parameter of it: call zero_grad() before graphpp.compile"
+            )
+        if has_gradient_hooks(tensor):
+            raise GraphPPError(
+                f"{fqn} has a gradient hook, and dp_shard makes a new parameter of it: register hooks on pipe.parameters()"
+            )
+
+
+def check_written(written: Collection[str], sharded: Collection[str]) -> None:
+    """Raise `GraphPPError` where a forward writes a parameter that would be sharded."""
+    found = sorted(set(written) & set(sharded))
+    if found:
+        raise GraphPPError(f"the forward writes the parameter {found[0]}, of which dp_shard keeps rows only: make it a buffer")

@@ -1,0 +1,97 @@
+"""After a timeout, the error tells a rank that is stopped from a rank that is late, and names the line of the late one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+import graphpp
+from graphpp._torch.distributed import default_store
+from graphpp.errors import RankFailure
+from graphpp.parallel import late_rank
+from tests.distributed import rank_outcomes, run_ranks
+from tests.parallel.test_agreement import SOON, STEP, TWO, Plain, X, Y
+
+
+def two_good_steps() -> graphpp.Pipeline:
+    torch.set_num_threads(1)
+    parallel = graphpp.Parallel(timeout=STEP, start_timeout=SOON)
+    pipe = graphpp.compile(Plain(), F.cross_entropy, parallel=parallel, **TWO)
+    for _ in range(2):
+        pipe.step(X, target=Y)
+    return pipe
+
+
+def loads_slowly(rank: int) -> str:
+    pipe = two_good_steps()
+    if rank == 1:
+        read_from_a_slow_disk()
+    with patch.object(late_rank, "_PATIENCE", SOON):  # a rank that runs answers in the end, also on a busy machine
+        return failure_of_a_step(pipe)
+
+
+def failure_of_a_step(pipe: graphpp.Pipeline) -> str:
+    try:
+        pipe.step(X, target=Y)
+    except RankFailure as error:
+        default_store().set("given up", "")
+        return str(error)
+    return "no error"
+
+
+def read_from_a_slow_disk() -> None:
+    default_store().wait(["given up"], timedelta(seconds=SOON))
+
+
+def test_a_late_rank_is_named_with_its_line() -> None:
+    waiting, late = run_ranks(loads_slowly, 2)
+    line = read_from_a_slow_disk.__code__.co_firstlineno + 1
+    place = f"test_late_rank.py:{line} (read_from_a_slow_disk)"
+    assert waiting.startswith("rank 1 did not answer in time: the process of rank 1 runs, and is at ")
+    assert place in waiting.partition(", and rank 0")[0]
+    assert late.startswith("the other ranks have given up this step, because rank 1, this one, did not answer in time")
+
+
+def is_stopped(rank: int) -> str:
+    """A step of which rank 1 is stopped, until rank 0 has given up."""
+    pipe, store = two_good_steps(), default_store()
+    if rank == 1:
+        store.set("process", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return failure_of_a_step(pipe)
+    process = int(store.get("process"))
+    try:
+        return failure_of_a_step(pipe)
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def test_a_stopped_rank_is_told_from_a_late_one() -> None:
+    waiting, stopped = rank_outcomes(is_stopped, 2)
+    assert waiting.value.startswith("rank 1 did not answer in time: stopped by a signal or a debugger")
+    assert stopped.value is not None
+    assert "this one" in stopped.value
+
+
+def counts_threads(rank: int) -> list[str]:
+    two_good_steps()
+    two_good_steps()
+    until = time.monotonic() + SOON  # the thread of an earlier test's process group ends at its next look
+    while len(found := names_of_threads()) > 1 and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def names_of_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("graphpp")]
+
+
+def test_one_thread_serves_all_pipelines() -> None:
+    assert run_ranks(counts_threads, 2) == [["graphpp late rank"], ["graphpp late rank"]]
