@@ -17,6 +17,7 @@ from tests.distributed import COLLECTED, PRELOADED, close_workers
 from tests.exhaustive import examples
 from tests.quick import QUICK
 
+pytest_plugins = ["tests.cpu_seconds"]
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
