@@ -139,7 +139,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_260,
     "graphpp/schedules": 8_600,
     "graphpp/verification": 1_540,
-    "tests": 50_130,
+    "tests": 50_250,
 }
 MOST_FILES = 482  # Python files of graphpp/, `__init__.py` included
 

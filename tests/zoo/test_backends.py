@@ -1,7 +1,8 @@
 """Well-known models under a backend: `graphpp.verify` compares their compiled stages with the uncut graph, and that with eager.
 
 `make test` takes one model, with regions that no compiler changes: tests/backends has a small model under Inductor.
-`GRAPHPP_INDUCTOR=1 pytest -m "" tests/zoo/test_backends.py` compiles all models, `make test-all` two that are made of other things.
+`make test-all` compiles two models that are made of other things, `GRAPHPP_INDUCTOR=1 pytest -m "" tests/zoo/test_backends.py`
+compiles all.
 """
 
 import os
