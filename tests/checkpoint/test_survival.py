@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.survival import survive, undisturbed
 from tests.exhaustive import further
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("seed", [0, *further(*range(1, 100))])
