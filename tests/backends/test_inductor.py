@@ -398,7 +398,7 @@ def started(name: str, cache: Path) -> dict[Path, int]:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sequential", *further("llama")])
+@pytest.mark.parametrize("name", further("sequential", "llama"))
 def test_inductor_trains_close_to_eager_and_starts_from_its_cache(name: str, tmp_path: Path) -> None:
     copy_vector_units(tmp_path)
     kept = started(name, tmp_path)

@@ -52,7 +52,7 @@ def states(rank: int, mesh: Mesh, folder: Path) -> None:
     assert all(torch.equal(whole_tensor(value), other[key]) for key, value in pipe.state_dict().items())
 
 
-@pytest.mark.parametrize(("mesh",), [(PIPE,), (SHARDS,), *further((TENSOR,), (REPLICAS,))])
+@pytest.mark.parametrize(("mesh",), [(PIPE,), *further((SHARDS,), (TENSOR,), (REPLICAS,))])
 def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path) -> None:
     run_ranks(states, mesh.ranks, mesh, tmp_path)
 
@@ -76,9 +76,8 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
-        (PIPE, ONE),
         (SHARDS, TENSOR),
-        *further((ONE, SHARDS), (TENSOR, PIPE), (PIPE, SHARDS), (REPLICAS, TENSOR), (TENSOR, REPLICAS)),
+        *further((PIPE, ONE), (ONE, SHARDS), (TENSOR, PIPE), (PIPE, SHARDS), (REPLICAS, TENSOR), (TENSOR, REPLICAS)),
     ],
 )
 def test_a_checkpoint_fits_every_mesh(saves: Mesh, loads: Mesh, tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def gradients_beside_eager(rank: int, mesh: Mesh, sequence: bool, tied: bool, op
 @pytest.mark.parametrize(
     ("mesh", "sequence", "tied", "stages", "schedule"),
     [
-        (TENSOR, False, False, 2, "1F1B"),
         (PIPE, True, False, 4, "ZBVZeroBubble"),
         *further(
+            (TENSOR, False, False, 2, "1F1B"),
             (TENSOR, True, False, 2, "1F1B"),
             (PIPE, False, False, 2, "GPipe"),
             (PIPE, True, False, 4, "Interleaved1F1B"),
@@ -77,7 +77,7 @@ def test_gradients_have_eagers_bits(mesh: Mesh, sequence: bool, tied: bool, stag
         (PIPE, False, True, {"split": CUTS[2]}),
         (SHARDS, False, True, {"parallel": graphpp.Parallel(keep=0)}),
         *further(
-            (SHARDS, True, False, {}),  # `make test` runs all dimensions at once with the models of tests/zoo/test_meshes.py
+            (SHARDS, True, False, {}),
             (EVERYTHING, True, False, {"split": CUTS[4], "schedule": "Interleaved1F1B", "parallel": graphpp.Parallel(keep=1)}),
             (EVERYTHING, True, True, {"split": CUTS[4], "schedule": "ZBVZeroBubble", "parallel": graphpp.Parallel(keep=0)}),
             (TENSOR, True, True, {}),
