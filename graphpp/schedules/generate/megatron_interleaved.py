@@ -144,7 +144,9 @@ def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: i
     warm_ups = [rank_microbatches(microbatches, chunks, group, ranks, rank)[2] for rank in range(ranks)]
     if ranks == 1:  # no schedule in Megatron; all forwards of a microbatch must run before its first backward
         warm_ups = [(chunks - 1) * group]
-    return from_orders([table_to_order(warm_up, chunks, steps) for warm_up in warm_ups], name="MegatronInterleaved")
+    orders = [table_to_order(warm_up, chunks, steps) for warm_up in warm_ups]
+    table = add_idle_cells([_row(rank, ranks, order) for rank, order in enumerate(orders)], stages)
+    return Schedule(table, stages, microbatches, "MegatronInterleaved")
 
 
 @checked(ScheduleError, orders=_ORDERS)

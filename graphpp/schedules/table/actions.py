@@ -152,8 +152,9 @@ def peer(message: Action) -> Action:
 
 def has_right_parts(action: Action) -> bool:
     """Whether an action has parts exactly if its kind asks for parts, and only single actions of the kinds allowed there."""
-    allowed = WITH_PARTS.get(action.kind, frozenset())
-    return bool(allowed) == bool(action.parts) and all(not part.parts and part.kind in allowed for part in action.parts)
+    if not action.parts:
+        return action.kind not in WITH_PARTS
+    return all(not part.parts and part.kind in WITH_PARTS.get(action.kind, ()) for part in action.parts)
 
 
 def parse(text: str) -> Action:
