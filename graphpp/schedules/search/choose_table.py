@@ -78,7 +78,7 @@ class Tables:
         """The makespan of a complete table; infinite if the table needs more bytes than the caps."""
         problem = self._problems[table.home]
         solution = evaluate_rows(problem, table.candidate, table.rows)
-        return solution.makespan * problem.unit if solution else inf
+        return solution.end[0] if solution else inf
 
     def _lacks_messages(self, table: Numbered) -> bool:
         messages = 3 * len(table.candidate.whole)
@@ -88,7 +88,7 @@ class Tables:
         """The makespan of a table if its messages took no time; infinite if that is above `limit`."""
         problem = self._silent[table.home]
         solution = evaluate_rows(problem, table.candidate, table.rows, 2 * limit / problem.unit)
-        return solution.makespan * problem.unit if solution else inf
+        return solution.end[0] if solution else inf
 
     def _fits(self, table: Numbered) -> bool:
         """True if no rank ever has more bytes alive than its cap."""

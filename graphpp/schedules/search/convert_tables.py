@@ -2,7 +2,7 @@
 
 Contract: `rows_of` takes a complete table, whose overlaps are of one forward and one backward, and leaves out its sends and
 receives; `numbered` takes a solution of the search, and `schedule_of` makes the table of either. Operations are numbered as in
-`problem.py`, and as in `messages.py` where messages are operations.
+`problem.py`, and as in `with_messages` where messages are operations.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def _backward_first(leaf: Action) -> bool:
     return leaf.kind is Kind.F
 
 
-def numbered(problem: Problem, solution: EvaluatedOrder, *, join: bool) -> Numbered:
+def numbered(solution: EvaluatedOrder, *, join: bool) -> Numbered:
     """The operations of a solution. `join`: an I and its W become a B if no rank starts earlier because they are separate."""
-    candidate, count = solution.candidate, problem.count
-    joined = {op - count for row in solution.rows for op in _joinable(problem, solution, row)} if join else set()
+    problem, candidate, count = solution.problem, solution.candidate, solution.problem.count
+    joined = {op - count for row in solution.rows for op in _joinable(solution, row)} if join else set()
     whole, beside = bytearray(candidate.whole), bytearray(candidate.beside)
     for x in joined:
         whole[x] = 1
@@ -114,32 +114,21 @@ def _cells(problem: Problem, row: Sequence[int], candidate: Candidate) -> Row:
     return tuple(cells)
 
 
-def _joinable(problem: Problem, solution: EvaluatedOrder, row: list[int]) -> list[int]:
+def _joinable(solution: EvaluatedOrder, row: list[int]) -> list[int]:
     """Input gradients followed at once by their weight gradients, whose reader starts only after both anyway."""
-    count, step, ends = problem.count, problem.microbatches, solution.ends
-    found = []
+    problem, candidate, ends = solution.problem, solution.candidate, solution.ends
+    count, step = problem.count, problem.microbatches
+    joinable = []
     for op, following in pairwise(row):
         stage = op % count // step
         if op < count or following != op + count or problem.whole[stage] > problem.took[op] + problem.took[following] + 1e-9:
             continue
         reader = op - step
-        if problem.messages:
-            found.append(op)  # the SEND stands behind both
-            continue
-        if stage and solution.candidate.beside and solution.candidate.beside[reader - count]:
-            continue  # the reader's pair starts earlier than its own time before its end
-        if (
-            stage
-            and ends[reader] - _time(problem, solution, reader) < _after(problem, ends[op], reader, following) - 1e-9
-        ):
-            continue
-        found.append(op)
-    return found
-
-
-def _after(problem: Problem, end: float, reader: int, weight: int) -> float:
-    return end + problem.took[weight] + problem.lag[reader]
-
-
-def _time(problem: Problem, solution: EvaluatedOrder, op: int) -> float:
-    return operation_time(problem, solution.candidate, op)
+        if not problem.messages and stage:  # else the SEND stands behind both, or nobody reads the gradient
+            if candidate.beside and candidate.beside[reader - count]:
+                continue  # the reader's pair starts earlier than its own time before its end
+            start = ends[reader] - operation_time(problem, candidate, reader)
+            if start < ends[op] + problem.took[following] + problem.lag[reader] - 1e-9:
+                continue
+        joinable.append(op)
+    return joinable

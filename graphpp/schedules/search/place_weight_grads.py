@@ -18,7 +18,7 @@ from math import inf
 from graphpp.arguments import checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.search.arguments import caps_of
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.choose_table import Tables
 from graphpp.schedules.search.convert_tables import Numbered, candidate_of, numbered, rows_of
 from graphpp.schedules.search.evaluate import evaluate_order
@@ -58,13 +58,9 @@ def place_weight_grads(
 def _placed(problem: Problem, given: Numbered) -> Iterator[Numbered]:
     """The soonest placements."""
     found = [evaluate_order(problem, each) for each in _candidates(problem, given)]
-    fitting = sorted((each for each in found if each is not None), key=_value)
+    fitting = sorted((each for each in found if each is not None), key=lambda solution: solution.end)
     for solution in fitting[:_KEPT]:
-        yield from (numbered(problem, solution, join=join) for join in (True, False))
-
-
-def _value(solution: EvaluatedOrder) -> tuple[float, float]:
-    return solution.makespan, solution.value
+        yield from (numbered(solution, join=join) for join in (True, False))
 
 
 def _candidates(problem: Problem, given: Numbered) -> Iterator[Candidate]:

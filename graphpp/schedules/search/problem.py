@@ -137,6 +137,10 @@ class Problem:
         """The time between microbatches if the busiest rank never waits."""
         return max(sum(map(self.least, self.on(rank))) for rank in range(self.ranks))
 
+    def operation_length(self) -> float:
+        """The mean time of an F, I or W."""
+        return self.period() * self.ranks / (3 * self.stages)
+
     def prefers_whole(self, stage: int) -> bool:
         """True if a whole backward has an advantage: less time, or fewer bytes."""
         _, inputs, weights = self.stage_times(stage)

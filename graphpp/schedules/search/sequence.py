@@ -1,7 +1,7 @@
 """One order of the operations of all ranks: the form in which the search moves single operations and messages.
 
 Contract
-    A sequence has the computations of all ranks, and the messages between them where messages occupy ranks (`messages.py`).
+    A sequence has the computations of all ranks, and the messages between them where they occupy ranks (`with_messages`).
     Each element stands after the elements that it reads. A message stands there once, by the number of its SEND: the rows of
     both its ranks have the message at that place. So all messages have one total order, and no two ranks wait for each other,
     even where a send waits for its receive. Every table that `graphpp.schedules.check.checker.check` accepts has such a

@@ -339,20 +339,20 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
         for candidate in (solution.candidate, fill_waits(problem, solution.candidate, 5)):
             again = evaluate_order(problem, candidate)
             assert again is not None
-            table = schedule_of(problem, numbered(problem, again, join=False), "found")
+            table = schedule_of(problem, numbered(again, join=False), "found")
             timeline = simulate(table, costs)
             assert timeline.makespan == pytest.approx(again.makespan * problem.unit)
             assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(problem.cap))
             assert again.makespan >= problem.bound() * (1 - 1e-9)
-            joined = simulate(schedule_of(problem, numbered(problem, again, join=True), "found"), costs)
+            joined = simulate(schedule_of(problem, numbered(again, join=True), "found"), costs)
             assert joined.makespan <= timeline.makespan * (1 + 1e-9)
 
 
 def test_a_limit_only_leaves_out_what_is_above_it() -> None:
     _, problem = problems(7, 3, 2, 5)
     for solution in solved(problem):
-        assert evaluate_order(problem, solution.candidate, solution.value * (1 - 1e-6)) is None
-        assert evaluate_order(problem, solution.candidate, solution.value * (1 + 1e-6)) == solution
+        assert evaluate_order(problem, solution.candidate, solution.total * (1 - 1e-6)) is None
+        assert evaluate_order(problem, solution.candidate, solution.total * (1 + 1e-6)) == solution
 
 
 def test_an_order_beyond_memory_or_without_an_end_is_none() -> None:
