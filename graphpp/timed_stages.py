@@ -37,8 +37,7 @@ from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.generate.read import ScheduleLike
-from graphpp.schedules.rewrite.merge_backward import without_overlaps
-from graphpp.schedules.rewrite.split_backward import split_backward
+from graphpp.schedules.rewrite.split_backward import split_backward, without_overlaps
 from graphpp.schedules.table.costs import Costs
 from graphpp.verification.subject import SimulatedPlace, device_of, ranks_of
 

@@ -24,10 +24,9 @@ from itertools import product
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.channel_order import check_channels, check_messages
 from graphpp.schedules.check.deadlock import check_progress
-from graphpp.schedules.check.memory_cap import check_memory
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.check.shard_order import check_reductions, check_sharding
-from graphpp.schedules.check.step_memory import MicrobatchCosts
+from graphpp.schedules.check.step_memory import MicrobatchCosts, check_memory
 from graphpp.schedules.table.actions import BACKWARDS, PER_STAGE, Action, Kind, has_right_parts
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule

@@ -26,8 +26,7 @@ from typing import NamedTuple
 from graphpp.arguments import ROWS, checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.rewrite.p2p_batches import Batches, BatchNode, Channel, readers
-from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
+from graphpp.schedules.rewrite.p2p_batches import Batches, BatchNode, Channel, DynamicTopologicalOrder, readers
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 

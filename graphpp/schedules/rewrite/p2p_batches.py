@@ -11,12 +11,13 @@ Contract
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from graphlib import TopologicalSorter
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from graphpp.schedules.check.schedule_under_check import Position
-from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
 from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer
 from graphpp.schedules.table.schedule import Row
 
@@ -29,6 +30,7 @@ class _Posting(NamedTuple):
     over: bool
 
 
+N = TypeVar("N", bound=Hashable)
 BatchNode = Position | Action | _Posting
 Edge = tuple[BatchNode, BatchNode]
 Channel = tuple[bool, int]
@@ -159,3 +161,59 @@ def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], n
             return False
         added.append(edge)
     return True
+
+
+class DynamicTopologicalOrder(Generic[N]):
+    """A topological order of a graph, while edges are added and removed (Pearce and Kelly, "A dynamic topological sort", 2006).
+
+    Raises `graphlib.CycleError` if the first edges, (before, after) pairs, have a cycle.
+    """
+
+    def __init__(self, edges: Iterable[tuple[N, N]]) -> None:
+        self._after: dict[N, set[N]] = defaultdict(set)
+        self._before: dict[N, set[N]] = defaultdict(set)
+        for one, other in edges:
+            self._after[one].add(other)
+            self._before[other].add(one)
+        order = TopologicalSorter(self._before).static_order()
+        self._place = {node: place for place, node in enumerate(order)}
+
+    def has(self, one: N, other: N) -> bool:
+        """True if the edge is in the graph."""
+        return other in self._after[one]
+
+    def remove(self, one: N, other: N) -> None:
+        """Remove an edge."""
+        self._after[one].remove(other)
+        self._before[other].remove(one)
+
+    def add(self, one: N, other: N) -> bool:
+        """Add an edge from `one` to `other`; returns False and changes nothing if that would close a cycle."""
+        place = self._place
+        low, high = place[other], place[one]
+        if low <= high:
+            later = _reach(other, self._after, lambda node: place[node] <= high)
+            if one in later:
+                return False
+            self._rearrange(_reach(one, self._before, lambda node: place[node] >= low), later)
+        self._after[one].add(other)
+        self._before[other].add(one)
+        return True
+
+    def _rearrange(self, first: set[N], then: set[N]) -> None:
+        """Redistribute the positions of both sets of nodes, the lower ones to `first`."""
+        place = self._place
+        nodes = sorted(first, key=place.__getitem__) + sorted(then, key=place.__getitem__)
+        for node, at in zip(nodes, sorted(place[node] for node in nodes), strict=True):
+            place[node] = at
+
+
+def _reach(start: N, edges: dict[N, set[N]], within: Callable[[N], bool]) -> set[N]:
+    """The nodes that can be reached from `start` through nodes for which `within` holds, `start` included."""
+    seen, todo = {start}, [start]
+    while todo:
+        for node in edges[todo.pop()]:
+            if node not in seen and within(node):
+                seen.add(node)
+                todo.append(node)
+    return seen

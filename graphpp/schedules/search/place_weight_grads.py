@@ -19,10 +19,9 @@ from graphpp.arguments import checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.search.arguments import caps_of
 from graphpp.schedules.search.candidate import Candidate
-from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import Numbered, candidate_of, numbered, rows_of
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.tables import Numbered, Tables, candidate_of, numbered, rows_of
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 

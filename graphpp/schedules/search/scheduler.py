@@ -14,7 +14,7 @@ Contract
        one estimates them. The best result is also moved towards fewer bytes
     3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
        with such pairs; the tables without pairs are starts there, so the result is never behind them
-    4. the exact times of the results and of the named schedules are compared (`choose_table.py`); the one that ends soonest
+    4. the exact times of the results and of the named schedules are compared (`tables.py`); the one that ends soonest
        wins
 
 Equal arguments give an equal table on every machine: the search counts steps, not seconds.
@@ -36,8 +36,6 @@ from graphpp.progress import working
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.search.arguments import Home, caps_of, check_size, placements, too_tight
 from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, peaks
-from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, numbered
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.evaluate_sequence import Sequenced, sequences
 from graphpp.schedules.search.fill_waits import fill_waits
@@ -46,6 +44,7 @@ from graphpp.schedules.search.move_elements import Moves, save_bytes
 from graphpp.schedules.search.problem import Problem, with_messages
 from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns
+from graphpp.schedules.search.tables import Numbered, Tables, apart, candidate_of, numbered
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import Schedule
 

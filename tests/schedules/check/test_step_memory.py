@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.memory_cap import check_memory
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
 from graphpp.schedules.check.shard_counts import shard_counts
-from graphpp.schedules.check.step_memory import StepMemory, step_peaks
+from graphpp.schedules.check.step_memory import StepMemory, check_memory, step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.table.actions import Kind

@@ -17,8 +17,6 @@ from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import one_by_one
 from graphpp.schedules.search.candidate import peaks
-from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import apart, candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
 from graphpp.schedules.search.evaluate_sequence import evaluate_sequence, sequences
 from graphpp.schedules.search.fill_waits import fill_waits
@@ -28,6 +26,7 @@ from graphpp.schedules.search.problem import Problem, with_messages
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns
+from graphpp.schedules.search.tables import Tables, apart, candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import BACKWARDS, Kind
 from graphpp.schedules.table.costs import Costs

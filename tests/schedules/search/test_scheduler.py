@@ -21,12 +21,12 @@ from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
-from graphpp.schedules.search.convert_tables import candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.search.start_patterns import start_patterns
+from graphpp.schedules.search.tables import candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
