@@ -4,7 +4,7 @@ Contract
 --------
 - All three start from the same parameters, buffers and random state, without gradients, and run the same microbatches with
   the same seeds (the gradient of the step's loss by each microbatch's loss). `state_restored` restores the model afterwards.
-- Random operators draw the numbers of the microbatch's key in all three; `Eager.matched` is False where eager's random
+- Random operators draw the numbers of the microbatch's key in all three; `EagerRun.matched` is False where eager's random
   operators are not those of the joint graph, in order.
 - `watch(index of the microbatch, values by name)` is called by the uncut run with every value of the joint graph.
 - With `jitter` every value of the uncut run is moved by units in the last place, up or down at random, as soon as it is
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -175,8 +175,7 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
 # ---------------------------------------------------------------------------------------------------------- eager
 
 
-@dataclass(frozen=True)
-class EagerRun:
+class EagerRun(NamedTuple):
     """The results of eager; `matched`: its random operators were those of the joint graph, in order."""
 
     numbers: Numbers

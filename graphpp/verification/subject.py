@@ -166,18 +166,9 @@ def _stages(split: Any) -> int | None:
     return number if number is None else int(number)
 
 
-def check_one_shape(parts: Sequence[FlatMicrobatch]) -> None:
-    """Raise `BatchError` unless all microbatches have one shape and structure."""
-    other = next((index for index, part in enumerate(parts) if part.signature != parts[0].signature), None)
-    if other is not None:
-        raise BatchError(
-            f"microbatch {other} differs in shape or structure from microbatch 0: verify microbatches of one shape at a time."
-        )
-
-
-def of_one_shape(parts: Sequence[FlatMicrobatch]) -> list[FlatMicrobatch]:
-    """The microbatches, with microbatch 0 in the place of each that differs from it in shape or structure."""
-    return [part if part.signature == parts[0].signature else parts[0] for part in parts]
+def of_other_shapes(parts: Sequence[FlatMicrobatch]) -> list[int]:
+    """The indices of the microbatches that differ from microbatch 0 in shape or structure."""
+    return [index for index, part in enumerate(parts) if part.signature != parts[0].signature]
 
 
 def cut_as_in_a_step(batch: Microbatch, ranks: int, options: Options) -> list[FlatMicrobatch]:

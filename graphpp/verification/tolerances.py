@@ -138,10 +138,7 @@ def _coarsest(joint: JointGraph) -> float:
 def rounding(
     step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str, growth: float = 1.0
 ) -> Tolerances:
-    """Tolerances for results that are summed in other orders: `growth` times the measured effect of rounding.
-
-    At least `growth` times `tolerance`.
-    """
+    """Tolerances for results that are summed in other orders: `growth` times the effect of rounding, or times `tolerance`."""
     noise = _noise(step, joint, uncut)
     named = {name: min(growth * max(tolerance, _OF_JITTER * moved), _MOST) for name, moved in noise.items()}
     most = max(noise, key=lambda name: noise[name])
@@ -157,6 +154,5 @@ def _noise(step: Step, joint: JointGraph, uncut: Numbers) -> dict[str, float]:
 
 
 def _moved(step: Step, joint: JointGraph, jitter: Jitter) -> Numbers:
-    """The results of the uncut graph of a step with every value moved."""
     with step.restored():
         return run_uncut(step, joint, jitter=jitter)

@@ -19,7 +19,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,8 +62,7 @@ class JointGraph:
 
     def outputs(self) -> list[tuple[OutputRole, fx.Node]]:
         """The results with their roles, in order; a gradient has one result per stage that contributes to it."""
-        end = self.graph.output_node()
-        return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+        return results_of(self.graph)
 
     def set_outputs(self, outputs: Sequence[tuple[OutputRole, fx.Node]]) -> None:
         """Replace the results."""
@@ -77,17 +76,42 @@ class JointGraph:
 
     def copy(self) -> JointGraph:
         """A copy with nodes of its own: a change to one graph does not show in the other."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        results = graph.graph_copy(self.graph, copies)
-        end = graph.output(results)
-        end.meta = dict(self.graph.output_node().meta)
-        module = aot.graph_module(self.module, graph)
+        module = aot.graph_module(self.module, copied(self.graph))
         return replace(self, module=module, constants=dict(self.constants), partial=dict(self.partial))
 
     def computed(self) -> Iterator[fx.Node]:
         """The nodes that compute, in order: all but placeholders and the output."""
         return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
+
+
+def copied(source: fx.Graph) -> fx.Graph:
+    """A copy of a graph, roles included."""
+    graph = fx.Graph()
+    end = graph.output(graph.graph_copy(source, {}))
+    end.meta = dict(source.output_node().meta)
+    return graph
+
+
+def results_of(graph: fx.Graph) -> list[tuple[OutputRole, fx.Node]]:
+    """The results of a graph with their roles, in order."""
+    end = graph.output_node()
+    return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+
+
+def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes of `start`, those to which `onward` leads from them, and so on."""
+    seen, pending = set[fx.Node](), list(start)
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += onward(node)
+    return seen
+
+
+def is_of_torch(node: fx.Node) -> bool:
+    """Whether a node calls one of torch's own operators."""
+    return getattr(node.target, "namespace", "") in ("aten", "prims")
 
 
 def remove_unused(graph: fx.Graph) -> None:

@@ -20,7 +20,7 @@ from torch import fx
 from graphpp._torch.numbers_of_data import known
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import root
-from graphpp.passes.graph.joint_graph import is_tensor
+from graphpp.passes.graph.joint_graph import is_tensor, results_of
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
@@ -50,8 +50,7 @@ def live_values(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
 
 def sent_alone(graph: fx.Graph) -> tuple[int, ...]:
     """The bytes of the memory of each value for the neighbouring stage in which no saved value lies."""
-    end = graph.output_node()
-    results = list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+    results = results_of(graph)
     saved = {root(node) for role, node in results if isinstance(role, program.Saved)}
     sent = dict.fromkeys(root(node) for role, node in results if isinstance(role, program.Sent))
     return tuple(_size(memory) for memory in sent if memory not in saved)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from graphpp._torch.symbols import SYMBOLIC, expression, is_unknown, name_of, plain_number, symbol_sizes, symbols_of
+from graphpp.passes.graph.joint_graph import copied
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.program import Size
 
@@ -62,9 +63,7 @@ def with_symbols(source: PhaseGraph) -> PhaseGraph:
     symbols = {name: size for name, size in symbolic_sizes(source.graph).items() if name in symbols_of(size)}
     if not symbols:
         return source
-    graph = fx.Graph()
-    end = graph.output(graph.graph_copy(source.graph, {}))
-    end.meta = dict(source.graph.output_node().meta)
+    graph = copied(source.graph)
     inputs = SizeInputs(graph)
     for _, size in sorted(symbols.items()):
         inputs.of(size)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from graphpp.passes.graph.aliases import root
-from graphpp.passes.graph.joint_graph import is_tensor, tensor_meta
+from graphpp.passes.graph.joint_graph import is_tensor, results_of, tensor_meta
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole, TensorMeta
 
@@ -42,8 +42,7 @@ class LocalNeighbours(NamedTuple):
 def offloadable(forward: fx.Graph, local: LocalNeighbours) -> list[Offloadable]:
     """The saved results of a stage's forward that may be evicted, in the order of the results; `meta` has the saved names."""
     results: dict[fx.Node, list[tuple[OutputRole, fx.Node]]] = defaultdict(list)
-    end = forward.output_node()
-    for role, node in zip(end.meta["roles"], end.args[0], strict=True):  # type: ignore[arg-type]
+    for role, node in results_of(forward):
         if is_tensor(node):
             results[root(node)].append((role, node))
     return [

@@ -24,7 +24,7 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import is_copy, is_view, shares_memory
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.passes.graph.joint_graph import JointGraph, is_tensor
+from graphpp.passes.graph.joint_graph import JointGraph, is_of_torch, is_tensor, reached
 from graphpp.passes.graph.op_costs import Cost, nbytes
 from graphpp.passes.recompute.min_cut import CutProblem
 from graphpp.runtime import program
@@ -44,7 +44,7 @@ class ValueGroup:
 
 def is_repeatable(node: fx.Node) -> bool:
     """Whether an operation may run twice: one of torch's own operators, or a random operator that takes a key."""
-    return node.target is seeded or getattr(node.target, "namespace", "") in ("aten", "prims")
+    return node.target is seeded or is_of_torch(node)
 
 
 def written_buffers(joint: JointGraph) -> set[fx.Node]:
@@ -146,13 +146,11 @@ def is_free(node: fx.Node) -> bool:
 
 def _members(index: StageIndex, stage: int) -> set[fx.Node]:
     """The operations of a stage's forward, with the operations without a stage that it reads; no views of placeholders."""
-    members = set(index.forward[stage])
-    pending = list(members)
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in members and source.op != "placeholder" and source.meta["stage"] is None:
-                members.add(source)
-                pending.append(source)
+
+    def anywhere(node: fx.Node) -> list[fx.Node]:
+        return [each for each in node.all_input_nodes if each.op != "placeholder" and each.meta["stage"] is None]
+
+    members = reached(index.forward[stage], anywhere)
     return {node for node in members if not (node.meta["stage"] is None and _of_placeholder(node))}
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable
 
 from torch import fx
 
-from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.joint_graph import JointGraph, reached, results_of
 from graphpp.passes.recompute.backward_needs import MayRecompute, is_repeatable, written_buffers
 from graphpp.runtime import program
 
@@ -74,13 +74,8 @@ class _Regions:
 
     def _read_by_backward(self) -> list[fx.Node]:
         """The operations whose values the backward reads, and the operations that those are recomputed from, in order."""
-        pending = [node for node in self.of if any(user.op == "output" or user.meta["backward"] for user in node.users)]
-        needed: set[fx.Node] = set()
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending += [source for source in node.all_input_nodes if source in self.of]
+        read = [node for node in self.of if any(user.op == "output" or user.meta["backward"] for user in node.users)]
+        needed = reached(read, lambda node: [source for source in node.all_input_nodes if source in self.of])
         return [node for node in self.of if node in needed]
 
     def _inside(self, node: fx.Node, named: dict[fx.Node, tuple[Hashable, int]]) -> bool:
@@ -88,7 +83,7 @@ class _Regions:
         region, leaves = named[node], any(named.get(user) != named[node] for user in _forward_readers(node))
         for user in node.users:
             if user.op == "output":
-                if any(value is node and not _is_gradient(role) for role, value in _results(user)):
+                if any(value is node and not _is_gradient(role) for role, value in results_of(user.graph)):
                     return False
             elif user.meta["backward"]:
                 foreign = leaves and self._twins.get(user.meta["seq"]) != region
@@ -119,7 +114,3 @@ def _forward_readers(node: fx.Node) -> list[fx.Node]:
 
 def _is_gradient(role: object) -> bool:
     return isinstance(role, program.Gradient)
-
-
-def _results(end: fx.Node) -> list[tuple[object, fx.Node]]:
-    return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from graphpp.passes.graph.aliases import is_view
-from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.joint_graph import JointGraph, reached
 from graphpp.passes.graph.stage_graphs import B, F, GraphResults, PhaseGraph, PhaseKey, StagedGraphs, phase_graph
 from graphpp.passes.stage.route_values import Traffic, boundaries, home_phase, saved_values
 from graphpp.runtime import program
@@ -86,14 +86,12 @@ def _own(joint: JointGraph) -> dict[PhaseKey, set[fx.Node]]:
 
 def _members(own: set[fx.Node], results: GraphResults) -> set[fx.Node]:
     """The nodes that a phase computes: its own, and the nodes without a stage that it reads, placeholders included."""
-    members = set(own)
-    pending = [source for node in members for source in node.all_input_nodes] + [node for _, node in results]
-    while pending:
-        node = pending.pop()
-        if home_phase(node) is None and node not in members:
-            members.add(node)
-            pending += node.all_input_nodes
-    return members
+    read = [source for node in own for source in node.all_input_nodes] + [node for _, node in results]
+    return own | reached(filter(_is_at_hand, read), lambda node: filter(_is_at_hand, node.all_input_nodes))
+
+
+def _is_at_hand(node: fx.Node) -> bool:
+    return home_phase(node) is None
 
 
 def _route(members: dict[PhaseKey, set[fx.Node]], key: PhaseKey, results: GraphResults, traffic: Traffic) -> None:
@@ -128,14 +126,9 @@ def _still_needed(
     members: set[fx.Node], key: PhaseKey, saved: set[fx.Node], results: GraphResults
 ) -> set[fx.Node]:
     """The members without the nodes that only led to values that are now saved."""
-    needed = {node for node in members if home_phase(node) == key}
-    pending = [source for node in needed for source in node.all_input_nodes] + [node for _, node in results]
-    while pending:
-        node = pending.pop()
-        if node in members and node not in saved and node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    return needed
+    own, computed = {node for node in members if home_phase(node) == key}, members - saved
+    start = own | computed.intersection(node for _, node in results)
+    return reached(start, lambda node: computed.intersection(node.all_input_nodes))
 
 
 def _phase_graph(

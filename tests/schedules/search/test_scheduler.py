@@ -6,7 +6,6 @@ microbatch), in units of one rank's microbatch; the caps are their peaks.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from random import Random
 
@@ -26,7 +25,7 @@ from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.search.start_patterns import start_patterns
-from graphpp.schedules.search.tables import candidate_of, numbered, rows_of, schedule_of
+from graphpp.schedules.search.tables import numbered, schedule_of
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -165,28 +164,6 @@ def test_the_same_arguments_give_the_same_table() -> None:
 
 
 # ---------------------------------------------------------------------------------- placement and caps
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_of_cycles_is_left_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    during: list[bool] = []
-    watched = Problem.bound
-
-    def bound(problem: Problem) -> float:
-        during.append(gc.isenabled())
-        return watched(problem)
-
-    monkeypatch.setattr(Problem, "bound", bound)
-    before = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    try:
-        schedule_auto(Costs.unit(2, 2), ranks=2, microbatches=2, effort=0)
-        assert during and not any(during) and gc.isenabled() is enabled
-        with pytest.raises(ScheduleError, match="admits no schedule"):
-            schedule_auto(Costs.unit(2, 2), 1, ranks=2, microbatches=2)
-        assert gc.isenabled() is enabled
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 def test_any_placement() -> None:
@@ -361,14 +338,6 @@ def test_an_order_beyond_memory_or_without_an_end_is_none() -> None:
     assert evaluate_order(problem, Candidate([[0, 4, 1, 5], [2, 6, 3, 7]], *every)) is not None
     assert evaluate_order(problem, Candidate([[0, 1, 4, 5], [2, 6, 3, 7]], *every)) is None
     assert evaluate_order(problem, Candidate([[0, 4, 1, 5], [3, 7, 2, 6]], *every)) is None
-
-
-def test_a_table_and_its_order() -> None:
-    costs = Costs.unit(4)
-    problem = Problem.of(costs, dict(enumerate(range(4))), 6, [4000.0, 3000.0, 2000.0, 1000.0])
-    solution = evaluate_order(problem, candidate_of(problem, rows_of(problem, SCHEDULES["1F1B"](4, 4, 6))))
-    assert solution is not None
-    assert solution.makespan * problem.unit <= 3 * (6 + 3)
 
 
 def test_what_programs_take_while_they_run_counts_against_the_cap() -> None:
