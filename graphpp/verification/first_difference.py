@@ -225,8 +225,8 @@ class _Calls:
 
     def _read_by(self, call: str) -> list[fx.Node]:
         """The nodes outside of a call that the call reads."""
-        own = set(self._inside[call])
-        return list(dict.fromkeys(source for node in self._inside[call] for source in node.all_input_nodes if source not in own))
+        own = dict.fromkeys(self._inside[call])
+        return list(dict.fromkeys(source for node in own for source in node.all_input_nodes if source not in own))
 
     def _judge(self, tensors: list[torch.Tensor], nodes: list[fx.Node], what: str) -> FirstDifference | None:
         """Note and return the first difference: tensors of which some could be values of `nodes`, and none is."""

@@ -3,10 +3,9 @@
 Contract
 --------
 - All three start from the same parameters, buffers and random state, without gradients, and run the same microbatches with
-  the same seeds (the gradient of the step's loss by each microbatch's loss). `state_restored` restores the model afterwards.
+  the same seeds (the gradient of the step's loss by each microbatch's loss).
 - Random operators draw the numbers of the microbatch's key in all three; `EagerRun.matched` is False where eager's random
   operators are not those of the joint graph, in order.
-- `watch(index of the microbatch, values by name)` is called by the uncut run with every value of the joint graph.
 - With `jitter` every value of the uncut run is moved by units in the last place, up or down at random, as soon as it is
   computed (Monte Carlo arithmetic, Parker 1997). The results then show the effect of rounding alone on this step.
 """
@@ -106,7 +105,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
 def run_uncut(
     step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: Jitter | None = None
 ) -> Numbers:
-    """Interpret the joint graph for one microbatch after the other."""
+    """Interpret the joint graph for one microbatch after the other; `watch` gets a microbatch's index and values by name."""
     numbers = Numbers(buffers=step.buffers())
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
     known |= {program.Parameter(name): value.detach() for name, value in step.model.named_parameters()}
@@ -185,17 +184,14 @@ class EagerRun(NamedTuple):
 def run_eager(step: Step, joint: JointGraph) -> EagerRun:
     """Run the plain loop over the microbatches with autograd."""
     expected = [_Draw.of(node) for node in joint.computed() if node.target is seeded]
-    keys = step_keys(len(step.parts), None, step.device)
-    losses: list[torch.Tensor] = []
-    matched = True
-    for index, part in enumerate(step.parts):
-        batch = part.microbatch()
-        keyed = _Keyed(keys[index], expected)
+    losses, matched = list[torch.Tensor](), True
+    for part, seed, key in zip(step.parts, step.seeds, step_keys(len(step.parts), None, step.device), strict=True):
+        batch, keyed = part.microbatch(), _Keyed(key, expected)
         with keyed if expected else contextlib.nullcontext():
             (_, loss), *_ = loss_and_metrics(step.loss, step.model(*batch.args, **batch.kwargs), batch.target)
             keyed.forward = False
             with torch.autocast(step.device.type, enabled=False):
-                loss.backward(step.seeds[index])
+                loss.backward(seed)
         losses.append(loss.detach())
         matched = matched and keyed.matched
     return EagerRun(step.left_behind(losses), matched)

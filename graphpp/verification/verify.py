@@ -85,9 +85,16 @@ def verified(
 
 # ------------------------------------------------------------------------------------------------------ compare
 
+_CUT = "stage programs against the uncut joint graph"
+_EAGER = "joint graph against eager"
+_OTHER_NUMBERS = (
+    "The model draws other random numbers in eager than under a trace, so no bits can be compared. Verify it with its dropout "
+    "set to 0 as well."
+)
+
 
 def _three_ways(step: Step, compiled: Subject, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
-    """The comparisons of a step whose microbatches have one shape; of others, microbatch 0 runs in their place."""
+    """The two comparisons; microbatch 0 runs in the place of microbatches of other shapes."""
     others = of_other_shapes(step.parts)
     uniform = [step.parts[0] if at in others else part for at, part in enumerate(step.parts)]
     cut, eager = _of_one_shape(replace(step, parts=uniform), compiled, tolerance, measured)
@@ -126,14 +133,6 @@ def _against_eager(
     wider = rounding(step, compiled.uncut, results[1], tolerance, "a trace runs other code than eager")
     second = compared(_EAGER, *results, wider)
     return second if second.ok else found
-
-
-_CUT = "stage programs against the uncut joint graph"
-_EAGER = "joint graph against eager"
-_OTHER_NUMBERS = (
-    "The model draws other random numbers in eager than under a trace, so no bits can be compared. Verify it with its dropout "
-    "set to 0 as well."
-)
 
 
 def _tolerances(step: Step, compiled: Subject, uncut: Numbers, tolerance: float, measured: bool) -> Tolerances:

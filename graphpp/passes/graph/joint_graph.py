@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -38,9 +37,8 @@ from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 class JointGraph:
     """One captured graph. `parameters` and `buffers` have all FQNs of the model, used or not, in the model's order.
 
-    A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer. `symbols`: where sizes
-    are symbolic, the facts under which the graph holds. `partial`: by FQN, the group of ranks of which each computes a part of
-    the parameter's gradient.
+    A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer. `symbols`: the facts
+    under which a graph with symbolic sizes holds. `partial`: by FQN, the group whose ranks compute parts of the gradient.
     """
 
     module: fx.GraphModule
@@ -115,15 +113,14 @@ def is_of_torch(node: fx.Node) -> bool:
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Erase nodes without readers, assertions about metadata included; placeholders, checks, collectives and waits stay."""
+    """Erase nodes without readers, assertions about metadata included.
+
+    Checks stay, for they may raise, and collectives with their waits, for the other ranks of the group take part in them.
+    """
     for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users and not _stays(node):
+        stays = node.op in ("placeholder", "output") or is_check(node) or is_collective(node) or is_wait(node)
+        if not node.users and not stays:
             graph.erase_node(node)
-
-
-def _stays(node: fx.Node) -> bool:
-    """Whether a node must run although no node reads it: it may raise, or the other ranks of its group take part in it."""
-    return is_check(node) or is_collective(node) or is_wait(node)
 
 
 def is_check(node: fx.Node) -> bool:
@@ -153,20 +150,12 @@ def describe_node(node: fx.Node) -> str:
 def verify_joint_graph(joint: JointGraph) -> None:
     """Check the contract at the head of this file. Raises `AssertionError`: the pass that ran last has a bug."""
     joint.graph.lint()
-    roles: list[Any] = []
-    for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            roles.append(node.meta["role"])
-        elif node.op != "output":
-            missing = {"val", "backward", "position", "calls", "source", "seq"} - set(node.meta)
-            assert not missing, f"{node.format_node()}: no {missing}"
-            assert not _writes(node), f"{node.format_node()} writes into its input"
-    assert len(roles) == len(set(roles)), "a role stands on two placeholders"
+    for node in joint.computed():
+        missing = {"val", "backward", "position", "calls", "source", "seq"} - set(node.meta)
+        assert not missing, f"{node.format_node()}: no {missing}"
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable, f"{node.format_node()} writes into its input"
+    assert len(joint.inputs()) == len(joint.graph.find_nodes(op="placeholder")), "a role stands on two placeholders"
     for role, node in joint.outputs():
         assert isinstance(node, fx.Node), f"{role} has no value"
         assert isinstance(role, program.OutputRole), role
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)

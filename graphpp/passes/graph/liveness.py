@@ -1,11 +1,10 @@
 """Compute the peak memory of a program from its graph: the most bytes alive at any time while it runs.
 
 Contract: a value's lifetime ends after its last reader, where the rendered program deletes it; a view lies in the memory of its
-source. The peak counts received values, saved values, and every value that the program computes, results included. A saved
-value that a later program of the microbatch reads too (`meta["kept"]`) stays. A gradient counts until it is handed to the
-runtime; of a gradient whose factors are handed over, only the workspace of its multiplication (`meta["workspace"]`) counts.
-Parameters, buffers, inputs of the microbatch, and workspace inside an operator do not count, nor do parameters that the program
-gathers (`meta["gathers"]`), which `Program.layers` counts.
+source. The peak counts received, saved and computed values, results included. A saved value that a later program of the
+microbatch reads too (`meta["kept"]`) stays. A gradient counts until it is handed to the runtime; where its factors are handed
+over, the workspace of the multiplication counts (`meta["workspace"]`). Parameters, buffers, inputs of the microbatch, workspace
+inside an operator, and gathered parameters (`meta["gathers"]`, which `Program.layers` counts) do not count.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Contract
 --------
 `backward_needs(index, stage, may_recompute, cost)` has every tensor that the stage's forward computes or receives and its
-backward reads, and the values from which those could be recomputed, as far as `may_recompute(node)` lets operations run
-again. Views may always be recomputed: a view itself is never saved, its source is. Values that are at hand anyway
-(parameters, buffers, inputs, views of them, step-invariant values) do not appear, for they cost nothing. The values come in
-groups that do not depend on each other; in a model of equal layers, most groups are equal.
+backward reads, and the values from which those could be recomputed, as far as `may_recompute(node)` lets operations run a
+second time. A view is never saved, its source is. Values at hand anyway (parameters, buffers, inputs, views of them,
+step-invariant values) do not appear. Values come in groups that do not depend on each other; equal layers have equal groups.
 
 Never recomputed: operators that are not torch's own, collectives, and operations that read a buffer which the forward
 writes. Random operators may be recomputed, for they draw from the microbatch's key. A value that the backward of an earlier
@@ -74,10 +73,6 @@ class StageIndex:
             if isinstance(role, program.Gradient) and node.meta["stage"] is not None:
                 self.gradients[node.meta["stage"]].append(node)
 
-    def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """These nodes once each, in the graph's order."""
-        return sorted(set(nodes), key=self.order.__getitem__)
-
 
 def backward_needs(index: StageIndex, stage: int, may_recompute: MayRecompute, cost: Cost) -> list[ValueGroup]:
     """The groups of values of a stage, in order of their first value."""
@@ -94,7 +89,7 @@ class _Needs:
         self._forward = _members(index, stage)
         read = {source for node in index.backward[stage] for source in node.all_input_nodes} | set(index.gradients[stage])
         received = {source for node in self._forward for source in node.all_input_nodes}
-        own = index.sorted(node for node in self._forward | received | read if self._is_value(node))
+        own = sorted(filter(self._is_value, self._forward | received | read), key=index.order.__getitem__)
         self.read = {node for node in own if is_tensor(node) and node in read}
         self.recomputable: set[fx.Node] = set()
         self.values = self._reached(own)

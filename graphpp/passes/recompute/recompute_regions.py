@@ -3,16 +3,14 @@
 Contract
 --------
 `region_of(node)` names the region of a forward operation (a layer, say), or is None; `may_recompute(node)` says which of the
-region's operations may run again. Afterwards the backward of a region reads copies of these operations, computed from the
-region's inputs and from the values of the region that are saved. Each operation has at most one copy, and the copies stand
-right before the first backward operation that reads one of them. So an operation runs twice per microbatch, once in the
-forward and once before the backward. A recomputed value that both halves of a split backward read is computed once:
-`split_weight_grad`, which runs later, hands it from I to W.
+region's operations may run a second time. Afterwards the backward of a region reads copies of these operations, computed from
+the region's inputs and from the values of the region that are saved. Each operation has at most one copy, and the copies stand
+right before the first backward operation that reads one of them. A recomputed value that both halves of a split backward read
+is computed once: `split_weight_grad`, which runs later, hands it from I to W.
 
-Bit-preserving: random operators draw from the microbatch's key and repeat their numbers. Saved, and not recomputed: the
-results of collectives, of operations that read a buffer which the forward writes, and of operators that are not torch's own; a
-value that leaves its region, where another region starts from it or the backward of another region reads it; a value that the
-backward of another stage reads.
+Bit-preserving: random operators draw from the microbatch's key and repeat their numbers. Saved, and not recomputed: results of
+collectives, of operations that read a buffer which the forward writes, and of operators that are not torch's own. A region's
+output is saved if another region, or another region's or stage's backward, reads it.
 """
 
 from __future__ import annotations

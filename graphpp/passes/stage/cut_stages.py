@@ -10,17 +10,15 @@ travels only between neighbouring stages:
     Fs -> Bt (t < s)    saved at s, sent backward to t
     Bs -> Bt (t < s)    sent backward
 
-So any assignment is run correctly in which stages do not fall along the forward and do not rise along the backward.
 Afterwards every node with a stage stands in exactly one phase graph, every result of the joint graph in exactly one, and a
-value crosses a boundary at most once per direction. Parameters, buffers, inputs, and values that `assign_stages` left without
-a stage never travel: each phase reads or computes them itself. One exception saves time: a value without a stage that both
-the forward and the backward of a stage would compute is saved by the forward, unless it is free to recompute.
+value crosses a boundary at most once per direction. Parameters, buffers, inputs, and values without a stage never travel: each
+phase reads or computes them itself. One exception saves time: a value without a stage that both the forward and the backward
+of a stage would compute is saved by the forward, unless it is free to recompute.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 
 from torch import fx
 
@@ -38,8 +36,12 @@ def cut_stages(joint: JointGraph, stages: int) -> StagedGraphs:
     keys = [(F, stage) for stage in range(stages)]
     if joint.training:
         keys += [(B, stage) for stage in reversed(range(stages))]
-    results = _results_by_phase(joint, stages)
-    own = _own(joint)
+    results: dict[PhaseKey, GraphResults] = defaultdict(list)
+    for role, node in joint.outputs():
+        results[_result_phase(joint, role, node, stages)].append((role, node))
+    own: dict[PhaseKey | None, set[fx.Node]] = defaultdict(set)
+    for node in joint.computed():
+        own[home_phase(node)].add(node)
     members = {key: _members(own[key], results[key]) for key in keys}
     traffic = Traffic()
     for key in keys:
@@ -48,13 +50,6 @@ def cut_stages(joint: JointGraph, stages: int) -> StagedGraphs:
     staged = StagedGraphs(graphs, boundaries(traffic, order, joint, stages), *saved_values(traffic, order, stages))
     _check(joint, staged)
     return staged
-
-
-def _results_by_phase(joint: JointGraph, stages: int) -> dict[PhaseKey, GraphResults]:
-    results: dict[PhaseKey, GraphResults] = defaultdict(list)
-    for role, node in joint.outputs():
-        results[_result_phase(joint, role, node, stages)].append((role, node))
-    return results
 
 
 def _result_phase(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int) -> PhaseKey:
@@ -72,16 +67,6 @@ def _result_phase(joint: JointGraph, role: OutputRole, node: fx.Node, stages: in
     )
     readers = [user.meta["stage"] for user in joint.inputs()[owned].users if user.meta.get("stage") is not None]
     return (phase, min(readers, default=0))
-
-
-def _own(joint: JointGraph) -> dict[PhaseKey, set[fx.Node]]:
-    """The nodes with a stage, by phase."""
-    own: dict[PhaseKey, set[fx.Node]] = defaultdict(set)
-    for node in joint.computed():
-        key = home_phase(node)
-        if key is not None:
-            own[key].add(node)
-    return own
 
 
 def _members(own: set[fx.Node], results: GraphResults) -> set[fx.Node]:
@@ -146,17 +131,11 @@ def _phase_graph(
 
 def _check(joint: JointGraph, staged: StagedGraphs) -> None:
     """Raise `AssertionError` unless every node with a stage, and every result, stands in exactly one phase graph."""
-    copies: dict[str, int] = defaultdict(int)
-    for each in staged.graphs.values():
-        for node in each.graph.nodes:
-            if node.op not in ("placeholder", "output") and node.meta["stage"] is not None:
-                copies[node.name] += 1
+    computed = (node for each in staged.graphs.values() for node in each.graph.nodes if node.op != "placeholder")
+    copies = Counter(node.name for node in computed)
     for node in joint.computed():
         assert node.meta["stage"] is None or copies[node.name] == 1, f"{node} stands in {copies[node.name]} phase graphs"
-    expected = sorted(map(repr, (role for role, _ in joint.outputs())))
-    assert sorted(map(repr, _results(staged))) == expected, "a result of the joint graph is lost or doubled"
-
-
-def _results(staged: StagedGraphs) -> Iterator[OutputRole]:
-    for each in staged.graphs.values():
-        yield from (role for role in each.outputs if not isinstance(role, program.Sent | program.Saved))
+    outputs = (role for each in staged.graphs.values() for role in each.outputs)
+    results = [repr(role) for role in outputs if not isinstance(role, program.Sent | program.Saved)]
+    expected = sorted(repr(role) for role, _ in joint.outputs())
+    assert sorted(results) == expected, "a result of the joint graph is lost or doubled"

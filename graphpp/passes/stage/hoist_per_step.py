@@ -4,14 +4,13 @@ Contract
 --------
 `find_step_invariants(joint)` marks such values with `meta["step_invariant"]` and takes their stage away: transposed or cast
 weights, tables, masks. Every phase of a stage then has them at hand, so none is saved or sent. Not hoisted: results of the
-graph; values that depend on a random number, a microbatch's input or any other value that is not marked; collectives, checks,
+graph; values that depend on a random number, a microbatch's input or another value that is not marked; collectives, checks,
 operators that are not torch's own; and a value of a parameter or buffer that several stages read, since each of these stages
 would have to own the parameter.
 
 `hoist_per_step(joint, staged)` removes the marked values from the phase graphs. A phase that reads one has the input
-`StepInvariant(name)`; the graph of phase HOIST of the stage computes them all. The same operations run on the same values, so
-no bit changes. The values live as long as the step: a view takes no memory for this, a cast weight takes its bytes; neither is
-counted per microbatch.
+`StepInvariant(name)`; the graph of phase HOIST of the stage computes them all. No bit changes. The values live as long as the
+step, and their bytes are not counted per microbatch.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ _SOURCES = (*_STATE, program.Constant, program.Size)
 def find_step_invariants(joint: JointGraph) -> JointGraph:
     """Mark the values that can be computed once per step, in place; nodes carry `meta["stage"]`."""
     refused: set[fx.Node] = {node for _, node in joint.outputs()}
-    while True:
-        found = _invariants(joint, refused)
-        wrong = {node for node in found if not _can_be_input(node, found)}
-        if not wrong:
-            break
+    found = _invariants(joint, refused)
+    while wrong := {node for node in found if not _can_be_input(node, found)}:
         refused |= wrong
+        found = _invariants(joint, refused)
     for node in found:
         node.meta |= {"stage": None, "step_invariant": True}
     return joint
@@ -54,9 +51,7 @@ def _invariants(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]
     found: dict[fx.Node, bool] = {}
     for node in joint.graph.nodes:
         role = node.meta.get("role")
-        if isinstance(role, program.Parameter | program.Constant | program.Size) or (
-            isinstance(role, program.Buffer) and role.fqn not in written
-        ):
+        if isinstance(role, _SOURCES) and not (isinstance(role, program.Buffer) and role.fqn in written):
             of_state[node] = isinstance(role, _STATE)
         elif _repeats(node) and node not in refused and all(source in of_state for source in node.all_input_nodes):
             found[node] = of_state[node] = any(of_state[source] for source in node.all_input_nodes)

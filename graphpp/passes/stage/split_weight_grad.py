@@ -2,21 +2,17 @@
 
 Contract
 --------
-The backward B of every stage stays, and two graphs are added that together compute the same:
+The backward B of every stage stays, and two graphs are added that together compute the same, bit for bit:
 
     I   sends the values that B sends; it has all nodes that a sent value depends on, and no other backward node
     W   has all other nodes, and so the gradients of parameters, except gradients that I computes on the way
 
-A recomputed forward value (see `rematerialize.py`) that only W needs may run in either half, wherever fewer bytes stay alive
-between the two: in W, or in I if otherwise all its inputs would have to stay alive.
+Every node of B stands in exactly one half, in its old order; a recomputed forward value that only W needs stands where fewer
+bytes stay alive between the halves. `may_recompute` names nodes of I that W may run as well where that keeps fewer bytes.
 
-Every node of B stands in exactly one half, in its old order: nothing runs twice, and I followed by W computes B's numbers, bit
-for bit. I receives the values that B receives. I saves for W the values that W reads of I's nodes and of the received values; a
-value that the forward saved stays alive until the last of the two halves has read it: in I such a placeholder has
-`meta["kept"]`. A stage that sends nothing (the first stage, or one behind frozen stages) has an empty I.
-
-`may_recompute` names nodes of I that W may run again where that keeps fewer bytes; such a node may stand in both halves. The
-values that I saves for W are a minimum cut.
+I receives the values that B receives. I saves for W the values that W reads of I's nodes and of the received values, a minimum
+cut. A value that the forward saved stays alive until the last half has read it: in I such a placeholder has `meta["kept"]`. A
+stage that sends nothing (the first stage, or one behind frozen stages) has an empty I.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
     a SEND after and a RECV before its computation, and each channel (rank -> rank) has the same order at both ends
     (`graphpp.schedules.check.channel_order`);
     no cycle of waits exists, with batched or unbatched point-to-point messages (`graphpp.schedules.check.deadlock`). An
-    overlap waits for the inputs of all its parts before it starts, so no part may depend on another part, not even by way
-    of other ranks;
+    overlap waits for the inputs of all its parts, so no part may depend on another part, not even by way of other ranks;
     if a memory cap is given: no rank ever has more bytes of activations alive than the cap
     (`graphpp.schedules.check.step_memory`, which counts all other bytes of a rank too where they are known).
 The proof takes about 15 µs a cell.
@@ -101,24 +100,18 @@ def _place_all(subject: ScheduleUnderCheck) -> None:
     """Fill `subject.where`. Afterwards no action is out of range or doubled, and each stage has one rank."""
     for rank, column, action in subject.schedule.cells():
         place = Position(rank, column)
-        _check_form(subject, place, action)
+        if not has_right_parts(action):
+            what = "only OVERLAP_F_B and P2P have parts, the one of F, B, I or W, the other of sends and receives"
+            raise subject.refusal(place, what, "write (0F3;3B1)OVERLAP_F_B or (0SEND_F1;0RECV_B0)P2P")
         for leaf in action.leaves:
-            _check_range(subject, place, leaf)
-            _check_use(subject, place, leaf)
-            _check_rank(subject, place, leaf)
+            _check_leaf(subject, place, leaf)
             if leaf in subject.where and leaf.kind not in _REPEATABLE:
                 first = subject.where[leaf]
                 raise subject.refusal(place, f"{leaf} stands in column {first.column} already", "remove one of the two")
             subject.where[leaf] = place
 
 
-def _check_form(subject: ScheduleUnderCheck, place: Position, action: Action) -> None:
-    if not has_right_parts(action):
-        what = "only OVERLAP_F_B and P2P have parts, the one of F, B, I or W, the other of sends and receives"
-        raise subject.refusal(place, what, "write (0F3;3B1)OVERLAP_F_B or (0SEND_F1;0RECV_B0)P2P")
-
-
-def _check_range(subject: ScheduleUnderCheck, place: Position, leaf: Action) -> None:
+def _check_leaf(subject: ScheduleUnderCheck, place: Position, leaf: Action) -> None:
     if not 0 <= leaf.stage < subject.stages:
         raise subject.refusal(place, f"{leaf}: there is no stage {leaf.stage}", f"stages are 0..{subject.stages - 1}")
     if leaf.kind in PER_STAGE:
@@ -127,15 +120,9 @@ def _check_range(subject: ScheduleUnderCheck, place: Position, leaf: Action) -> 
     elif leaf.microbatch is None or not 0 <= leaf.microbatch < subject.microbatches:
         what = f"{leaf}: there is no microbatch {leaf.microbatch}"
         raise subject.refusal(place, what, f"microbatches are 0..{subject.microbatches - 1}")
-
-
-def _check_use(subject: ScheduleUnderCheck, place: Position, leaf: Action) -> None:
     if not subject.training and leaf.kind not in _FORWARDS:
         what = f"{leaf} has no place in a table of forwards"
         raise subject.refusal(place, what, "remove it, or take the forwards alone with Schedule.forward_only()")
-
-
-def _check_rank(subject: ScheduleUnderCheck, place: Position, leaf: Action) -> None:
     home = subject.schedule.rank_of_stage[leaf.stage]
     if home != place.rank:
         what = f"{leaf}: stage {leaf.stage} has actions on rank {home} too"

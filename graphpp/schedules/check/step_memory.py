@@ -126,7 +126,7 @@ def step_peaks(
 def step_bytes(
     table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes] = (), offloaded: Sequence[OffloadWindow] = ()
 ) -> tuple[Iterator[tuple[int, dict[str, int]]], ...]:
-    """`StepMemory.bytes_by_column` of a table. The most bytes together are those of `step_peaks`, whose errors it raises."""
+    """`StepMemory.bytes_by_column` of a table."""
     memory, distinct = _read(table, costs, held, offloaded)
     return memory.bytes_by_column(distinct, held)
 

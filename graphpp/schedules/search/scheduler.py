@@ -26,7 +26,6 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from math import inf
 from random import Random
 
@@ -35,7 +34,7 @@ from graphpp.errors import ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.search.arguments import Home, caps_of, check_size, placements, too_tight
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, peaks
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.evaluate_sequence import Sequenced, sequences
 from graphpp.schedules.search.fill_waits import fill_waits
@@ -58,8 +57,6 @@ _STARTS = 6
 """The number of solutions from which the first search starts."""
 _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
-_FRUGAL, _LESS = 100, 0.95
-"""The number of candidates that are tried for fewer bytes once the best end is reached; each must need less than that share."""
 _FILL_EFFORT = 80_000
 """Forwards of all the solutions whose waits are filled, or whose messages get places; at least two solutions are taken."""
 
@@ -177,30 +174,13 @@ def _wholes(problem: Problem) -> list[bytearray]:
 
 
 def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[EvaluatedOrder]:
-    """The best of the candidates that can run; one that reaches the lower bound is enough, with as few bytes as are found."""
+    """The best of the candidates that can run; one that reaches the lower bound is enough."""
     found: list[EvaluatedOrder] = []
-    left = iter(candidates)
-    for candidate in left:
+    for candidate in candidates:
         limit = 1.02 * found[-1].total if len(found) == most else inf
         solution = evaluate_order(problem, candidate, limit)
         if solution:
             found = distinct([*found, solution])[:most]
         if found and found[0].is_optimal:
-            return found if problem.blocking else [_most_frugal(problem, found[0], islice(left, _FRUGAL))]
+            break
     return found
-
-
-def _most_frugal(problem: Problem, best: EvaluatedOrder, candidates: Iterable[Candidate]) -> EvaluatedOrder:
-    """A candidate that ends as soon as `best`, which no other table can beat, with fewer bytes on each rank; or `best`."""
-    bound = problem.bound() * (1 + 1e-9)
-    less = _with_less(problem, best)
-    for candidate in candidates:
-        found = evaluate_order(less, candidate, 2 * bound)
-        if found and found.makespan <= bound:
-            best, less = found, _with_less(problem, found)
-    return best
-
-
-def _with_less(problem: Problem, solution: EvaluatedOrder) -> Problem:
-    """The problem under caps a little below the bytes that a solution needs."""
-    return replace(problem, cap=tuple(_LESS * each for each in peaks(problem, solution.candidate, solution.rows)))

@@ -3,8 +3,7 @@
 Contract
     Times are in seconds, or all of them in another unit; bytes are per microbatch. A stage's activations live from the
     start of its F to the end of its B. Where the backward is split, `saved_bytes` live until the end of I, and from then
-    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`). `check/live_values.py` says when the
-    values between two stages are alive.
+    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`).
 """
 
 from __future__ import annotations

@@ -140,15 +140,6 @@ def test_a_whole_backward_is_taken_where_it_is_faster_and_a_split_one_where_it_h
     assert kinds(replace(slow, backward=2.0)) == kinds(slow)
 
 
-def test_where_the_best_end_is_reached_a_start_with_fewer_bytes_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = random_costs(Random(0), 4)
-    frugal = schedule_auto(costs, ranks=4, microbatches=16, effort=0)
-    monkeypatch.setattr("graphpp.schedules.search.scheduler._FRUGAL", 0)
-    first = schedule_auto(costs, ranks=4, microbatches=16, effort=0)
-    assert simulate(frugal, costs).makespan == pytest.approx(simulate(first, costs).makespan)
-    assert sum(peaks(frugal, costs)) < 0.6 * sum(peaks(first, costs))
-
-
 def test_one_rank_needs_no_split() -> None:
     schedule = schedule_auto(Costs.unit(3, 1), ranks=1, microbatches=2)
     assert {action.kind for _, _, action in schedule.cells()} == {Kind.F, Kind.B}
