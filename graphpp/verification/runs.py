@@ -25,7 +25,7 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction, loss_and_metrics
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
-from graphpp.passes.joint.key_random_ops import draws_random_numbers, key_random_ops
+from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers, key_random_ops
 from graphpp.passes.joint.relax_views import memory_order, relax_views
 from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import dtype_of_sum

@@ -25,7 +25,7 @@ from graphpp.options.recompute import Recompute
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
-from graphpp.passes.joint.key_random_ops import key_random_ops
+from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.passes.provenance import ProgramGraphs

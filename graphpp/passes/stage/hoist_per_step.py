@@ -24,7 +24,7 @@ from torch import fx
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_of_torch, is_tensor, reached, results_of
 from graphpp.passes.graph.stage_graphs import GraphResults, PhaseGraph, StagedGraphs, phase_graph
-from graphpp.passes.joint.key_random_ops import draws_random_numbers
+from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 

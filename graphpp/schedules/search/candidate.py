@@ -25,9 +25,9 @@ Fill = tuple[int, int]
 class Candidate:
     """An order to evaluate. `whole[x]`: 1 where operation N + x is a whole backward.
 
-    `patience[rank]`: a pending weight gradient fills a wait of at least this share of its own time; 1 never delays the next
-    operation, 0 fills every wait. `beside[x]`: 1 where the backward N + x runs together with the forward that follows it in the
-    order, if one follows; empty where no pair is allowed.
+    `patience[rank]`: a pending weight gradient fills a wait of at least this share of its own time, so 1 never delays the next
+    operation. `beside[x]`: 1 where the backward N + x runs together with the forward that follows it in the order, if one
+    follows; empty where no pair is allowed.
     """
 
     orders: list[list[int]]

@@ -56,9 +56,8 @@ def place_weight_grads(
 
 def _placed(problem: Problem, given: Numbered) -> Iterator[Numbered]:
     """The soonest placements."""
-    found = [evaluate_order(problem, each) for each in _candidates(problem, given)]
-    fitting = sorted((each for each in found if each is not None), key=lambda solution: solution.end)
-    for solution in fitting[:_KEPT]:
+    solutions = filter(None, (evaluate_order(problem, candidate) for candidate in _candidates(problem, given)))
+    for solution in sorted(solutions, key=lambda solution: solution.end)[:_KEPT]:
         yield from (numbered(solution, join=join) for join in (True, False))
 
 
