@@ -2,10 +2,9 @@
 
 Contract
     At first every send and receive is a batch by itself. `join` moves the batch at one column into the batch at another
-    column, unless some event would then wait for itself. The waits are those of `graphpp.schedules.check.deadlock`, kept
-    in one `DynamicTopologicalOrder` for all ranks: a batch is posted after the computation before it and after the end of
-    the batch before it; its messages run once it is posted; it ends when all of them have ended; the computations that
-    read its messages wait for its end.
+    column, unless some event would then wait for itself. The waits are those of `graphpp.schedules.check.deadlock`, in one
+    `DynamicTopologicalOrder` for all ranks: a batch is posted after the computation before it and after the end of the batch
+    before it; its messages run once it is posted; it ends, and the readers of its messages go on, when all have ended.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ Channel = tuple[bool, int]
 class Batches:
     """One rank's row with its batches.
 
-    `columns` maps the column where a batch stands to the columns at which its messages stood originally; `places` are its
-    keys, ascending.
+    `columns`: by the column of a batch, the columns at which its messages stood originally; `places`: its keys, ascending.
     """
 
     def __init__(self, rank: int, row: Row, rank_of: Mapping[int, int]) -> None:
@@ -51,14 +49,11 @@ class Batches:
         self.places = messages
         self._before: list[BatchNode | None] = [None] * len(row)  # the computation before each column
         self._reader: dict[Action, BatchNode] = {}
-        self._place_computations()
-
-    def _place_computations(self) -> None:
         last: BatchNode | None = None
-        for column, action in enumerate(self.row):
+        for column, action in enumerate(row):
             self._before[column] = last
             if action is not None and not action.is_communication:
-                last = Position(self._rank, column)
+                last = Position(rank, column)
                 self._reader.update(dict.fromkeys(action.leaves, last))
 
     # ------------------------------------------------------------------------------ the graph of waits
