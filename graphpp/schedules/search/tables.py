@@ -157,7 +157,7 @@ class Tables:
 
     def named(self) -> list[Numbered]:
         """The named schedules, and one microbatch after the other, that take these counts and fit into memory."""
-        tables = [one_by_one(self.costs, home, len(self.caps), self.microbatches) for home in self.homes]
+        tables: list[Schedule] = []
         for generator in SCHEDULES.values():
             try:
                 table = generator(len(self.caps), len(self.costs.stages), self.microbatches)
@@ -166,6 +166,7 @@ class Tables:
             trains = not table.kinds.isdisjoint(BACKWARDS)
             if trains and table.rank_of_stage in self.homes and table not in tables:
                 tables.append(table)
+        tables += [one_by_one(self.costs, home, len(self.caps), self.microbatches) for home in self.homes]
         homes = (tuple(table.rank_of_stage[stage] for stage in range(table.stages)) for table in tables)
         numbered = [rows_of(self._problems[home], table) for home, table in zip(homes, tables, strict=True)]
         return [each for each in numbered if self._fits(each)]

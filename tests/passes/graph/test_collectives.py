@@ -79,12 +79,6 @@ def test_what_came_lies_in_the_memory_of_the_collective() -> None:
     assert shared_results(traced(lambda x: [c10d.wait_tensor.default(x)], X).graph) == {0}
 
 
-def test_a_collective_is_given_a_contiguous_value() -> None:
-    joint = relax_views(traced(lambda x: [reduced(x @ x)], X))
-    (collective,) = collectives(joint.graph)
-    assert collective.args[0].target is torch.ops.aten.contiguous.default  # type: ignore[union-attr]
-
-
 def test_texts_of_ranks_in_other_groups_differ_in_one_line() -> None:
     one, two = (render(traced(lambda x: [reduced(reduced(x, name), name)], X).graph) for name in ("3", "4"))  # noqa: B023
     pairs = [pair for pair in zip(one.text.splitlines(), two.text.splitlines(), strict=True) if pair[0] != pair[1]]

@@ -293,18 +293,6 @@ def test_the_clock_stalls_only_for_a_collective_that_is_not_done() -> None:
     assert found.hidden == found.possible == pytest.approx(1 / 3)
 
 
-def test_collectives_of_one_group_share_a_link() -> None:
-    def function(x: Tensor, y: Tensor) -> list[Tensor]:
-        return [wait(sent) for sent in (start(x, "ep"), start(y, "ep"))]
-
-    def two_groups(x: Tensor, y: Tensor) -> list[Tensor]:
-        return [wait(sent) for sent in (start(x, "ep"), start(y, "other"))]
-
-    one, two = (GraphTiming(slot(0, F, each, *values(2)).graph, ticks) for each in (function, two_groups))
-    assert estimate_order(one, one.nodes).seconds == one.bound() == 6
-    assert estimate_order(two, two.nodes).seconds == two.bound() == 3
-
-
 def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:
     def function(x: Tensor) -> list[Tensor]:
         a = x @ x

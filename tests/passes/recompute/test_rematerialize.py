@@ -122,13 +122,6 @@ def test_equal_layers_do_not_all_give_up_the_same_at_once() -> None:
     assert early and "layers.3" not in early  # the first layers are recomputed when the last layers' saved values are dead
 
 
-def test_small_values_and_long_chains_stay_saved() -> None:
-    joint = graph(None, "layers.1")
-    recomputed = again(lean(joint, seconds_per_byte=8 / COSTS.memory))
-    assert not [node for node in recomputed if node.meta["val"].numel() < 1000 and COSTS(node)]
-    assert cut_stages(lean(joint, may_recompute=lambda node: False), 2).saved_bytes == cut_stages(joint, 2).saved_bytes
-
-
 def test_what_reads_a_written_buffer_runs_once() -> None:
     before = graph(Layers(norm=nn.BatchNorm1d), "layers.1")
     after = lean(before, fraction=0.01, region_of=by_layer)

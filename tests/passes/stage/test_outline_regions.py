@@ -100,17 +100,6 @@ def test_equal_layers_are_one_region() -> None:
     assert counts[1] - counts[0] == 2 * 8  # one more forward and backward region for each of 8 layers
 
 
-def test_unequal_layers_are_different_regions() -> None:
-    model = Net(3)
-    model.layers[1].up = nn.Linear(8, 16, bias=False)
-    ((forward, _), layer) = slots(model)
-    titles = {call.region.title: call.region.key for call in outline_regions(forward, layer).calls}
-    first, second, third = (key for title, key in titles.items() if title.startswith("layers."))
-    assert first != second
-    assert third == first
-    assert [title.split(" of ")[0] for title in titles] == ["layers.0", "layers.1", "layers.2", "operations"]
-
-
 def test_inputs_of_a_region_die_inside_it() -> None:
     """When a region frees its inputs, nothing else holds an input without a later reader."""
     ((_, backward), layer) = slots(Net(2))

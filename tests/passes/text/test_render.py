@@ -251,16 +251,6 @@ def test_lines_say_shape_role_module_and_source() -> None:
     ]
 
 
-def test_stages_stand_where_there_are_several() -> None:
-    graph = a_graph()
-    sine = next(node for node in graph.nodes if node.op == "call_function")
-    with graph.inserting_after(sine):
-        for stage in (None, 1):
-            graph.call_function(aten.cos.default, (sine,)).meta = {**sine.meta, "stage": stage}
-    text = render(graph).text
-    assert all(f"# f32[2, 3] {stage} in layers.0" in text for stage in ("stage 0", "stage 1", "any stage"))
-
-
 @pytest.mark.parametrize(
     ("target", "spelled"),
     [
