@@ -29,6 +29,7 @@ from graphpp.runtime.program import Phase
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 
+_USUAL = Deployment()
 _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
 
 
@@ -79,7 +80,7 @@ class PricedModel:
     deployment=one_of(Deployment, takes="a graphpp.cluster_planner.costs.Deployment"),
 )  # fmt: skip
 def priced(
-    costs: ModelCosts, machines: Machines, deployment: Deployment, alike: PricedModel | None = None
+    costs: ModelCosts, machines: Machines, deployment: Deployment = _USUAL, alike: PricedModel | None = None
 ) -> PricedModel:
     """Price a microbatch.
 

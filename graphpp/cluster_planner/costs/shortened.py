@@ -126,9 +126,10 @@ class _Facts:
         if node in self._before:
             return "before", self._before[node]
         name = _fqn(node)
-        if node.op == "get_attr" and name == node.target:  # a tensor that the code made, one for each call
-            return "constant", _layout(_held(self._module, name))
-        return "value", _renamed(name, self._unit.layers)
+        if node.op != "get_attr":
+            return "value", name
+        made = name == node.target  # a tensor that the code made, one for each call
+        return "made" if made else _renamed(name, self._unit.layers), _layout(_held(self._module, str(node.target)))
 
 
 def _fqn(node: fx.Node) -> str:
