@@ -65,8 +65,8 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
 def check_gathered_experts(request: CompileRequest, joint: JointGraph) -> None:
     """Raise `CaptureError` for an expert that an all-gather over `ep` reads, and whose gradient no collective adds up.
 
-    `DTensor.full_tensor()` without `grad_placements` takes the gradient of the whole tensor to be equal on all ranks. Along `ep`
-    each rank computes the gradient from rows of its own, so the ranks' gradients must be added up.
+    `DTensor.full_tensor()` without `grad_placements` takes the gradient of the whole tensor to be equal on all ranks. Along
+    `ep` each rank computes the gradient from rows of its own, so the ranks' gradients must be added up.
     """
     group = request.place.experts_group
     if group is None:
