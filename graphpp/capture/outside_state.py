@@ -26,7 +26,7 @@ from graphpp._torch.this_thread import found_in_modules, replaced
 from graphpp.capture.source_lines import source_line, user_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.joint.key_random_ops import draws_random_numbers
+from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ from graphpp.passes.stage.outline_regions import cost_with_regions
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.program import Buffer, Parameter, PipelineProgram, WovenProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
-from graphpp.schedules.check.memory_cap import check_memory
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
+from graphpp.schedules.check.step_memory import check_memory
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 

@@ -17,7 +17,7 @@ from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
 from graphpp.passes.joint.delay_gradient_sums import delay_gradient_sums
-from graphpp.passes.joint.key_random_ops import key_random_ops
+from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.merge_views import merge_views
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.joint.snapshot_buffers import snapshot_buffers

@@ -20,8 +20,7 @@ from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.profile import Profile, RecordedSteps, barrier, profile_of
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.recorder import Recorder, clock_of
-from graphpp.schedules.rewrite.merge_backward import merge_backward, without_overlaps
-from graphpp.schedules.rewrite.split_backward import split_backward
+from graphpp.schedules.rewrite.split_backward import merge_backward, split_backward, without_overlaps
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import wait_for_device

@@ -1,8 +1,8 @@
-"""Key random operators: each draws its numbers from a key of the microbatch, not from the state of a generator.
+"""Key dropout and all other random operators: each draws from a key of the microbatch, not from a generator's state.
 
 Contract: afterwards every operator that draws random numbers is a call of `seeded(key, index, operator, ...)`: `key` is the
-input `RandomKey`, `index` counts the random operators of the joint graph. So the numbers do not depend on the split, the
-schedule or the number of ranks, and a recomputed operator repeats its numbers.
+input `RandomKey`, which `runtime/randomness.py` fills in, `index` counts the random operators of the joint graph. So the
+numbers do not depend on the split, the schedule or the number of ranks, and a recomputed operator repeats its numbers.
 """
 
 from __future__ import annotations
