@@ -99,7 +99,7 @@ def test_plan_and_programs_are_public() -> None:
 
 
 def fails_alone(rank: int, phase: str) -> list[str]:
-    """A step in which one phase of preparing the call fails on rank 1, and the functions of the trace; then a step that works."""
+    """A step in which preparing the call fails on rank 1, and the functions of the trace; then a step that works."""
     errors = []
     pipe = graphpp.compile(model(), F.mse_loss, split=["2"], schedule="1F1B", microbatches=3)
     batch: Tensor = X
