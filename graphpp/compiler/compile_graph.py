@@ -19,12 +19,11 @@ from graphpp._torch.symbols import Values, considering, hint
 from graphpp.capture.outputs import output_shapes
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
-from graphpp.compiler.checks.gathered_experts import check_gathered_experts
+from graphpp.compiler.checks.exchanged_values import check_gathered_experts
 from graphpp.compiler.dumps.dump import Dump
 from graphpp.compiler.held_state import held_by_rank, state_bytes
-from graphpp.compiler.program_variants import ProgramVariant, choices_of, variant_of
+from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_program, variant_of
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.sized_graph import sized_program
 from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import Hook, PassResult, lower, lower_assigned

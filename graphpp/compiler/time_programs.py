@@ -34,7 +34,7 @@ from graphpp.errors import MismatchError
 from graphpp.parallel.agreement import Agreement
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.provenance import ProgramGraphs
-from graphpp.passes.stage.outline_regions import graph_key
+from graphpp.passes.stage.region_key import graph_key
 from graphpp.planner.segments import ProgramSeconds
 from graphpp.runtime.program import Gradient, Phase, PipelineProgram, Program
 from graphpp.runtime.randomness import dropout_mask, seeded

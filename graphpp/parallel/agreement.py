@@ -18,6 +18,7 @@ Contract
 from __future__ import annotations
 
 import json
+import secrets
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -107,7 +108,12 @@ class Agreement:
 
     def of_all(self, mine: torch.Tensor) -> torch.Tensor:
         """The small tensors of all ranks, of one shape, in order of rank, [ranks, ..] on the CPU."""
-        return torch.stack(self._gather(mine)) if self._group is not None else mine[None]
+        if self._group is None:
+            return mine[None]
+        sent = mine.to(self.device)
+        received = [torch.empty_like(sent) for _ in range(self.ranks)]
+        dist.all_gather(received, sent, group=self._group)
+        return torch.stack(received).cpu()
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
         """The result of `make` on the first rank, which alone calls it, on every rank. Called by all ranks.
@@ -116,9 +122,8 @@ class Agreement:
         """
         if self._group is None:
             return make()
-        failure: Exception | None = None
-        content = b""
-        if dist.get_rank(self._group) == 0:
+        failure, content = None, b""
+        if self.rank == 0:
             try:
                 content = _MADE + make()
             except Exception as error:
@@ -145,27 +150,16 @@ class Agreement:
 
     def shared_name(self) -> str:
         """A random name, the same on every rank of the group; empty for one process."""
-        if self._group is None:
-            return ""
-        drawn = torch.randint(2**62, (1,), generator=_fresh_generator(), device="cpu")
-        return f"{int(self._gather(drawn)[0]):x}"
+        return self.from_first(secrets.token_bytes)[:8].hex() if self.several else ""
 
     def _of_each_kind(self, facts: Facts) -> dict[str, Lines]:
         """The lines of every rank by its name; ranks of the least frequent kinds are left out."""
         text = json.dumps(facts.all_lines).encode()
         mine = bytearray(bytes([facts.failed]) + hashed(text))
-        digests = [bytes(each.tolist()) for each in self._gather(torch.frombuffer(mine, dtype=torch.uint8))]
+        digests = [bytes(row) for row in self.of_all(torch.frombuffer(mine, dtype=torch.uint8)).tolist()]
         frequent = sorted(Counter(digests).items(), key=lambda kind: (-kind[0][0], -kind[1], digests.index(kind[0])))
         sent = {kind: self._broadcast(text, digests.index(kind)) for kind, _ in frequent[:_KINDS]}
         return {self.name_of(rank): json.loads(sent[digest]) for rank, digest in enumerate(digests) if digest in sent}
-
-    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """This small tensor of every rank, in order of rank, on the CPU."""
-        assert self._group is not None
-        sent = mine.to(self.device)
-        received = [torch.empty_like(sent) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(received, sent, group=self._group)
-        return [each.cpu() for each in received]
 
 
 class Round:
@@ -175,8 +169,8 @@ class Round:
         made = lower(...)  # an error here raises on this rank, and `MismatchError` on all others
         r.compare(made.facts)
 
-    The groups are asked one after the other when the body ends: a group learns of a failure or a difference in a group before.
-    `lacking`: afterwards, whether a rank lacks a tensor of the checksums.
+    The groups are asked one after the other when the body ends, and learn what failed in the groups before. `lacking`:
+    afterwards, whether a rank lacks a tensor of the checksums.
     """
 
     def __init__(self, *groups: Agreement) -> None:
@@ -195,34 +189,25 @@ class Round:
         """Ask each group. Raises `MismatchError` where ranks differ or another rank failed."""
         if error is not None and not isinstance(error, Exception):
             return  # the user has interrupted this rank
-        differs: MismatchError | None = None
+        differs: Exception | None = None
         for group, facts in zip(self._groups, (*self._facts, *[Facts()] * len(self._groups)), strict=False):
             failure = error or differs
             try:
                 self.lacking |= group.compare(facts if failure is None else Facts.of_failure(failure))
-            except MismatchError as found:  # this rank raises its own error, and the first difference
+            except Exception as found:  # the next groups learn of it; this rank raises its own error, else the first one
                 differs = differs or found
         if error is None and differs is not None:
             raise differs
 
 
 def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable[[dist.ProcessGroup], Agreement]) -> None:
-    """Compare the collectives of a step with the other ranks of each process group.
-
-    `lines`: in order, by the group's name. `agreement`: among the ranks of a group.
+    """Compare the collectives of a step, `lines` in order by the group's name, with the other ranks of each process group.
 
     Raises `MismatchError` if ranks would run other collectives, or in another order: they would hang in the step.
     """
     for name in sorted(lines):
         facts = Facts({"the collectives of a step, in order": lines[name]})
         agreement(group_named(name)).compare(facts)
-
-
-def _fresh_generator() -> torch.Generator:
-    """A generator of its own, so that the user's generator does not advance."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
 
 
 def refuse_differences(by_rank: Mapping[str, Lines]) -> None:

@@ -29,9 +29,9 @@ from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered, check_homes, check_same_results, lowered
 from graphpp.compiler.capture_once import capture_graphs
+from graphpp.compiler.checks.exchanged_values import check_shared_layers
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.shared_layers import check_shared_layers
 from graphpp.errors import GraphPPError
 from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round

@@ -97,8 +97,8 @@ class Pipeline(RankPart):
         """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
 
         Tensors whose first dimension is the batch's are cut into microbatches along it, the last one smaller where the
-        batch does not divide; wrap a tensor in `graphpp.whole` to pass it whole. A batch of fewer rows than microbatches is cut
-        into fewer microbatches, where the schedule has a table for them.
+        batch does not divide, and fewer ones where the batch has fewer rows and the schedule has a table for them; wrap a
+        tensor in `graphpp.whole` to pass it whole.
 
         `loss_weight`: the factor of each microbatch's loss (one number each, or one for all), in place of the mean or sum.
         With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch.
@@ -107,8 +107,7 @@ class Pipeline(RankPart):
         `accumulation_steps`: the number of steps before the optimizer's, by which the gradients are divided, as in
         `(loss / accumulation_steps).backward()`. Losses are reported undivided.
 
-        At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters. The tensors of
-        the batch may be written again when the call has returned, also those in pinned memory.
+        At the end, hooks of `register_post_accumulate_grad_hook` are called. The batch's memory may be written again then.
         """
         weights = LossArguments(loss_weight, scaler, accumulation_steps)
         return self._step(Microbatch(args, kwargs, target), weights)
@@ -173,8 +172,7 @@ class Pipeline(RankPart):
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure a step over this batch: run it `repeat` times on all ranks, after one step to warm up.
 
-        Called by every rank, with the arguments of `step`. Every rank gets the same profile: the start and end of each action
-        (seconds), their means as `Costs` for the simulator, and the times of the messages. Parameters, gradients, buffers and
+        Called by every rank, with the arguments of `step`. Every rank gets the same profile. Parameters, gradients, buffers and
         random state are restored. Raises `GraphPPError` if `repeat` is not positive.
         """
         batch = Microbatch(args, kwargs, target)
@@ -199,10 +197,9 @@ class Pipeline(RankPart):
     ) -> Path:
         """Write the page `report.html` into a folder; returns its path. Called by every rank, and rank 0 writes.
 
-        The page has the plan, the timeline of a step, memory over time, the values between stages, and the run so far. It is
-        one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of each step
-        of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for a
-        profile of another pipeline, and where the folder cannot be written.
+        The page is one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of
+        each step of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for
+        a profile of another pipeline, and where the folder cannot be written.
         """
         from graphpp.pipeline.report_page import write_report  # loaded by the first page
 

@@ -66,11 +66,10 @@ class RankPart(ModuleHabits):
     def flat_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
         """(FQNs, parameter [elements]): this rank's parameters in a few plain tensors, where `mesh=` has `dp_shard`.
 
-        Each has this rank's rows of several parameters, those of one stage and dtype, vectors apart from all others. An
-        optimizer that treats every element alike (SGD, Adam, AdamW) steps them in place of `pipe.parameters()`, and faster: it
-        sees few plain tensors instead of many `DTensor`s. Values and gradients are those of `pipe.parameters()`, in one memory;
-        a parameter without a gradient in a step has gradient 0 here. Checkpoints name the state by FQN. Clip with
-        `pipe.clip_grad_norm_`. Raises `GraphPPError` without `dp_shard`, and before the parameters are sharded.
+        Each has this rank's rows of several parameters of one stage and dtype, vectors apart from all others. An optimizer that
+        treats every element alike (SGD, Adam, AdamW) steps them faster than `pipe.parameters()`, whose memory they share; a
+        parameter without a gradient has gradient 0 here. Checkpoints name the state by FQN. Clip with `pipe.clip_grad_norm_`.
+        Raises `GraphPPError` without `dp_shard`, and before the parameters are sharded.
         """
         self._cache.captured()
         sharded = self._cache.ownership.sharded
@@ -125,11 +124,10 @@ class RankPart(ModuleHabits):
         belong to the model, and every entry of this rank must be there; otherwise a warning is logged, and `init` writes those
         that are missing. Buffers on the meta device that no state dict holds are written by `init`, with `seed` or 0.
 
-        `init` runs without gradients. Tensors that have memory already keep it: `init` and `weights` write them too. Dtypes are
-        the model's, the device is the rank's. A parameter on the meta device is replaced by a new object, so make the optimizer
-        afterwards. Other ranks' tensors become stand-ins without memory, as by `release`. Raises `GraphPPError` before anything
-        is captured and for a tensor that nothing writes, `CheckpointError` for files that do not fit; then all tensors on the
-        meta device and the generators of random numbers are as before.
+        `init` runs without gradients. Tensors with memory keep it, and are written too. A parameter on the meta device is
+        replaced by a new object, so make the optimizer afterwards. Other ranks' tensors become stand-ins without memory, as by
+        `release`. Raises `GraphPPError` before anything is captured and for a tensor that nothing writes, `CheckpointError` for
+        files that do not fit; then all tensors on the meta device and the generators of random numbers are as before.
         """
         # safetensors and the files' part of torch: a second that `import graphpp` must not cost.
         from graphpp.ownership.materialize import Materials, Source

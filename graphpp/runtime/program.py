@@ -166,8 +166,7 @@ class Phase(StrEnum):
 class TensorMeta:
     """Shape, strides (elements), dtype and needs-grad of a value that crosses a boundary or is saved.
 
-    In the programs of a graph for several sizes (`compiler/sized_graph.py`) sizes and strides may be symbolic integers, which
-    torch types as integers too.
+    In the programs of a graph for several sizes, sizes and strides may be symbolic integers, which torch types as integers too.
     """
 
     name: str

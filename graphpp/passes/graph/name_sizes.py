@@ -44,7 +44,7 @@ class SizeInputs:
 
 def name_sizes(graph: fx.Graph) -> None:
     """Replace symbolic numbers, and the nodes that compute them, by placeholders, in place."""
-    inputs, computed = SizeInputs(graph), list(graph.find_nodes(op="call_function"))
+    inputs, computed = SizeInputs(graph), [node for node in graph.nodes if node.op == "call_function"]
 
     def named(value: Any) -> Any:
         number = value.meta.get("val") if isinstance(value, fx.Node) else value

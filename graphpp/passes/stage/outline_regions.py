@@ -14,19 +14,16 @@ Contract
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpp._torch.numbers_of_data import has_unknown_size
-from graphpp._torch.symbols import SYMBOLIC, formula, symbols_of
+from graphpp._torch.symbols import SYMBOLIC, symbols_of
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import is_check, is_tensor
@@ -35,7 +32,7 @@ from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.stage.gather_layers import is_gather
-from graphpp.passes.text.render import attribute_of
+from graphpp.passes.stage.region_key import graph_key
 from graphpp.runtime.program import Buffer, Size
 
 LayerOf = Callable[[fx.Node], str | None]
@@ -208,48 +205,6 @@ def _call(
         known[result].meta = dict(result.meta)
 
 
-def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = attrgetter("args")) -> str:
-    """A hash of a graph's computation and of the layouts of its inputs, independent of names and equal in all processes.
-
-    `arguments`: the positional arguments of a node that count.
-    """
-    numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            lines.append(f"input {_layout(node.meta.get('val'))}")
-        elif node.op == "get_attr":
-            lines.append(f"held {_held(attribute_of(node))}")
-        else:
-            target: Any = node.target  # a function's `str` has its address, which differs between processes
-            name = f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
-            lines.append(f"{name} {_spelled([arguments(node), node.kwargs], numbers)}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _held(value: Any) -> str:
-    """A name of an attribute of a graph: of a branch of `torch.cond` by its own computation, of a constant by its layout."""
-    if isinstance(value, fx.GraphModule):
-        return graph_key(value.graph)
-    return str(_layout(value)) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _spelled(value: Any, numbers: dict[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return numbers[value]
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({', '.join(_spelled(item, numbers) for item in value)})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_spelled(item, numbers)}' for name, item in sorted(value.items()))}}}"
-    return repr(value)
-
-
-def _layout(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, torch.Tensor):
-        return (formula(value),)
-    return (*(tuple(map(formula, sizes)) for sizes in (value.shape, value.stride())), value.dtype, str(value.device))
-
-
 def _leaves(value: Any) -> Iterator[Any]:
     """The leaves of nested lists, tuples, slices and dicts."""
     if isinstance(value, list | tuple):
@@ -279,5 +234,3 @@ def _is_known(value: Any) -> bool:
         and not value.dtype.is_complex
         and not (value.is_conj() or value.is_neg() or value.is_quantized)
     )
-
-
