@@ -17,6 +17,7 @@ import pytest
 from graphpp.report.page import Page
 from graphpp.report.page_html import write_page
 from graphpp.report.timeline_view import TimelineView
+from tests.exhaustive import further
 from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory, timeline
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
@@ -178,13 +179,6 @@ def test_the_pointer_shows_an_action_and_a_click_selects_its_microbatch(shown: S
 
 
 @pytest.mark.exhaustive
-def test_a_microbatch_that_does_not_exist_selects_nothing(shown: Shown) -> None:
-    shown.page.fill("#microbatch", "8")
-    shown.page.press("#microbatch", "Enter")
-    assert shown.page.input_value("#microbatch") == "" and shown.page.inner_text("#selection") == ""
-
-
-@pytest.mark.exhaustive
 def test_the_theme_follows_the_system_and_the_switch(shown: Shown) -> None:
     assert shown.has_theme("light")
     shown.page.emulate_media(color_scheme="dark")
@@ -225,15 +219,6 @@ def test_print_is_light_and_without_controls(shown: Shown) -> None:
 
 
 @pytest.mark.exhaustive
-def test_tables_open_and_have_the_numbers(shown: Shown) -> None:
-    shown.page.click("text=Table: At the moment with most bytes")
-    table = shown.page.locator("#memory table").first
-    assert table.is_visible()
-    assert table.locator("thead th").all_inner_texts()[-3:] == ["together", "cap", "of the cap"]
-    assert table.locator("tbody tr").count() == 4
-
-
-@pytest.mark.exhaustive
 def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
     row = shown.page.locator("[data-plan='0']")
     row.locator("button").press("Enter")
@@ -249,14 +234,6 @@ def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
     shown.page.mouse.click(place["x"] + x, place["y"] + y)
     assert shown.page.locator("[data-plan='2']").get_attribute("data-chosen") is not None
     assert row.get_attribute("data-chosen") is None
-
-
-@pytest.mark.exhaustive
-def test_a_rank_is_chosen_for_memory_over_time(shown: Shown) -> None:
-    before = shown.picture("memory-time")
-    rank = shown.page.input_value("#memory-rank")
-    shown.page.select_option("#memory-rank", "0" if rank != "0" else "1")
-    assert until(lambda: shown.picture("memory-time") != before)
 
 
 @pytest.mark.exhaustive
@@ -294,15 +271,7 @@ def test_texts_of_users_run_nothing(context: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_page_without_data_has_no_chart(context: Any, tmp_path: Path) -> None:
-    shown = Shown(context, write_page(Page(), tmp_path / "page.html"))
-    assert shown.page.locator(".chart").count() == 0
-    assert shown.errors == []
-    shown.page.close()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "microbatches"), [(24, 192), (64, 512)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(24, 192), *further((64, 512))])
 def test_a_large_step_is_small_and_soon_painted(
     ranks: int, microbatches: int, context: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
