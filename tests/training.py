@@ -21,12 +21,12 @@ from tests import internals
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
 from tests.reference import adamw, eager_steps
-from tests.special_models import SPECIAL
+from tests.special_models import DEEP, SPECIAL
 
 STEPS = 3
 MAX_NORM = 0.5
 PLAIN = (bool, int, float, str)
-CASES: dict[str, Callable[..., Case]] = MODELS | SPECIAL
+CASES: dict[str, Callable[..., Case]] = MODELS | SPECIAL | DEEP
 
 
 class Numbers(NamedTuple):
