@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from graphpp._torch import aot, pytree, symbols
-from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
 from graphpp._torch.parallel.in_place_collectives import as_functional
@@ -66,7 +65,6 @@ from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
 from graphpp.capture.source_lines import user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
-from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
@@ -91,14 +89,13 @@ class CapturedGraph:
     seconds: float = field(default=0.0, compare=False)
 
 
-def capture(  # noqa: PLR0913 - everything on which a trace depends
+def capture(
     model: nn.Module,
     loss: LossFunction | None,
     example: Microbatch,
     device: torch.device,
     *,
     training: bool = True,
-    trail: CodeTrail | None = None,
     copy_layers: bool = True,
     varying: Mapping[str, Collection[int]] | None = None,
     param_dtype: torch.dtype | None = None,
@@ -106,21 +103,19 @@ def capture(  # noqa: PLR0913 - everything on which a trace depends
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
-    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
-    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). `varying`:
-    the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for
-    which it does. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError` with the
-    user's source line if the model cannot be captured.
+    `.loss`. With `copy_layers` the graphs of equal modules are copies where that can be shown to be right
+    (`capture/repeats/`). `varying`: the dimensions, by path of the tensor, for all sizes of which the graph is to hold;
+    `joint.symbols` says for which it does. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises
+    `CaptureError` with the user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
         step = _TracedStep(model, loss, example, training)
-        return _capture(step, device, trail, copy_layers and not varying, varying or {}, param_dtype)
+        return _capture(step, device, copy_layers and not varying, varying or {}, param_dtype)
 
 
 def _capture(
     wrapper: _TracedStep,
     device: torch.device,
-    trail: CodeTrail | None,
     copy_layers: bool,
     varying: Mapping[str, Collection[int]],
     param_dtype: torch.dtype | None,
@@ -140,11 +135,9 @@ def _capture(
     with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         entry = replaced_numbers(model)
         inputs = tuple(fakes.values())
-        export = partial(_export, wrapper, inputs, dims, mode, trail)
+        export = partial(_export, wrapper, inputs, dims, mode)
         if direct:
             _check_sizes_fixed(varying)
-            if trail is not None:
-                trail.refuse("a model with DTensor parameters")
             export = partial(direct_trace, wrapper, spread, inputs, mode, device)
         decided = same_in_every_call(export(entry), entry, export)
         module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
@@ -240,18 +233,17 @@ def _export(
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
-    trail: CodeTrail | None,
     entry: EntryState,
 ) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
     queries = TracingQueries()
     try:
         with answer_as_eager(queries):
-            return _export_once(wrapper, fakes, dims, mode, trail, entry)
+            return _export_once(wrapper, fakes, dims, mode, entry)
     except CaptureError:
         if not queries.any:
             raise
-    return _export_once(wrapper, fakes, dims, mode, trail, entry)
+    return _export_once(wrapper, fakes, dims, mode, entry)
 
 
 def _export_once(
@@ -259,7 +251,6 @@ def _export_once(
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
-    trail: CodeTrail | None,
     entry: EntryState,
 ) -> Exported:
     functions = FunctionCalls()
@@ -275,9 +266,6 @@ def _export_once(
             with symbols.export_in(mode):
                 exported = torch.export.export(wrapper, fakes, strict=False, dynamic_shapes=symbols.varying(dims))
             inputs = symbols.inputs_of(exported)
-    if trail is not None:
-        with mode, aot.as_under_export(), mode.shape_env.ignore_fresh_unbacked_symbols():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, inputs, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
@@ -287,18 +275,3 @@ def _export_once(
         refuse_float_arithmetic(module.graph)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)
-
-
-def _note_code(wrapper: _TracedStep, entry: EntryState, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
-    """Run the step once more on fake tensors, with the branches that the trace took, and note the code that runs."""
-    wrapper.begin(entry)
-    marks = record_checkpoints(wrapper.found.checkpoints)
-    try:
-        with record_functions(FunctionCalls()), refuse_during_trace(), marks, trail.watching():
-            with refuse_outside_state():
-                values = wrapper(*fakes)
-            loss = dict(zip(wrapper.found.results, values, strict=True)).get(program.Loss())
-            if loss is not None:  # the code of hooks and of custom Functions runs in the backward
-                run_backward(loss, [p for p in wrapper.model.parameters() if p.requires_grad])
-    except Exception as error:  # the graph is right, and merely not kept
-        trail.refuse(f"code that a trace runs and fake tensors cannot: {type(error).__name__}: {error}")
