@@ -82,7 +82,6 @@ def measure(option: argparse.Namespace) -> dict[str, Any]:
         split=split,
         schedule="1F1B",
         parallel=graphpp.Parallel(device="cpu"),
-        debug=graphpp.Debug(keep_graphs=False),
     )
     wall = time.perf_counter() - began
     clock.note("rest")

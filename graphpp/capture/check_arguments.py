@@ -13,8 +13,8 @@ from torch import nn
 from graphpp.arguments import type_name
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.loss import check_signature
+from graphpp.capture.objects.names import comes_with_torch
 from graphpp.capture.refusals import check_modules
-from graphpp.capture.watch.reads import is_of_library
 from graphpp.errors import BatchError, CaptureError
 
 _LOG = logging.getLogger("graphpp")
@@ -38,7 +38,7 @@ def note_hooks(model: nn.Module) -> None:
     """Log once that forward hooks are traced: their operations run in each step, the rest of their code does not."""
     kinds = ("_forward_hooks", "_forward_pre_hooks")
     pairs = ((fqn, hook) for fqn, module in model.named_modules() for kind in kinds for hook in getattr(module, kind).values())
-    own = [(fqn, hook) for fqn, hook in pairs if not is_of_library(hook)]
+    own = [(fqn, hook) for fqn, hook in pairs if not comes_with_torch(hook)]
     if own:
         fqn, hook = own[0]
         _LOG.warning(

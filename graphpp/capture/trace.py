@@ -23,7 +23,6 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import aot, pytree, symbols
-from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
 from graphpp._torch.parallel.in_place_collectives import as_functional
@@ -55,7 +54,6 @@ from graphpp.capture.source_lines import user_line
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
-from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
@@ -80,14 +78,13 @@ class CapturedGraph:
     seconds: float = field(default=0.0, compare=False)
 
 
-def capture(  # noqa: PLR0913 - everything on which a trace depends
+def capture(
     model: nn.Module,
     loss: LossFunction | None,
     example: Microbatch,
     device: torch.device,
     *,
     training: bool = True,
-    trail: CodeTrail | None = None,
     on_export: Callable[[fx.GraphModule], None] = lambda module: None,
     varying: Mapping[str, Collection[int]] | None = None,
     param_dtype: torch.dtype | None = None,
@@ -95,21 +92,19 @@ def capture(  # noqa: PLR0913 - everything on which a trace depends
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
-    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. `on_export` may change the
-    exported forward before it is traced with its backward; a model with `DTensor`s has none. `varying`: the dimensions, by path
-    of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for which it does. `param_dtype`: the dtype
-    of floating-point parameters (None: their own). Raises `CaptureError` with the user's source line if the model cannot be
-    captured.
+    `.loss`. `on_export` may change the exported forward before it is traced with its backward; a model with `DTensor`s has
+    none. `varying`: the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says
+    for which sizes it holds. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError`
+    with the user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
         step = _TracedStep(model, loss, example, training)
-        return _capture(step, device, trail, on_export, varying or {}, param_dtype)
+        return _capture(step, device, on_export, varying or {}, param_dtype)
 
 
 def _capture(
     wrapper: _TracedStep,
     device: torch.device,
-    trail: CodeTrail | None,
     on_export: Callable[[fx.GraphModule], None],
     varying: Mapping[str, Collection[int]],
     param_dtype: torch.dtype | None,
@@ -128,12 +123,10 @@ def _capture(
     collectives = as_functional(user_line)
     with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         inputs = tuple(fakes.values())
-        export = partial(_export, wrapper, inputs, dims, mode, trail)
+        export = partial(_export, wrapper, inputs, dims, mode)
         if direct:
             if varying:
                 raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
-            if trail is not None:
-                trail.refuse("a model with DTensor parameters")
             export = partial(direct_trace, wrapper, spread, inputs, mode, device)
         exported = same_in_every_call(export(()), export)
         module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
@@ -202,11 +195,10 @@ def _export(
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
-    trail: CodeTrail | None,
     updates: Iterable[NumberUpdate],
 ) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
-    return as_eager_first(partial(_export_once, wrapper, fakes, dims, mode, trail, updates), contextlib.nullcontext)
+    return as_eager_first(partial(_export_once, wrapper, fakes, dims, mode, updates), contextlib.nullcontext)
 
 
 def _export_once(
@@ -214,27 +206,23 @@ def _export_once(
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
-    trail: CodeTrail | None,
     updates: Iterable[NumberUpdate],
     answering: Answering,
 ) -> Exported:
     functions = FunctionCalls()
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
-    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), rounding)
-    patches = (answering(), *patches)
-    with explain_errors(), contextlib.ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
+    with contextlib.ExitStack() as patches:
+        for patch in (explain_errors(), answering(), record_functions(functions), refuse_during_trace(), marks):
+            patches.enter_context(patch)
+        for patch in (refuse_outside_state(), note_grad_modes(), rounding):
+            patches.enter_context(patch)
         if dims is None:
             exported, inputs = torch.export.export(wrapper, fakes, strict=False), fakes
         else:
             with symbols.export_in(mode):
                 exported = torch.export.export(wrapper, fakes, strict=False, dynamic_shapes=symbols.varying(dims))
             inputs = symbols.inputs_of(exported)
-    if trail is not None:
-        with mode, aot.as_under_export(), mode.shape_env.ignore_fresh_unbacked_symbols():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), updates, inputs, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
@@ -243,20 +231,3 @@ def _export_once(
         refuse_unknown_numbers(module.graph)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)
-
-
-def _note_code(
-    wrapper: _TracedStep, updates: Iterable[NumberUpdate], fakes: tuple[torch.Tensor, ...], trail: CodeTrail
-) -> None:
-    """Run the step once more on fake tensors, with the branches that the trace took, and note the code that runs."""
-    wrapper.begin(updates)
-    marks = record_checkpoints(wrapper.found.checkpoints)
-    try:
-        with record_functions(FunctionCalls()), refuse_during_trace(), marks, trail.watching():
-            with refuse_outside_state():
-                values = wrapper(*fakes)
-            loss = dict(zip(wrapper.found.results, values, strict=True)).get(program.Loss())
-            if loss is not None:  # the code of hooks and of custom Functions runs in the backward
-                run_backward(loss, [p for p in wrapper.model.parameters() if p.requires_grad])
-    except Exception as error:  # the graph is right, and merely not kept
-        trail.refuse(f"code that a trace runs and fake tensors cannot: {type(error).__name__}: {error}")

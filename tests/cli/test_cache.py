@@ -1,4 +1,4 @@
-"""`graphpp cache`: entries are listed and removed."""
+"""`graphpp cache`: the entries, their size, and emptying."""
 
 from pathlib import Path
 
@@ -18,10 +18,9 @@ def cache(tmp_path: Path) -> Path:
     return made.root
 
 
-def test_entries_are_listed(cache: Path) -> None:
-    lines = run("cache", "list", "--folder", cache).stdout.splitlines()
-    assert [line.split()[-1] for line in lines[:-1]] == ["a", "b", "c"]
-    assert lines[-1].startswith(f"{cache}: 3 entries, ")
+def test_the_entries_are_listed(cache: Path) -> None:
+    listed = run("cache", "list", "--folder", cache).stdout.splitlines()
+    assert [line[-1] for line in listed[:-1]] == ["a", "b", "c"] and listed[-1].startswith(f"{cache}: 3 entries, ")
     assert [entry["key"] for entry in document("cache", "list", "--folder", cache)["entries"]] == ["a", "b", "c"]
 
 
@@ -42,6 +41,7 @@ def test_emptying(cache: Path) -> None:
     removed = document("cache", "empty", "--folder", cache, "--keep", "2.5KiB")
     assert [entry["key"] for entry in removed["entries"]] == ["a"]
     assert removed["removed"]
+    assert "1 entry," in run("cache", "empty", "--folder", cache, "--keep", "1500").stdout
     assert run("cache", "empty", "--folder", cache).stdout.endswith("removed\n")
     assert graphpp.cache.entries(cache) == []
 

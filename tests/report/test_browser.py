@@ -17,7 +17,6 @@ import pytest
 from graphpp.report.page import Page
 from graphpp.report.page_html import write_page
 from graphpp.report.timeline_view import TimelineView
-from tests.exhaustive import further
 from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory, timeline
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp.runtime.dtensors import whole_tensor
+from tests import internals
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import ROWS, STEPS, Mesh, RunningMean, Trained, batch, compiled, example, odd, sgd, train_on_mesh
@@ -312,3 +313,20 @@ def test_refusals_say_what_to_do() -> None:
         assert "parallel.param_dtype: take a floating torch.dtype of 16 bits or more" in found["integers"]
         assert "bfloat16" in found["a float input"]
         assert "batch of the model's dtype" in found["a float input"]
+
+
+def kept(rank: int, folder: Path) -> list[int]:
+    """How often pipelines of one model capture."""
+    found, mesh, tokens = [], ONE.made(), torch.arange(8)
+    for dtype in (BF16, None, BF16, torch.float16):
+        parallel = graphpp.Parallel(param_dtype=dtype)
+        model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+        with internals.captures() as made:
+            pipe = graphpp.compile(model, F.cross_entropy, mesh=mesh, microbatches=2, parallel=parallel, artifact=folder)
+            assert pipe.step(tokens, target=tokens).losses.dtype == (dtype or FP32)
+        found.append(len(made))
+    return found
+
+
+def test_a_saved_graph_is_for_one_dtype(tmp_path: Path) -> None:
+    assert run_ranks(kept, 1, tmp_path)[0] == [1, 1, 0, 1]
