@@ -16,8 +16,9 @@ from graphpp.ownership.initialize import reset
 from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.expert_parallel import batch, compiled, mixture
+from tests.expert_parallel import mixture
 from tests.sharding import Mesh, resumed
+from tests.tensor_parallel import batch, compiled
 
 ONE, EXPERTS, PIPE = Mesh((), ()), Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep"))
 SHARDS, REPLICAS = Mesh((2, 2), ("dp_shard", "ep")), Mesh((2, 2), ("dp_replicate", "ep"))

@@ -15,9 +15,9 @@ import graphpp
 from graphpp.runtime.shards.local_rows import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.expert_parallel import MICROBATCHES, batch, compiled, loss, mixture, train, train_alone, train_on_mesh
+from tests.expert_parallel import mixture, train_alone, train_on_mesh
 from tests.sharding import Mesh
-from tests.tensor_parallel import Trained
+from tests.tensor_parallel import MICROBATCHES, Trained, batch, compiled, loss, train
 
 ALONE, PIPE, TURNED = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh((2, 2), ("ep", "pp"))
 REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "ep")), Mesh((2, 2), ("dp_shard", "ep"))
@@ -134,7 +134,7 @@ def train_with_layers(rank: int, mesh: Mesh, options: dict[str, Any]) -> Trained
     made = mesh.made()
     model = mixture(made["ep"])
     parallelize_module(model, made["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
-    return train(compiled(made, model, **options), mesh.replica(rank), flat=False)
+    return train(compiled(made, model, **options), [mesh.replica(rank)])
 
 
 @pytest.mark.parametrize(
