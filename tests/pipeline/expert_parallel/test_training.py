@@ -70,8 +70,8 @@ def gradients_beside_eager(rank: int, mesh: Mesh, options: dict[str, Any]) -> li
     ("mesh", "stages", "schedule"),
     [
         (PIPE, 4, "Interleaved1F1B"),
-        (SHARDS, 1, "auto"),
         *further(
+            (SHARDS, 1, "auto"),
             (SHARDED_PIPE, 4, "ZBVZeroBubble"),
             (ALONE, 2, "1F1B"),
             (PIPE, 2, "1F1B"),
@@ -102,8 +102,8 @@ def assert_near(found: Trained, expected: Trained) -> None:
     ("mesh", "options", "flat"),
     [
         (SHARDS, {"split": CUTS[2], "parallel": graphpp.Parallel(keep=0)}, False),
-        (ALONE, {"parallel": graphpp.Parallel(sum_order="any")}, False),
         *further(
+            (ALONE, {"parallel": graphpp.Parallel(sum_order="any")}, False),
             (REPLICAS, {}, False),
             (SHARDED_PIPE, {"split": CUTS[4], "schedule": "LoopedBFS", "parallel": graphpp.Parallel(keep=1)}, True),
             (REPLICAS, {"split": CUTS[2], "parallel": graphpp.Parallel(sum_order="any")}, False),
