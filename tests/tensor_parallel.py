@@ -177,3 +177,12 @@ def train_alone(replicas: int, model: Mapping[str, Any]) -> Trained:
         optimizer.zero_grad()
     found.params.update({fqn: parameter.detach().clone() for fqn, parameter in pipe.named_parameters()})
     return found
+
+
+def assert_near(found: Trained, expected: Trained) -> None:
+    torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
+    for mine, theirs in zip(found.grads, expected.grads, strict=True):
+        for fqn, gradient in mine.items():
+            torch.testing.assert_close(gradient, theirs[fqn], rtol=1e-5, atol=1e-6)
+    for fqn, parameter in found.params.items():
+        torch.testing.assert_close(parameter, expected.params[fqn], rtol=1e-5, atol=1e-6)
