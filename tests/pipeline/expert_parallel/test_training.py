@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.expert_parallel import MICROBATCHES, batch, compiled, loss, mixture, train, train_alone, train_on_mesh
 from tests.sharding import Mesh
-from tests.tensor_parallel import assert_near
+from tests.tensor_parallel import Trained, assert_near
 
 ALONE, PIPE, TURNED = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh((2, 2), ("ep", "pp"))
 REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "ep")), Mesh((2, 2), ("dp_shard", "ep"))
