@@ -36,7 +36,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import graphpp
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.same_host.connect import connect
+from graphpp.parallel.transport import connect
 from graphpp.runtime.action_loop import ActionLoop
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.runner import GraphPPRunner

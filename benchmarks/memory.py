@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from workloads import NAMES, Size, add_sizes, workload
 
 import graphpp
-from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.dtensors import local_tensor
 
 CHOICES: dict[str, Any] = {"graphpp": None, "0.5": 0.5, "full": "full"}
 MIB = 1 << 20

@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 from workloads import Size, Workload, add_sizes, workload
 
 import graphpp
-from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.dtensors import local_tensor
 from graphpp.schedules.generate.read import default_stages, make_table
 
 MIB = 1 << 20

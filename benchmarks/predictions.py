@@ -48,7 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from workloads import NAMES, Size, add_sizes, workload
 
 import graphpp
-from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.dtensors import local_tensor
 
 OWN = ("ZB1P", "ZB2P", "V-Half", "V-Min")
 PREDICTIONS = ("own", "one", "layers")

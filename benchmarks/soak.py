@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphpp
-from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.dtensors import local_tensor
 
 WIDTH, MICROBATCHES = 32, 4
 ROWS = (8, 6, 10)  # of a microbatch, in turn

@@ -24,7 +24,7 @@ from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
 from graphpp.parallel.facts import Facts
-from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.place import (
     MeshLike,
     check_planned,
@@ -36,9 +36,8 @@ from graphpp.parallel.place import (
 )
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
+from graphpp.runtime.dtensors import is_sharded, refuse_spread
 from graphpp.runtime.model_state import tensor_lines
-from graphpp.runtime.shards.local_rows import is_sharded
-from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
 from graphpp.verification.subject import SimulatedPlace, cut_as_in_a_step, device_of, ranks_of, rotated
@@ -120,7 +119,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
 
     def read_options() -> Options:
         check_arguments(model, loss, example)
-        check_meshes(model, place.tensor, place.experts_group)
+        check_meshes(model, place.tp_group, place.experts_group)
         _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
         options.memory.caps(place.ranks)

@@ -45,7 +45,7 @@ def _has_terminal() -> bool:
 
 
 class _Lines:
-    """Lines in the log."""
+    """Lines in the log, and the count of steps."""
 
     def __init__(self, what: str, total: int | None) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -67,12 +67,10 @@ class _Lines:
             _LOG.info("%s: ended after %.1f s", self._what, time.monotonic() - self._began)
 
 
-class _Bar:
+class _Bar(_Lines):
     """A bar of rich, which redraws itself."""
 
-    def __init__(self, what: str, total: int | None) -> None:
-        self._what, self._total, self._done = what, total, 0
-        self._progress: Any = None
+    _progress: Any = None
 
     def start(self) -> None:
         """Called when the work takes long."""
@@ -90,7 +88,7 @@ class _Bar:
 
     def step(self) -> None:
         """Called after each step."""
-        self._done += 1
+        super().step()
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=self._done)
 

@@ -33,9 +33,9 @@ from graphpp.options.split import Split
 from graphpp.parallel.place import usable_device
 from graphpp.planner.segments import estimated_costs
 from graphpp.planner.tables import CheckedTable, Tables
+from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
-from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.schedules.rewrite.merge_backward import without_overlaps
 from graphpp.schedules.rewrite.split_backward import split_backward

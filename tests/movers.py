@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from graphpp.runtime.messages.strided_copies import elements_of, meta_of
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, elements_of, layout_of, meta_of
 from graphpp.runtime.offloader import Mover
 from graphpp.runtime.program import TensorMeta
 from tests import internals
@@ -60,6 +59,6 @@ class CopyingMover:
         copy.state = after
 
 
-def moving_by(mover: Mover[Any]) -> Any:
+def moving_by(mover: Mover) -> Any:
     """A context in which new runners offload by this mover."""
     return internals.offloading_by(mover)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphpp
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.sharding import Mesh
 
 VOCAB, WIDTH, LENGTH, ROWS, MICROBATCHES, STEPS = 24, 8, 6, 8, 4, 2
@@ -171,3 +171,12 @@ def train(pipe: graphpp.Pipeline, replicas: Sequence[int], *, flat: bool = False
         optimizer.zero_grad()
     found.params.update({fqn: whole_tensor(parameter).clone() for fqn, parameter in pipe.named_parameters()})
     return found
+
+
+def assert_near(found: Trained, expected: Trained) -> None:
+    torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
+    for mine, theirs in zip(found.grads, expected.grads, strict=True):
+        for fqn, gradient in mine.items():
+            torch.testing.assert_close(gradient, theirs[fqn], rtol=1e-5, atol=1e-6)
+    for fqn, parameter in found.params.items():
+        torch.testing.assert_close(parameter, expected.params[fqn], rtol=1e-5, atol=1e-6)

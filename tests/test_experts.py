@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn import functional as F
+from torch import Tensor
 
-import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.experts import routed
-from graphpp.runtime.shards.local_rows import whole_tensor
 from tests.distributed import run_ranks
-from tests.exhaustive import further
-from tests.sharding import Mesh
 
 EXPERTS, TOKENS, WIDTH, CHOICES = 4, 10, 6, 2
 
@@ -110,87 +102,3 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ models of transformers
-
-
-def over_ranks(module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The forward of a module of experts of transformers, whose weights are spread over `module.group`."""
-    up, down = (each.to_local() if isinstance(each, DTensor) else each for each in (module.gate_up_proj, module.down_proj))
-
-    def compute(x: Tensor) -> Tensor:
-        gate, values = torch.bmm(x, up.transpose(1, 2)).chunk(2, -1)
-        return torch.bmm(module.act_fn(gate) * values, down.transpose(1, 2))
-
-    return routed(tokens, chosen, weights.to(tokens.dtype), compute, module.num_experts, module.group)
-
-
-def language_model(family: str, mesh: DeviceMesh | None) -> nn.Module:
-    """A mixture of experts of transformers with a few layers, whose experts are spread over the ranks of `mesh`."""
-    import transformers
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register("over_ranks", over_ranks)
-    common = dict(vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, use_cache=False)
-    if family == "Mixtral":
-        config = transformers.MixtralConfig(
-            **common, intermediate_size=24, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=16
-        )
-    else:
-        config = transformers.DeepseekV3Config(
-            **common, intermediate_size=24, moe_intermediate_size=12, num_key_value_heads=2, n_routed_experts=4, n_group=2,
-            topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
-            qk_nope_head_dim=4, v_head_dim=8, max_position_embeddings=16,
-        )  # fmt: skip
-    config._experts_implementation = "over_ranks"
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for module in model.modules():
-        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            module.group = None if mesh is None else mesh.get_group()
-            for name in ("gate_up_proj", "down_proj") if mesh is not None else ():
-                whole = getattr(module, name).detach()
-                setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
-    return model
-
-
-def next_token(output: Any, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
-
-
-def trained(rank: int, family: str, mesh: Mesh | None, replicas: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Whole gradients, the norms and the losses of a few steps."""
-    torch.set_num_threads(1)
-    made = None if mesh is None else mesh.made()
-    model = language_model(family, None if made is None else made["ep"])
-    pipe = graphpp.compile(model, next_token, mesh=made, microbatches=4, **options)
-    optimizer, found = None, dict[str, Tensor]()
-    for step in range(2):
-        for replica in range(replicas) if mesh is None else [mesh.replica(rank)]:
-            generator = torch.Generator().manual_seed(100 * step + replica)
-            tokens, target = (torch.randint(32, (4, 6), generator=generator) for _ in range(2))
-            pipe.step(tokens, target=target, accumulation_steps=replicas if mesh is None else 1)
-        optimizer = optimizer or torch.optim.SGD(pipe.parameters(), lr=0.1)
-        found[f"norm {step}"] = pipe.clip_grad_norm_(0.5)
-        gradients = {fqn: each.grad for fqn, each in pipe.named_parameters() if each.grad is not None}
-        found |= {f"{fqn} {step}": whole_tensor(gradient).clone() for fqn, gradient in gradients.items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("family", "mesh", "options"),
-    [
-        ("Mixtral", Mesh((2, 1, 2), ("pp", "dp_shard", "ep")), {"split": 4, "schedule": "Interleaved1F1B"}),
-        *further(
-            ("Mixtral", Mesh((2, 2), ("pp", "ep")), {"split": 4, "schedule": "ZBVZeroBubble"}),
-            ("Mixtral", Mesh((2, 2), ("dp_shard", "ep")), {}),
-            ("DeepSeek", Mesh((2, 2), ("pp", "ep")), {"split": 4, "schedule": "DualPipeV"}),
-            ("DeepSeek", Mesh((2, 2, 2), ("pp", "dp_shard", "ep")), {"split": 2, "schedule": "1F1B"}),
-        ),
-    ],
-)
-def test_language_models_train_as_in_one_process(family: str, mesh: Mesh, options: dict[str, Any]) -> None:
-    expected = trained(0, family, None, mesh.replicas, {})
-    for found in run_ranks(trained, mesh.ranks, family, mesh, mesh.replicas, options):
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)

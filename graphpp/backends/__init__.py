@@ -1,6 +1,6 @@
 """Backends: Inductor or the caller's function compiles regions of operations, CUDA graphs replay whole stage programs.
 
-`inductor.py` compiles, `region_results.py` checks the compiled results, `graphpp/cache` keeps them for other ranks and runs,
-`gemm_kernels.py` measures kernels of matrix products, `cuda_graphs.py` and `record_programs.py` record and replay. May import
-options, passes, runtime and `_torch`.
+`compilers.py` has the compiler of each `backend=` option, `inductor.py` compiles, `region_results.py` checks the compiled
+results, `regions.py` compiles each region once. `kernels.py` chooses kernels by measurement; no other package knows of the
+choice. `cuda_graphs.py` and `record_programs.py` record and replay.
 """

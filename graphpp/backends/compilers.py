@@ -15,14 +15,15 @@ from typing import Any, Protocol
 from torch import fx
 
 from graphpp.arguments import shown
-from graphpp.backends.gemm_kernels import GemmKernels, product_workspace
 from graphpp.backends.inductor import InductorCompiler
+from graphpp.backends.kernels import product_workspace
 from graphpp.backends.region_results import CompiledRegion, FreshResultsCheck
 from graphpp.errors import GraphPPError
 from graphpp.options.backend import Backend, CompileFunction, Custom, Eager, Inductor
 from graphpp.passes.graph.region import Region
 from graphpp.passes.stage.fuse_grad_accumulation import ProductWorkspace
 from graphpp.passes.text.render import Run
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 
 
 class RegionCompiler(Protocol):
@@ -31,17 +32,16 @@ class RegionCompiler(Protocol):
     @property
     def takes_sizes(self) -> bool:
         """Whether the compiler can compile a region whose sizes are symbolic."""
-        ...
 
     @property
-    def products(self) -> GemmKernels | None:
-        """The kernels that the backend prefers to torch's for matrix products; None: torch's."""
-        ...
+    def products(self) -> MatmulKernel | None:
+        """The kernel that the backend prefers to torch's for matrix products of gradients; None: torch's."""
 
     def __call__(self, region: Region) -> Run:
-        """Compile a region; returns its function of a list of inputs, which the call empties: a `CompiledRegion`, or a plain
-        function if the region runs eagerly."""
-        ...
+        """Compile a region; returns its function of a list of inputs, which the call empties.
+
+        A `CompiledRegion`, or a plain function if the region runs eagerly.
+        """
 
 
 def compiler_of(backend: Backend) -> RegionCompiler | None:
@@ -62,7 +62,7 @@ def workspace_of(backend: Backend) -> ProductWorkspace | None:
 class FunctionCompiler:
     """A compiler made of the caller's function (module, examples) -> callable."""
 
-    products: GemmKernels | None = None
+    products: MatmulKernel | None = None
     takes_sizes = False
 
     def __init__(self, function: CompileFunction) -> None:

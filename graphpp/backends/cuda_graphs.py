@@ -31,8 +31,7 @@ import torch
 from graphpp.runtime import program as roles
 from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout
 from graphpp.runtime.gradients.gradient_sink import GradientSink, ReturningSink
-from graphpp.runtime.messages.strided_copies import buffer_like, copy_all, copy_elements
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, buffer_like, copy_all, copy_elements
 from graphpp.runtime.program import Program
 from graphpp.streams import SideStream
 

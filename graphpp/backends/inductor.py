@@ -3,7 +3,7 @@
 Contract: `InductorCompiler` compiles a region once per region key, processor, torch version, options and number of threads.
 An entry of the cache is complete or is made anew (`disk_cache.py`). Options hold for Inductor's decompositions and all that
 follows. Options that only earlier parts of `torch.compile` read raise `GraphPPError`, as do modes and options that Inductor
-lacks. An option that the user has not set may be chosen by measurement, for each region (`conv_layouts.py`).
+lacks. An option that the user has not set may be chosen by measurement, for each region (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from graphpp.backends.conv_layouts import ConvLayouts
-from graphpp.backends.gemm_kernels import GemmKernels
+from graphpp.backends.kernels import Convolutions, Products
 from graphpp.backends.region_results import CompiledRegion
 from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.errors import GraphPPError
@@ -39,8 +38,8 @@ class InductorCompiler:
     def __init__(self, option: Inductor) -> None:
         self._options = _options_of(option)
         self._cache = DiskCache(Path(option.cache) if option.cache is not None else default_folder())
-        self.products = GemmKernels(self._cache)
-        self._layouts = ConvLayouts(self._cache)
+        self.products = Products(self._cache)
+        self._convolutions = Convolutions(self._cache)
         self._knows_vector_units = False
 
     def __call__(self, region: Region) -> Run:
@@ -49,7 +48,7 @@ class InductorCompiler:
 
         if "cpu" in {device.type for device in _devices(region)}:
             self.find_vector_units()
-        options = self._options if _LAYOUT & self._options.keys() else {**self._layouts.options(region), **self._options}
+        options = self._options if _LAYOUT & self._options.keys() else {**self._convolutions.options(region), **self._options}
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
             run, symbols = inductor.inductor_compile(
                 region.graph, region.examples, options, self.products.replace_matmuls

@@ -1,9 +1,15 @@
-"""Check the results of a compiled region: strides as captured, memory of their own.
+"""The inputs and results of a compiled region: strides as captured, results in memory of their own.
 
-Contract: `CompiledRegion` gives each result the strides that it has in the graph, because other regions, possibly on
-other ranks, and views were captured for these strides. (Inductor, for one, returns a window into a larger tensor, such as the
-gradient of one part of a `cat`, without the window's gaps.) `FreshResultsCheck` raises if a region returns results in the
-memory of an earlier call's results, which may still be saved for the backward of an earlier microbatch or of an equal layer.
+Contract
+--------
+- `CompiledRegion` gives each result the strides that it has in the graph, because other regions, possibly on other ranks, and
+  views were captured for these strides. (Inductor, for one, returns a window into a larger tensor, such as the gradient of one
+  part of a `cat`, without the window's gaps.)
+- `WithCapturedInputs` gives each input of one call the strides that it has in the graph: Inductor raises for others. A kernel
+  that runs eagerly before may return other strides than its fake twin did during the trace. The inputs that differ depend on
+  the place of the call: equal layers share one compiled region, but not the kernels that run before it.
+- `FreshResultsCheck` raises if a region returns results in the memory of an earlier call's results, which may still be saved
+  for the backward of an earlier microbatch or of an equal layer.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from graphpp._torch.symbols import Symbols, Values
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
-from graphpp.runtime.messages.strided_copies import copy_with_strides, meta_of
+from graphpp.runtime.messages.wire_layout import copy_with_strides, meta_of
 from graphpp.runtime.program import TensorMeta
 
 
@@ -33,7 +39,7 @@ class CompiledRegion:
     def __init__(self, region: Region, run: Run, values: Values | None = None, symbols: Symbols | None = None) -> None:
         """`values`: the numbers for symbolic sizes of the region; `symbols`: the facts for which the code holds."""
         self.region, self.symbols, self._run, self._title = region, symbols, run, region.title
-        self._metas = metas_of(region.results, values)
+        self._metas = _metas_of(region.results, values)
         self._mismatched: list[tuple[int, TensorMeta]] | None = None
 
     def at(self, values: Values) -> CompiledRegion:
@@ -62,12 +68,33 @@ class CompiledRegion:
             if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (meta.shape, meta.dtype):
                 expected, found = _describe(meta), _describe(value)
                 raise GraphPPError(f"backend=: result {at} of {self._title} is {expected}, compiled it is {found}")
-            if strides_differ(value, meta):
+            if _strides_differ(value, meta):
                 mismatched.append((at, meta))
         return mismatched
 
 
-def metas_of(values: Sequence[Any], sizes: Values | None) -> list[TensorMeta | None]:
+class WithCapturedInputs:
+    """One call of a compiled region; inputs with other strides than the graph's are copied to the graph's first.
+
+    The first run finds these inputs; the same kernels make them in every later run.
+    """
+
+    def __init__(self, run: CompiledRegion, values: Values | None = None) -> None:
+        """`values`: the numbers for symbolic sizes of the region."""
+        self._run = run
+        self._metas = _metas_of(run.region.examples, values)
+        self._mismatched: list[tuple[int, TensorMeta]] | None = None
+
+    def __call__(self, boxed: list[Any]) -> Sequence[Any]:
+        if self._mismatched is None:
+            pairs = enumerate(zip(boxed, self._metas, strict=True))
+            self._mismatched = [(at, meta) for at, (value, meta) in pairs if meta is not None and _strides_differ(value, meta)]
+        for at, meta in self._mismatched:
+            boxed[at] = copy_with_strides(meta, boxed[at])
+        return self._run(boxed)
+
+
+def _metas_of(values: Sequence[Any], sizes: Values | None) -> list[TensorMeta | None]:
     """The metadata of tensors, with numbers for symbolic sizes; None for other values."""
     metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in values]
     return metas if sizes is None else [meta.at(sizes) if meta is not None else None for meta in metas]
@@ -80,7 +107,7 @@ def _describe(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def strides_differ(value: torch.Tensor, meta: TensorMeta) -> bool:
+def _strides_differ(value: torch.Tensor, meta: TensorMeta) -> bool:
     """True if a stride differs that matters: of a dimension with more than one element, in a tensor with more than one."""
     strides = zip(value.shape, value.stride(), meta.stride, strict=True)
     return value.numel() > 1 and any(size > 1 and found != stride for size, found, stride in strides)

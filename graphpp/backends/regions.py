@@ -20,8 +20,7 @@ from typing import Any
 from graphpp._torch.symbols import Symbols, Values
 from graphpp._torch.this_thread import alone
 from graphpp.backends.compilers import RegionCompiler
-from graphpp.backends.region_inputs import WithCapturedInputs
-from graphpp.backends.region_results import CompiledRegion
+from graphpp.backends.region_results import CompiledRegion, WithCapturedInputs
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.text.render import Run, render

@@ -20,8 +20,8 @@ from torch import nn
 from graphpp._torch import aot
 from graphpp._torch.this_thread import replaced
 from graphpp.errors import GraphPPError
-from graphpp.runtime.shards.precision import floating_as
-from graphpp.runtime.shards.spread_tensors import spread_tensor
+from graphpp.runtime.dtensors import spread_tensor
+from graphpp.runtime.fsdp.precision import floating_as
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 Contract
 --------
 - `save` writes into `<folder>.partial` and renames when all ranks have written. A process that is killed at any moment leaves
-  the checkpoint of before, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
+  the earlier checkpoint, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
   and `load` takes it where `<folder>` is missing.
 - The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
 - `load` reads no class and runs no code that a file names (`safe_reading.py`), and a checkpoint that does not fit changes
@@ -21,12 +21,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from graphpp._torch.checkpoint_files import write_entries
 from graphpp.arguments import FLAG, PATH, checked, or_none
 from graphpp.checkpoint.background import PendingSave, host_copies, in_background
 from graphpp.checkpoint.local import LocalCheckpoint
+from graphpp.checkpoint.machines import MeshRank
 from graphpp.checkpoint.restore import ENTRY, restore_from, told, without_os_errors
 from graphpp.checkpoint.safe_reading import METADATA
 from graphpp.checkpoint.training_state import TrainingState, check_not_saving
@@ -42,7 +44,7 @@ class Checkpoint:
     """
 
     def __init__(self, state: TrainingState, place: RankPlace) -> None:
-        self._state, self._calls = state, state.calls
+        self._state, self._calls, self._place = state, state.calls, place
         self._writes = place.writes_files
 
     @property
@@ -62,7 +64,7 @@ class Checkpoint:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint. Called by all ranks.
 
-        After an error, or if a process is killed, the folder has the checkpoint of before.
+        After an error, or if a process is killed, the folder has the earlier checkpoint.
         """
         path = self._path(folder)
 
@@ -126,8 +128,9 @@ class Checkpoint:
         All ranks of a machine name one folder, which holds the saves of this training alone. `mirror`: whether a rank's part is
         sent to the next machine as well. None: where no replica on another machine has the same values.
         """
-        path = Path(folder).expanduser().resolve()
-        return LocalCheckpoint(self._state, path, mirror)
+        groups = self._place.same_parameters, self._place.whole_model
+        own = MeshRank(*(0 if group is None else dist.get_rank(group) for group in groups))
+        return LocalCheckpoint(self._state, own, Path(folder).expanduser().resolve(), mirror)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -137,7 +140,7 @@ class Checkpoint:
         return Path(folder).expanduser().resolve()
 
     def _read(self, path: Path, *, copied: bool = False) -> dict[str, Any]:
-        """This rank's entries or copies of them, on all ranks or on none. Removes what a save that was killed has left."""
+        """This rank's entries or copies of them, on all ranks or on none. Removes the files of a save that was killed."""
         entries: dict[str, Any] = {}
 
         def read() -> None:

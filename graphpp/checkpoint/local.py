@@ -8,7 +8,7 @@ Contract
   the save before removed. A machine that is lost at any moment leaves a complete save.
 - `load` takes the newest save of which all files are on some machine, one for all replicas, and sends each machine the files
   that its ranks read. Ranks, stages, replicas, schedule and machines may be others than those of the save.
-- All methods are called by all ranks of all replicas. Errors are `CheckpointError`, and what a lost rank leads to.
+- All methods are called by all ranks of all replicas. Errors are `CheckpointError`, and `RankFailure` for a lost rank.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _LITTLE = 2**16  # bytes; a folder with less room counts as full
 class LocalCheckpoint:
     """The training of a pipeline, to save in the machines' own folders and to load; made by `checkpoint.local`."""
 
-    def __init__(self, state: TrainingState, folder: Path, mirror: bool | None) -> None:
+    def __init__(self, state: TrainingState, own: MeshRank, folder: Path, mirror: bool | None) -> None:
         """`mirror`: whether parts are sent to the next machine; None: those that no replica has on another machine."""
-        self._state, self._calls, self._folder, self._mirror = state, state.calls, folder, mirror
+        self._state, self._calls, self._own, self._folder, self._mirror = state, state.calls, own, folder, mirror
         self._looked = False  # whether this run has found that there is no complete save
         self._last: str | None = None  # the save that this run has loaded or published last
         self._number = 0
@@ -124,7 +124,7 @@ class LocalCheckpoint:
 
     @cached_property
     def _machines(self) -> Machines:
-        return Machines(self._calls.file_group, self._calls.replica_file_group, self._folder)
+        return Machines(self._own, self._calls.file_group_of_all, self._folder)
 
     def _begin(
         self, what: str, work: Callable[[], None] | None = None, alike: Callable[[], Mapping[str, list[str]]] | None = None

@@ -3,7 +3,6 @@
 Contract
 --------
 - Ranks are on one machine if they see one folder: each leaves a mark there, and looks for the marks of the others.
-- A message goes from rank to rank of one replica, or from replica to replica of one rank: these have a process group.
 - A file has its name when it is complete and on the disk.
 - All methods are called by all ranks of all replicas, with equal arguments where these concern all ranks. Errors of a rank's
   own files are `CheckpointError` on all ranks.
@@ -30,7 +29,7 @@ INCOMING = ".incoming"  # the end of the name of a file that is not complete
 
 
 class MeshRank(NamedTuple):
-    """A rank of the pipeline in one of the replicas."""
+    """A rank in one of the replicas: `rank` among the ranks that together hold the model once."""
 
     replica: int
     rank: int
@@ -50,21 +49,19 @@ Stored = Mapping[MeshRank, Mapping[str, int]]  # the bytes of each file that the
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of all ranks. `ranks`, `replicas`: gloo groups, or None for a single one; `folder`: of this machine."""
+    """The machines of all ranks. `group`: gloo, of all ranks of all replicas (None: one process); `folder`: of this machine."""
 
-    ranks: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
+    own: MeshRank
+    group: dist.ProcessGroup | None
     folder: Path
-
-    @property
-    def own(self) -> MeshRank:
-        """This process."""
-        return MeshRank(_index(self.replicas), _index(self.ranks))
 
     def gathered(self, value: T) -> dict[MeshRank, T]:
         """The values of all ranks, in order."""
-        rows = _gathered(_gathered(value, self.ranks), self.replicas)
-        return {MeshRank(replica, rank): each for replica, row in enumerate(rows) for rank, each in enumerate(row)}
+        found = [(self.own, value)]
+        if self.group is not None:
+            found *= dist.get_world_size(self.group)
+            dist.all_gather_object(found, (self.own, value), self.group)
+        return dict(sorted(found, key=lambda pair: pair[0]))
 
     def agreed(self, work: Callable[[], object]) -> None:
         """Do `work` with this machine's files on every rank, and go on when all have done it; raise on all where one cannot."""
@@ -74,10 +71,9 @@ class Machines:
         except (OSError, RuntimeError, GraphPPError) as error:  # torch raises RuntimeError for files
             fault = error
         faults = self.gathered(None if fault is None else _words(fault))
-        first = next(((rank, text) for rank, text in faults.items() if text is not None), None)
-        if first is not None:
-            (replica, rank), text = first
-            raise CheckpointError(f"replica {replica}, rank {rank}: {text}") from fault
+        for (replica, rank), text in faults.items():
+            if text is not None:
+                raise CheckpointError(f"replica {replica}, rank {rank}: {text}") from fault
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
         """As `agreed`, with `work` on the first rank of each machine alone."""
@@ -86,25 +82,26 @@ class Machines:
     # ------------------------------------------------------------------------------------------------ who is where
 
     @cached_property
-    def _marks(self) -> dict[MeshRank, str]:
-        return self.gathered(f".{uuid4().hex}")
+    def _marks(self) -> dict[MeshRank, tuple[str, int]]:
+        """Each rank's mark, and its number in the group."""
+        return self.gathered((f".{uuid4().hex}", 0 if self.group is None else dist.get_rank(self.group)))
 
     @property
     def name(self) -> str:
         """A random name of 32 letters and digits, equal on all ranks."""
-        return self._marks[MeshRank(0, 0)].removeprefix(".")
+        return self._marks[MeshRank(0, 0)][0].removeprefix(".")
 
     @cached_property
     def of(self) -> dict[MeshRank, MeshRank]:
         """For each rank the first rank of its machine."""
-        own = self.folder / self._marks[self.own]
+        own = self.folder / self._marks[self.own][0]
 
         def mark() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             own.touch()
 
         self.agreed(mark)
-        first = next(rank for rank, name in self._marks.items() if (self.folder / name).exists())
+        first = next(rank for rank, (name, _) in self._marks.items() if (self.folder / name).exists())
         found = self.gathered(first)
         own.unlink()
         return found
@@ -127,43 +124,37 @@ class Machines:
 
     def bring(self, wanted: Mapping[MeshRank, Iterable[str]], stored: Stored) -> None:
         """Send files, until each machine has those that its ranks want. Every wanted file is on a machine."""
-        for transfers in self.transfers(wanted, stored):
-            own = [each for each in transfers if self.own in (each.source, each.target)]
-            contents: list[torch.Tensor] = []
-            self.agreed(partial(self._open, own, contents))
-            self._exchange(own, contents)
-            self.agreed(partial(self._name, own))
+        own = [each for each in self.transfers(wanted, stored) if self.own in (each.source, each.target)]
+        contents: list[torch.Tensor] = []
+        self.agreed(partial(self._open, own, contents))
+        self._exchange(own, contents)
+        self.agreed(partial(self._name, own))
 
-    def transfers(self, wanted: Mapping[MeshRank, Iterable[str]], stored: Stored) -> tuple[list[Transfer], list[Transfer]]:
-        """The messages of `bring`, in two rounds: across replicas, then within them."""
-        has: dict[MeshRank, dict[str, int]] = {machine: {} for machine in self.of.values()}
-        for rank, found in stored.items():
-            has[self.of[rank]].update(found)
-        pairs = ((rank, file) for rank, files in wanted.items() for file in files)
-        lacking = sorted((rank, file) for rank, file in pairs if file not in has[self.of[rank]])
-
-        def holders(file: str) -> list[MeshRank]:
-            return [rank for rank, machine in self.of.items() if file in has[machine]]
-
-        across: dict[tuple[MeshRank, str], Transfer] = {}  # by machine and file
-        for rank, file in lacking:
-            sources = holders(file)
-            if not sources:
-                raise CheckpointError(f"{file} is on no machine of this job")
-            if all(each.replica != rank.replica for each in sources):
-                twin = next((each for each in sources if each.rank == rank.rank), sources[0])
-                target = MeshRank(rank.replica, twin.rank)
-                across.setdefault((self.of[target], file), Transfer(file, has[self.of[twin]][file], twin, target))
-        for machine, file in across:
-            has[machine][file] = across[machine, file].bytes
-        within: dict[tuple[MeshRank, str], Transfer] = {}
-        for rank, file in lacking:
+    def transfers(self, wanted: Mapping[MeshRank, Iterable[str]], stored: Stored) -> list[Transfer]:
+        """The messages of `bring`: each file once to each machine that lacks it, if possible from the same replica."""
+        has = self._by_machine(stored)
+        pairs = sorted((rank, file) for rank, files in wanted.items() for file in files)
+        found: dict[tuple[MeshRank, str], Transfer] = {}  # by machine and file
+        for rank, file in pairs:
             machine = self.of[rank]
-            if file not in has[machine]:
-                near = [each for each in holders(file) if each.replica == rank.replica]
-                source = near[len(within) % len(near)]  # all ranks of a machine send
-                within.setdefault((machine, file), Transfer(file, has[self.of[source]][file], source, rank))
-        return list(across.values()), list(within.values())
+            if file not in has[machine] and (machine, file) not in found:
+                sources = self._sources(rank, file, has)
+                source = sources[len(found) % len(sources)]  # all ranks of a machine send
+                found[machine, file] = Transfer(file, has[self.of[source]][file], source, rank)
+        return list(found.values())
+
+    def _by_machine(self, stored: Stored) -> dict[MeshRank, dict[str, int]]:
+        has: dict[MeshRank, dict[str, int]] = {machine: {} for machine in self.of.values()}
+        for rank, files in stored.items():
+            has[self.of[rank]].update(files)
+        return has
+
+    def _sources(self, target: MeshRank, file: str, has: Mapping[MeshRank, Mapping[str, int]]) -> list[MeshRank]:
+        """The ranks that may send a file to `target`; `has`: the files of each machine."""
+        holders = [each for each, machine in self.of.items() if file in has[machine]]
+        if not holders:
+            raise CheckpointError(f"{file} is on no machine of this job")
+        return [each for each in holders if each.replica == target.replica] or holders
 
     def _open(self, transfers: Iterable[Transfer], contents: list[torch.Tensor]) -> None:
         """Map the files that this rank sends or receives into memory; those that it receives are made, with all their bytes."""
@@ -182,15 +173,11 @@ class Machines:
         """Send and receive the contents of files. Messages between two ranks arrive in order."""
         works = list[tuple[dist.Work | None, torch.Tensor]]()  # a work does not keep its tensor alive
         for each, content in zip(transfers, contents, strict=True):
-            sends = self.own == each.source
-            peer = each.target if sends else each.source
-            within = peer.replica == self.own.replica
-            group, index = (self.ranks, peer.rank) if within else (self.replicas, peer.replica)
             for part in content.split(_MESSAGE) if each.bytes else ():
-                if sends:
-                    works.append((dist.isend(part, group=group, group_dst=index), part))
+                if self.own == each.source:
+                    works.append((dist.isend(part, group=self.group, group_dst=self._marks[each.target][1]), part))
                 else:
-                    works.append((dist.irecv(part, group=group, group_src=index), part))
+                    works.append((dist.irecv(part, group=self.group, group_src=self._marks[each.source][1]), part))
         for work, _ in works:
             assert work is not None, "a message of a rank outside of its group"
             work.wait()
@@ -211,15 +198,3 @@ class Machines:
 
 def _words(fault: Exception) -> str:
     return str(fault) if isinstance(fault, GraphPPError | OSError) else f"{type(fault).__name__}: {fault}"
-
-
-def _index(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
-
-
-def _gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    if group is None:
-        return [value]
-    found: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found

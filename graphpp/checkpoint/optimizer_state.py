@@ -4,7 +4,7 @@ Contract
     `entries` reads the optimizers and changes nothing. Each parameter has
         <FQN>.state.<name>    each tensor of its state
         <FQN>.values          the names of these tensors, the other values of its state, and the values of its group, as text
-                              (`plain_text.py`)
+                              (`safe_reading.py`)
     Loading has three steps. `texts` names the text of each parameter, and `check_texts` reads the loaded texts. `targets` makes
     the memory for the tensors, and `restore` puts texts and tensors into the optimizers: a parameter that had no state when it
     was saved has none afterwards. The parameters of one group must have been saved with equal values of their group. A
@@ -25,12 +25,11 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from graphpp._torch.parallel.sharded_tensor import local_of, with_local
-from graphpp.checkpoint.plain_text import as_text, from_text
+from graphpp.checkpoint.safe_reading import as_text, from_text
 from graphpp.errors import CheckpointError
 
 _STATE, _VALUES = ".state.", ".values"
 _ON_HOST = "step"  # a count that optimizers keep on the host, unless their kernels need it on the device
-
 
 
 
@@ -149,7 +148,7 @@ def _part_of(value: torch.Tensor, part: Part, parameter: torch.Tensor) -> torch.
 
 
 def _join(state: dict[str, Any], loaded: Mapping[str, Any], part: Part, parameter: torch.Tensor) -> None:
-    """Put what was loaded for `part` into the state of the parameter that has it.
+    """Put the loaded values of `part` into the state of the parameter that has it.
 
     Raises `CheckpointError` where parts of a flat parameter have other values, such as another count of steps.
     """

@@ -1,13 +1,17 @@
 """Read a folder of torch's distributed checkpoint without running code that the folder names.
 
 Contract
-    `SafeReader` reads the folder's `.metadata`, a pickle, and accepts only the classes that torch writes there. `SafePlanner`
-    reads values that are no tensors with `torch.load(weights_only=True)`. Both raise `CheckpointError` with the name of the
-    file or entry. The planner raises too where the folder lacks an entry that a rank needs, or has another shape for it.
+--------
+- `SafeReader` reads the folder's `.metadata`, a pickle, and accepts only the classes that torch writes there. `SafePlanner`
+  reads values that are no tensors with `torch.load(weights_only=True)`. Both raise `CheckpointError` with the name of the file
+  or entry. The planner raises too where the folder lacks an entry that a rank needs, or has another shape for it.
+- Values that are no entries of their own are text. `as_text` takes dicts, lists, tuples, numbers, strings and tensors, and
+  NumPy's numbers as Python's; equal values give equal texts. Other classes raise `CheckpointError`, written or read.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import pickle
@@ -25,27 +29,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 from graphpp.errors import CheckpointError
 
 METADATA = ".metadata"  # the file that makes a folder a complete checkpoint
+_METADATA_CLASSES = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+    *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
 _ACCEPTED = {
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib", "PurePosixPath"),
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
+    *(("pathlib", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath")),
+    *(("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
 }
 
 
@@ -80,7 +72,6 @@ class SafeReader(FileSystemReader):
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
-
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """The bytes of an entry. Raises `CheckpointError` where they are not those that were written."""
@@ -142,3 +133,48 @@ class SafePlanner(DefaultLoadPlanner):
         torch.save(plain, written)
         written.seek(0)
         super().load_bytes(read_item, written)
+
+
+# ---------------------------------------------------------------------------------- plain values as text
+
+
+def as_text(name: str, value: Any) -> str:
+    """A value as text; `name` is for the error."""
+    written = io.BytesIO()
+    try:
+        torch.save(_plain(value), written)
+    except Exception as fault:  # whatever the value's own pickling raises
+        raise _refusal(name, fault) from fault
+    text = base64.b64encode(written.getvalue()).decode()
+    from_text(name, text)
+    return text
+
+
+def from_text(name: str, text: str) -> Any:
+    """The value that `as_text` wrote; `name` is for the error."""
+    try:
+        return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+    except Exception as fault:
+        raise _refusal(name, fault) from fault
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each) for each in value)
+    is_numpy_number = type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0
+    return value.item() if is_numpy_number else value
+
+
+def _refusal(name: str, fault: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{name} of the checkpoint is no plain data, and reading it would run code. Give dicts, lists, tuples, numbers, "
+        f"strings and tensors, or an object whose state_dict() has these alone ({type(fault).__name__}: {torchs_reason(fault)})"
+    )
+
+
+def torchs_reason(fault: Exception) -> str:
+    """The line of torch's message that names the class."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else "")[:300]

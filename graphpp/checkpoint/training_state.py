@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from graphpp.checkpoint import optimizer_state
 from graphpp.checkpoint.optimizer_state import Part
-from graphpp.checkpoint.plain_text import as_text, from_text
+from graphpp.checkpoint.safe_reading import as_text, from_text
 from graphpp.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"  # torch's name for what a module's `get_extra_state` returns
@@ -57,8 +57,8 @@ class RankCalls(Protocol):
         """A process group of the pipeline's ranks for checkpoints; None for one process."""
 
     @property
-    def replica_file_group(self) -> dist.ProcessGroup | None:
-        """A process group of this rank's replicas for checkpoints; None without replicas."""
+    def file_group_of_all(self) -> dist.ProcessGroup | None:
+        """A process group of all ranks of all replicas for checkpoints; None for one process."""
 
     def watched(self) -> AbstractContextManager[None]:
         """A context around a call of all ranks."""

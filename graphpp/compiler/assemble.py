@@ -23,10 +23,10 @@ from graphpp.parallel import backend_sums, ordered_sums
 from graphpp.parallel.agreement import agree_on_collectives
 from graphpp.parallel.data_parallel import check_apart
 from graphpp.parallel.groups import Subgroups
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import mover_for
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
 Owners = Mapping[str, Sequence[int]]
 

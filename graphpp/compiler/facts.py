@@ -13,9 +13,9 @@ from graphpp.parallel.checksum import checksum
 from graphpp.parallel.facts import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.tables import CheckedTable
+from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
-from graphpp.runtime.shards.local_rows import local_tensor
 
 
 def of_graph(joint: JointGraph, program: PipelineProgram) -> Facts:

@@ -15,9 +15,9 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.memory_plan import StateDtypes, state_of
 from graphpp.planner.tables import CheckedTable
+from graphpp.runtime.dtensors import is_spread_over
+from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.program import StageProgram
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.schedules.table.state_bytes import HeldBytes, Layers, StateBytes, held_bytes
 
 

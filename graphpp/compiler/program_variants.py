@@ -19,8 +19,8 @@ from graphpp.passes.stage.gather_layers import RankGroup, ShardedLayers
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.layers import layer_or_call, module_calls
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.spread_tensors import is_spread_over
+from graphpp.runtime.dtensors import is_spread_over
+from graphpp.runtime.fsdp.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
     rerun, layers = policy.may_repeat_in_weight_grad(recompute), _sharded_layers(request, joint)
     fused = options.fused and layers is None  # a gradient leaves at once, so there is no sum to multiply into
-    shared_by = None if place.tensor is None else place.tensor.group_name
+    shared_by = None if place.tp_group is None else place.tp_group.group_name
     workspace = workspace_of(options.backend)
     return LoweringOptions(
         variant.split_backward, rerun, whole, chosen, savings, fused, options.hoists, layers, shared_by, workspace

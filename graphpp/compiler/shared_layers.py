@@ -8,9 +8,9 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments, unlike_numbers
+from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.program import BufferUpdate, Gradient, Loss
 from graphpp.runtime.randomness import seeded
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 
 def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
@@ -20,7 +20,7 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     parameter, the new value of a whole buffer, or the loss, if it is computed from sharded values. Called by all ranks that
     share layers, for their own graphs of one call, after `key_random_ops`.
     """
-    layers = request.place.tensor
+    layers = request.place.tp_group
     if layers is None:
         return
     agreement, own = request.place.agreement(layers), plain_arguments(joint.graph)

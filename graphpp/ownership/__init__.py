@@ -1,7 +1,7 @@
 """Each rank owns its part of the model: give parameters memory and values, gather and export the whole.
 
-`ownership.py` says which rank holds which tensor, `stale_copies.py` refuses copies that another pipeline has left behind.
-`initialize.py` runs the code that initialises a model where this rank has memory for a part of it, `weight_files.py` reads this
-rank's part of a checkpoint on disk, `materialize.py` does either on all ranks or on none. `gather.py` sends the whole model to
-one rank, `export.py` writes it as safetensors.
+`ownership.py` says which rank holds which tensor. `materialize.py` gives this rank's part memory and values, on all ranks or on
+none: by the code that initialises a model (`initialize.py`, with `lent_memory.py` for other ranks' tensors and marks of
+`unwritten.py`), or from files (`weight_files.py`). `initial_values.py` compares the values with which ranks begin. `export.py`
+sends the whole model to one rank, or writes it as safetensors.
 """

@@ -1,9 +1,12 @@
-"""Write the whole model as safetensors, in the files and names that Hugging Face reads.
+"""The whole model out of the ranks that hold its parts: gathered on one rank, or written as safetensors for Hugging Face.
 
 Contract
 --------
-- Each rank writes the tensors of which it is the first holder, so no tensor travels. A tensor under several keys is written
-  under the first. A file has at most `max_file_bytes`, or one tensor; that many bytes are copied at a time.
+- `gathered`: every rank goes through the same entries in the order of the model's state dict. The holder of an entry sends, and
+  the receiver keeps a copy in the host's memory; an entry under a second key is sent once. An entry that no rank's stage reads
+  has the same value everywhere. On the way a rank has one entry more than it keeps.
+- `Export`: each rank writes the tensors of which it is the first holder, so no tensor travels. A tensor under several keys is
+  written under the first. A file has at most `max_file_bytes`, or one tensor; that many bytes are copied at a time.
 - All ranks know the files of all ranks from shapes and holders alone. The first rank writes `model.safetensors.index.json`, or
   there is one file `model.safetensors`.
 - Files are written into a folder inside of `folder` and moved up when all ranks have written, the index last. A folder with
@@ -15,20 +18,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from graphpp.arguments import TEXT, callback
 from graphpp.checkpoint.restore import without_os_errors
 from graphpp.checkpoint.training_state import RankCalls
-from graphpp.errors import CheckpointError
+from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _UNFINISHED = ".unfinished"
@@ -163,3 +167,58 @@ def _publish(unfinished: Path, folder: Path) -> None:
     for file in sorted(unfinished.iterdir(), key=lambda file: file.suffix == ".json"):
         os.replace(file, folder / file.name)
     unfinished.rmdir()
+
+
+# ---------------------------------------------------------------------------------- to one rank
+
+
+def keys_of(names: str | Sequence[str], known: Mapping[str, object]) -> list[str]:
+    """The keys that are asked for, in the model's order. Raises `GraphPPError` for one that the model's state dict lacks."""
+    if names == "all":
+        return list(known)
+    wanted = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise GraphPPError(f"names: the model's state dict has no entry {unknown[0]!r}; take its keys, or 'all'")
+    return [key for key in known if key in set(wanted)]
+
+
+def gathered(
+    entries: Mapping[str, torch.Tensor], holders: Mapping[int, int], place: RankPlace, rank: int | None
+) -> dict[str, torch.Tensor]:
+    """Copies of `entries` on `rank` of the pipeline (None: on every rank); {} elsewhere.
+
+    `entries`: the tensors of the model by key, or their stand-ins; `holders`: the rank that holds a tensor, by its `id`.
+    """
+    distinct = {id(tensor): tensor for tensor in entries.values()}
+    copies = {key: _passed(tensor, holders.get(key), place, rank) for key, tensor in distinct.items()}
+    found = {key: copies[id(tensor)] for key, tensor in entries.items()}
+    return {key: copy for key, copy in found.items() if copy is not None}
+
+
+def _passed(tensor: torch.Tensor, holder: int | None, place: RankPlace, rank: int | None) -> torch.Tensor | None:
+    """Send or receive one tensor; the copy on a rank that receives, else None."""
+    receives = rank is None or rank == place.rank
+    if holder is None or place.group is None or (rank is not None and holder == rank):
+        return whole_tensor(tensor).to("cpu", copy=True) if receives else None
+    if place.rank == holder:
+        sent = whole_tensor(tensor).contiguous()
+        _bytes_pass(sent, holder, place, rank)
+        return sent.to("cpu", copy=True) if receives else None
+    if not receives:
+        return None
+    arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
+    _bytes_pass(arrived, holder, place, rank)
+    return arrived.cpu()
+
+
+def _bytes_pass(tensor: torch.Tensor, holder: int, place: RankPlace, rank: int | None) -> None:
+    flat = tensor.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+    if not flat.numel():
+        return
+    if rank is None:
+        dist.broadcast(flat, group=place.group, group_src=holder)
+    elif place.rank == holder:
+        dist.send(flat, group=place.group, group_dst=rank)
+    else:
+        dist.recv(flat, group=place.group, group_src=holder)

@@ -2,7 +2,7 @@
 
 Contract
 --------
-- Ranks along `tp` have equal values of all tensors that each of them holds whole. Replicas have equal values, but for experts
+- Ranks along `tp` have equal values of all tensors that each of them holds whole. Replicas have equal values, except of experts
   along `ep`; or the first replica sends its values to the others, where `replica_values="broadcast"` asks for it. Ranks with
   the same experts have equal values of them.
 - A difference raises `MismatchError` on all ranks, naming the tensor.
@@ -21,9 +21,8 @@ from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.runtime.dtensors import is_spread_over, local_tensor
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 
 class InitialValues:
@@ -35,7 +34,7 @@ class InitialValues:
         self._replicas = replicas
         self._broadcasts = options.parallel.replica_values == "broadcast" and place.replicas is not None
         self._place, self._ownership, self._state = place, ownership, state
-        self._along_layers = place.agreement(place.tensor)
+        self._along_layers = place.agreement(place.tp_group)
         self._along_experts = None if place.experts is None else place.agreement(place.experts.replicas)
         self.known = False
 
@@ -84,7 +83,7 @@ class InitialValues:
             "where each rank has another part)"
         )
         tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
-        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tensor)}
+        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tp_group)}
         return _lines({fqn: checksum(local_tensor(each)) for fqn, each in whole.items()}, advice)
 
     def _checksums(self, fqns: Set[str]) -> Facts:

@@ -3,26 +3,25 @@
 Contract
 --------
 - `initialize` calls a function with every module, children first, in the order of `nn.Module.apply`. Tensors of other ranks
-  have memory while one call touches them (`borrowed_memory.py`), so that the generators of random numbers move on as in a
-  process that holds the whole model. This rank's values are bit-equal to those of such a process.
+  have memory while one call touches them (`lent_memory.py`), so that the generators of random numbers move on as in a process
+  that holds the whole model. This rank's values are bit-equal to those of such a process.
 - With a seed, each module draws from generators seeded by the seed and the module's FQN, and modules without a tensor of this
   rank are left out. The values are equal for every split and number of ranks; the generators are as before.
-- Code that reads a tensor of another rank, whose values an earlier call has written, raises `GraphPPError`. NaN and other marks
-  of unwritten memory in a tensor of this rank are refused (`check_written`).
+- Code that reads a tensor of another rank, whose values an earlier call has written, raises `GraphPPError`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
 
 from graphpp.arguments import Accepted, callback
 from graphpp.errors import GraphPPError
-from graphpp.ownership.borrowed_memory import BorrowedMemory, poisoned
+from graphpp.ownership.lent_memory import LentMemory
 from graphpp.runtime.model_state import own_tensors
 
 Initializer = Callable[[nn.Module], object]
@@ -40,10 +39,10 @@ def reset(module: nn.Module) -> None:
 
 
 def initialize(
-    model: nn.Module, init: Initializer, own: Collection[int], lent: BorrowedMemory, seed: int | None, device: torch.device
+    model: nn.Module, init: Initializer, own: Collection[int], lent: LentMemory, seed: int | None, device: torch.device
 ) -> None:
     """Call `init` with the modules of `model`. `own`: the `id` of this rank's tensors; `lent` has the memory of all others."""
-    holding = {id(module) for module in model.modules() if any(id(tensor) in own for _, tensor in _tensors_below(module))}
+    holding = {id(each) for each in model.modules() if any(id(tensor) in own for _, tensor in _tensors_below(each))}
     with torch.no_grad(), lent, _generators_kept(seed, device):
         for fqn, module in _children_first(model, ""):
             if seed is not None:
@@ -56,14 +55,9 @@ def initialize(
             lent.give_back()
 
 
-def check_written(model: nn.Module, tensors: Mapping[str, torch.Tensor], advice: str) -> None:
-    """Raise `GraphPPError` with the FQNs of tensors that have an element which nobody has written."""
-    left = [fqn for fqn, tensor in tensors.items() if tensor.is_meta or poisoned(tensor)]
-    if not left:
-        return
-    owners = {id(tensor): module for module in model.modules() for _, tensor in own_tensors(module)}
-    named = [f"{fqn} of a {type(owners.get(id(tensors[fqn]))).__name__}" for fqn in left[:3]]
-    raise GraphPPError(f"{len(left)} tensors have no values, or NaN: {', '.join(named)}. {advice}")
+def _tensors_below(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for each in module.modules():
+        yield from own_tensors(each)
 
 
 def _children_first(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
@@ -71,11 +65,6 @@ def _children_first(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Modul
     for name, child in module.named_children():
         yield from _children_first(child, f"{fqn}.{name}" if fqn else name)
     yield fqn, module
-
-
-def _tensors_below(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for each in module.modules():
-        yield from own_tensors(each)
 
 
 def _seed_of(seed: int, fqn: str) -> int:

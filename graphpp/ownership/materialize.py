@@ -7,9 +7,9 @@ Contract
 - Values come from code that initialises the model (`initialize.py`), or from a checkpoint on disk (`weight_files.py`) and, for
   tensors that no state dict holds, from such code. A tensor that nothing has written is refused, as is code that gives a
   parameter another dtype or shape.
-- Of parameters that are to be sharded, or that `tp` spreads, a rank keeps its part (`shard_values.py`). Such a parameter is
-  whole while a call of the code touches it, or while it is read from files: so a rank needs the memory of its parts and of the
-  largest module, or of the largest tensor in the files.
+- Of a parameter that is to be sharded, or that `tp` spreads, a rank keeps its part (`lent_memory.py`). The parameter is whole
+  while a call of the code touches it, or while it is read from files: a rank needs the memory of its parts and of the largest
+  module, or of the largest tensor in the files.
 - `Materials.fill` changes the model on this rank alone. Where `fill` raises, `undo` puts back the former tensors and the state
   of the generators; values of tensors that had memory before may have changed. Errors are `GraphPPError`.
 """
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -29,14 +29,14 @@ from torch import nn
 from graphpp._torch.autograd import has_gradient_hooks
 from graphpp.arguments import TEXT, callback
 from graphpp.errors import CheckpointError, GraphPPError
-from graphpp.ownership.borrowed_memory import BorrowedMemory, poison
-from graphpp.ownership.initialize import Initializer, check_written, default_generators, initialize, reset
-from graphpp.ownership.shard_values import ShardValues
+from graphpp.ownership.initialize import Initializer, default_generators, initialize, reset
+from graphpp.ownership.lent_memory import LentMemory, ShardValues
+from graphpp.ownership.unwritten import check_written, poison
 from graphpp.ownership.weight_files import Weights, check_fits, open_weights
+from graphpp.runtime.dtensors import local_tensor, spread_tensor
+from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.released import forget, is_released, like, trim_after
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import spread_tensor
+from graphpp.runtime.released import forget, is_released, like
 
 _LOG = logging.getLogger("graphpp")
 _UNWRITTEN = (
@@ -72,7 +72,7 @@ class Materials:
         self._model, self._state, self._device = model, state, device
         self._stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
         self._before = [dict(store) for store in self._stores]
-        self._original: dict[int, torch.Tensor] = {}  # `id` of a new tensor -> the tensor of before
+        self._original: dict[int, torch.Tensor] = {}  # `id` of a new tensor -> the tensor that it replaced
         self._alive: list[torch.Tensor] = []  # the new tensors, so that no `id` is used twice
         self._generators = [(each, each.get_state()) for each in default_generators(device)]
 
@@ -94,9 +94,7 @@ class Materials:
         """
         held = {fqn: self._state.tensor(fqn) for fqn in (*needed, *unread)}
         old = {fqn: tensor for fqn, tensor in held.items() if tensor.is_meta}
-        _check_buffers({fqn: tensor for fqn, tensor in old.items() if not isinstance(tensor, nn.Parameter)})
-        _check_hooks(old)
-        _check_storages(old)
+        _check_replaceable(old)
         weights = None if source.weights is None else open_weights(source.weights)
         in_files = {} if weights is None else self._matched(weights, held, needed, source)
         filled = {fqn: tensor for fqn, tensor in old.items() if weights is None or fqn in in_files or fqn in needed}
@@ -140,7 +138,7 @@ class Materials:
 
         `fqns`: the tensors whose values matter. Where the code raises, the lent tensors stay until `undo`.
         """
-        lent = BorrowedMemory(self._device, shards)
+        lent = LentMemory(self._device, shards)
         names = {id(tensor): fqn for fqn, tensor in (*self._model.named_parameters(), *self._model.named_buffers())}
         blank = [tensor for tensor in self._tensors() if tensor.is_meta]
         borrowed = [(tensor, lent.like(tensor, names.get(id(tensor), "a tensor"))) for tensor in blank]
@@ -234,39 +232,24 @@ def _unknown(stored: Collection[str], names: Collection[str]) -> list[str]:
     """The names in the files that no key of the model has, among those that begin as all names of the model do."""
     if not names:
         return []
-    common = _common_parts(names)
-    return [name for name in stored if name.split(".")[: len(common)] == common and name not in names]
+    common = os.path.commonpath([name.replace(".", os.sep) for name in names]).replace(os.sep, ".")
+    return [name for name in stored if name.startswith(f"{common}." if common else "") and name not in names]
 
 
-def _common_parts(names: Collection[str]) -> list[str]:
-    """The leading parts, between dots, that all names have in common: of a checkpoint of more than a model, the model's."""
-    first, last = min(names).split("."), max(names).split(".")
-    return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
-
-
-def _check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `GraphPPError` for buffers that the model spreads over ranks."""
+def _check_replaceable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `GraphPPError` for a tensor in whose place no new one can be put."""
+    storages = {fqn: local_tensor(each).untyped_storage() for fqn, each in tensors.items() if not is_released(each)}
+    first: dict[int, str] = {}
     for fqn, tensor in tensors.items():
-        if spread_tensor(tensor) is not None:
+        if not isinstance(tensor, nn.Parameter) and spread_tensor(tensor) is not None:
             raise GraphPPError(
                 f"the buffer {fqn} is a DTensor on the meta device, and materialize fills whole buffers: give it memory and "
                 "values before graphpp.compile"
             )
-
-
-def _check_hooks(tensors: Mapping[str, torch.Tensor]) -> None:
-    for fqn, tensor in tensors.items():
         if has_gradient_hooks(tensor):
             raise GraphPPError(f"{fqn} has a gradient hook, and materialize makes a new parameter: register hooks afterwards")
-
-
-def _check_storages(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `GraphPPError` for tensors that share memory, which new memory would part."""
-    first: dict[int, str] = {}
-    storages = {fqn: local_tensor(each).untyped_storage() for fqn, each in tensors.items() if not is_released(each)}
-    for fqn, storage in storages.items():
-        other = first.setdefault(id(storage), fqn)
-        if other != fqn and tensors[other] is not tensors[fqn]:
+        other = first.setdefault(id(storages.get(fqn, tensor)), fqn)
+        if tensors[other] is not tensor:
             raise GraphPPError(f"{other} and {fqn} share memory, and materialize would part them: make one a copy of the other")
 
 

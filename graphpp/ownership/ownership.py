@@ -1,4 +1,4 @@
-"""Which parameters and buffers of the model each rank of a pipeline holds, and what becomes of a rank's other tensors.
+"""Which parameters and buffers of the model each rank of a pipeline holds, and the release of a rank's other tensors.
 
 Contract
 --------
@@ -6,8 +6,8 @@ Contract
 - `release` gives back the memory of all tensors that other ranks hold and this rank does not; tensors that no stage reads stay.
 - `shard_if_asked` leaves this rank its rows of the parameters of its stages, where the mesh has `dp_shard`, once they all have
   values. Replicas must hold equal values then, which the first training call checks, or take those of the first replica.
-- Copies of what other ranks train are stale after each training step; a pipeline that would read one is refused
-  (`stale_copies.py`).
+- With `Memory(release=False)` a rank keeps copies of parameters that other ranks train, stale after each training step. A
+  pipeline of the same process that reads such a copy is refused, until somebody has written it (not through `parameter.data`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from functools import cached_property
 from typing import Protocol
 
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
-from graphpp.ownership.shard_values import ShardValues
-from graphpp.ownership.stale_copies import StaleCopies
+from graphpp.ownership.lent_memory import ShardValues
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.rank_place import RankPlace, Sharding
+from graphpp.runtime.dtensors import is_spread_over, local_tensor, spread_tensor
+from graphpp.runtime.freed_memory import trim_after
+from graphpp.runtime.fsdp.flat_parameters import FlatParameter
+from graphpp.runtime.fsdp.precision import Precision
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters, check_written
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import StageProgram
-from graphpp.runtime.released import trim_after
-from graphpp.runtime.shards.flat_parameters import FlatParameter
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
-from graphpp.runtime.shards.spread_parameters import SpreadParameters
-from graphpp.runtime.shards.spread_tensors import is_spread_over, spread_tensor
+from graphpp.runtime.released import is_released
+
+_STALE = WeakTensorKeyDictionary()  # a copy of a parameter that another rank trains -> that rank, and the copy's version
 
 
 class Readers(Protocol):
@@ -73,7 +75,6 @@ class Ownership:
         """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model."""
         self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
         self._captured, self._after_exchange, self._agreement = captured, after_exchange, agreement
-        self._copies = StaleCopies()
         self.sharded: ShardedParameters | None = None
         self.values_before_sharding: dict[str, int] = {}
 
@@ -179,12 +180,22 @@ class Ownership:
 
     def check_copies(self, graph: Readers) -> None:
         """Raise `GraphPPError` where this rank would read a parameter that another pipeline has trained elsewhere."""
-        self._copies.check(lambda: self._state.named(graph.parameters(self._place.rank), among=self._state.parameters))
+        own = graph.parameters(self._place.rank) if _STALE else ()
+        for fqn, tensor in self._state.named(own, among=self._state.parameters):
+            rank, version = _STALE.get(tensor, (None, None))
+            if version == tensor._version:
+                raise GraphPPError(
+                    f"rank {rank} of another pipeline of this process has trained the parameter {fqn}, and the copy on this "
+                    "rank, which this pipeline reads, has its earlier value. Cut both pipelines so that each parameter is "
+                    "on the same rank, or load the trained values on every rank before this call (model.load_state_dict)."
+                )
 
     def after_training(self) -> None:
-        """Note a training step: this rank's copies of what other ranks hold are stale."""
+        """Note a training step: this rank's copies of other ranks' parameters are stale."""
         read, ranks = self._trained_elsewhere
-        self._copies.note(zip(read(), ranks, strict=True))
+        for tensor, rank in zip(read(), ranks, strict=True):
+            if not is_released(tensor) and tensor.requires_grad:
+                _STALE[tensor] = rank, tensor._version
 
     @cached_property
     def _trained_elsewhere(self) -> tuple[TensorReader, Sequence[int]]:

@@ -31,7 +31,7 @@ from graphpp._torch.distributed import group_named
 from graphpp.errors import MismatchError
 from graphpp.parallel.facts import Facts, failure_in, hashed
 from graphpp.parallel.groups import has_gloo
-from graphpp.parallel.same_host.connect import same_host
+from graphpp.parallel.transport import transport_of
 
 T = TypeVar("T")
 
@@ -113,12 +113,7 @@ class Agreement:
         """The largest value of each number over all ranks; `mine`: integers of 64 bits, as many on all ranks."""
         if self._group is None:
             return list(mine)
-        host = same_host(self._group)
-        if host is not None:
-            return host.largest(mine)
-        values = torch.tensor(mine, dtype=torch.int64, device=self.device)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        return values.tolist()
+        return transport_of(self._group, self.device).largest(mine)
 
     def refuse_differences(self, by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
         """Raise `MismatchError` if the lines of ranks differ, which all ranks know; `by_rank`: by the number in the group."""

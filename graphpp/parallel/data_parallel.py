@@ -35,7 +35,7 @@ def check_apart(groups: Iterable[str], place: RankPlace) -> None:
     are meant to be reached.
     """
     assert place.replicas is not None, "a pipeline without replicas"
-    peers = [] if place.peers is None else dist.get_process_group_ranks(place.peers)
+    peers = [] if place.cp_ep_group is None else dist.get_process_group_ranks(place.cp_ep_group)
     others = set(dist.get_process_group_ranks(place.replicas)) - {dist.get_rank(), *peers}
     for name in sorted(groups):
         shared = sorted(others.intersection(dist.get_process_group_ranks(group_named(name))))

@@ -1,18 +1,24 @@
-"""Process groups of some ranks of a group, made once per set of ranks; what a group can do, and whom it reaches.
+"""Process groups: those of some ranks, what a group can do, whom it reaches, how long its ranks wait for each other.
 
-Contract of `Subgroups`: every rank of the group asks for the same sets of ranks in the same order, because making a process
-group is collective.
+Contract
+--------
+- `Subgroups`: every rank of the group asks for the same sets of ranks in the same order, because making a process group is
+  collective.
+- `Timeouts`: the process groups of a rank have the timeout of steps, and inside of `starting` the timeout of the start; where
+  an option is None, the timeout that the group had before. A process group that the user made keeps the timeout of steps.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from graphpp._torch import gloo_gathers as gloo_gathers  # changes operators of torch
-from graphpp._torch.distributed import group_of, runs_on_gloo
+from graphpp._torch.distributed import group_of, runs_on_gloo, set_timeout, timeout_of
 
 _CPU = torch.device("cpu")
 _TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
@@ -84,3 +90,26 @@ class Subgroups:
         if self._group is None or len(ranks) < 2:
             return None
         return group_of([dist.get_global_rank(self._group, rank) for rank in ranks], timeout=self._timeout)
+
+
+class Timeouts:
+    """`step`, `start`: seconds that a rank waits in a step, and while a call is compiled; None: the group's own timeout."""
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup | None], step: float | None, start: float | None) -> None:
+        given = step is not None or start is not None
+        self._own = [(group, timeout_of(group)) for group in groups if group is not None] if given else []
+        self._step, self._start = step, start
+        self._set(step)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """A context in which a call is compiled."""
+        self._set(self._start)
+        try:
+            yield
+        finally:
+            self._set(self._step)
+
+    def _set(self, seconds: float | None) -> None:
+        for group, own in self._own:
+            set_timeout(group, own if seconds is None else timedelta(seconds=seconds))

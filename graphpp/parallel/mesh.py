@@ -13,6 +13,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch.distributed import group_of
 from graphpp.errors import GraphPPError
-from graphpp.parallel.rank_place import RankPlace, Sharding, SharedLayers, SpreadExperts
+from graphpp.parallel.rank_place import RankPlace, Sharding, SpreadExperts
 
 PIPELINE, TENSOR = "pp", "tp"
 _REPLICAS, _SHARDS, _EXPERTS, _CONTEXT = "dp_replicate", "dp_shard", "ep", "cp"
@@ -35,17 +36,24 @@ def place_in(mesh: DeviceMesh, everyone: dist.ProcessGroup, device: torch.device
     """
     data = [name for name in _DATA if name in dimensions(mesh)]
     shards = [name for name in (_SHARDS, _EXPERTS) if name in data]
-    layers = _shared_layers(mesh) if _size(mesh, TENSOR) > 1 else None
+    shares_layers, spreads_experts = _size(mesh, TENSOR) > 1, _size(mesh, _EXPERTS) > 1
     sharded = _SHARDS in data and _size(mesh, *shards) >= least_shards
     sharding = _sharding(mesh, shards, TENSOR) if sharded else None
+    experts = None
+    if spreads_experts:
+        same = [name for name in _DATA if name != _EXPERTS and _size(mesh, name) > 1]
+        of_experts = _sharding(mesh, [_SHARDS], _EXPERTS) if sharded else None
+        experts = SpreadExperts(mesh.get_group(_EXPERTS), _along(mesh, *same), of_experts)
     return RankPlace(
         device,
         group=_along(mesh, PIPELINE),
         replicas=_along(mesh, *data),
-        peers=_along(mesh, *(name for name in (_CONTEXT, _EXPERTS) if _size(mesh, name) > 1)),
-        layers=layers,
-        experts=_spread_experts(mesh, sharded) if _size(mesh, _EXPERTS) > 1 else None,
+        cp_ep_group=_along(mesh, *(name for name in (_CONTEXT, _EXPERTS) if _size(mesh, name) > 1)),
+        tp_group=mesh.get_group(TENSOR) if shares_layers else None,
+        pp_tp_group=_along(mesh, PIPELINE, TENSOR) if shares_layers else None,
+        experts=experts,
         sharding=sharding,
+        parts_group=_along(mesh, PIPELINE, TENSOR, _SHARDS, _EXPERTS) if sharded or spreads_experts else None,
         mesh=mesh,
         everyone=everyone,
     )
@@ -85,32 +93,14 @@ def shard_size(mesh: DeviceMesh) -> int:
     return _size(mesh, _SHARDS, _EXPERTS) if _SHARDS in dimensions(mesh) else 1
 
 
-def _shared_layers(mesh: DeviceMesh) -> SharedLayers:
-    pipelines = _along(mesh, PIPELINE, TENSOR)
-    assert pipelines is not None, "a mesh with shared layers has ranks that share them"
-    return SharedLayers(mesh.get_group(TENSOR), pipelines)
-
-
-def _spread_experts(mesh: DeviceMesh, sharded: bool) -> SpreadExperts:
-    same = [name for name in _DATA if name != _EXPERTS and _size(mesh, name) > 1]
-    sharding = _sharding(mesh, [_SHARDS], _EXPERTS) if sharded else None
-    return SpreadExperts(mesh.get_group(_EXPERTS), _along(mesh, *same), sharding, _holders(mesh))
-
-
 def _sharding(mesh: DeviceMesh, names: Sequence[str], spread: str) -> Sharding:
     """Parameters sharded over the dimensions `names`, of which the model itself spreads some over the dimension `spread`."""
     others = [name for name in (_REPLICAS, _CONTEXT) if _size(mesh, name) > 1]
     own = _one_dimension(mesh, names)
-    made = Sharding(own, _spread_mesh(mesh, spread, names, own), _along(mesh, *others), _holders(mesh))
+    made = Sharding(own, _spread_mesh(mesh, spread, names, own), _along(mesh, *others))
     if dist.get_rank(made.group) != made.rank:
         raise GraphPPError(f"mesh: the ranks along {names[0]!r} must ascend, as init_device_mesh lays them out")
     return made
-
-
-def _holders(mesh: DeviceMesh) -> dist.ProcessGroup:
-    found = _along(mesh, PIPELINE, TENSOR, _SHARDS, _EXPERTS)
-    assert found is not None, "a mesh with shards or experts has ranks that hold them"
-    return found
 
 
 def _one_dimension(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
@@ -134,10 +124,7 @@ def _spread_mesh(mesh: DeviceMesh, spread: str, names: Sequence[str], last: Devi
 def _size(mesh: DeviceMesh, *names: str) -> int:
     """The number of ranks along some dimensions together; a dimension that the mesh lacks has one."""
     there = mesh.mesh_dim_names or ()
-    found = 1
-    for name in names:
-        found *= mesh.size(there.index(name)) if name in there else 1
-    return found
+    return prod(mesh.size(there.index(name)) for name in names if name in there)
 
 
 def _along(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:

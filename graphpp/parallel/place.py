@@ -27,7 +27,7 @@ from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
-from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.mesh import all_ranks, described, dimensions, pipeline_size, place_in, shard_size
 from graphpp.parallel.rank_place import RankPlace
 
@@ -54,7 +54,7 @@ def place_of(
     _check_group(mesh)
     if mesh is not None and dist.get_rank(mesh) < 0:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
-    found = _device(model, device)
+    found = usable_device(device if device is not None else _default_device(model))
     group = mesh if mesh is not None else _world(found, timeout)
     return RankPlace(found, group, everyone=group)
 
@@ -73,7 +73,7 @@ def planned_mesh(
             f"plan: it has {' and '.join(spread)}: make a mesh of {_shape(sizes)}, spread the model over it (docs/meshes.md), "
             "and give mesh="
         )
-    found = _device(model, device)
+    found = usable_device(device if device is not None else _default_device(model))
     world = _world(found, timeout)
     ranks, wanted = (1 if world is None else dist.get_world_size(world)), prod(sizes.values())
     if ranks != wanted:
@@ -132,7 +132,7 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
 
     def checked() -> torch.device:
         dimensions(mesh)
-        found = _device(model, device, mesh.device_type)
+        found = usable_device(device if device is not None else _default_device(model, mesh.device_type))
         if found.type != mesh.device_type:
             raise GraphPPError(
                 f"mesh: its ranks exchange tensors on {mesh.device_type}, but this rank runs on {found}: make the mesh for "
@@ -145,10 +145,6 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
         agreement = Agreement(everyone, torch.device(mesh.device_type))
         found = agreement.together(checked, lambda _: Facts({"mesh=": [described(mesh)]}))
     return place_in(mesh, everyone, found, least_shards)
-
-
-def _device(model: object, device: torch.device | None, type_of_mesh: str | None = None) -> torch.device:
-    return usable_device(device if device is not None else _default_device(model, type_of_mesh))
 
 
 def usable_device(wanted: torch.device) -> torch.device:
@@ -164,7 +160,7 @@ def usable_device(wanted: torch.device) -> torch.device:
     return wanted
 
 
-def _default_device(model: object, type_of_mesh: str | None) -> torch.device:
+def _default_device(model: object, type_of_mesh: str | None = None) -> torch.device:
     if type_of_mesh == "cpu":
         return torch.device("cpu")
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
@@ -183,29 +179,27 @@ def _world(device: torch.device, timeout: float | None) -> dist.ProcessGroup | N
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        seconds = None if timeout is None else timedelta(seconds=timeout)
-        if _started_again() and _on_one_machine():
-            store, rank, ranks = next(rendezvous("env://") if seconds is None else rendezvous("env://", timeout=seconds))
-            # https://github.com/pytorch/pytorch/issues/135712
-            fresh = PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-            dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=seconds)
-        else:
-            if _started_again() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                _LOG.warning(
-                    "torchrun has started the ranks of several machines again over the store of the start before. There "
-                    "they may find the addresses of processes that are gone, and wait. Set "
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun (https://github.com/pytorch/pytorch/issues/135712)"
-                )
-            dist.init_process_group(backend, timeout=seconds)
+        _initialise("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
     return dist.group.WORLD
 
 
-def _started_again() -> bool:
-    """Whether torchrun has started the ranks again; the store may still have the addresses of the ranks of before."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+def _initialise(backend: str, timeout: float | None) -> None:
+    """Make the world group; after a restart by torchrun under new names in the store, which has the ended processes' addresses.
 
-
-def _on_one_machine() -> bool:
-    """Whether one agent of torchrun has started all ranks, so that they see the same count of starts."""
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    https://github.com/pytorch/pytorch/issues/135712. Ranks of several machines may see other counts of starts: they keep the
+    names, and a line of the log has the remedy.
+    """
+    seconds = None if timeout is None else timedelta(seconds=timeout)
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if again != "0" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        store, rank, ranks = next(rendezvous("env://") if seconds is None else rendezvous("env://", timeout=seconds))
+        fresh = PrefixStore(f"start {again}", store)
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=seconds)
+        return
+    if again != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _LOG.warning(
+            "torchrun has started the ranks of several machines again over the store of the start before. There they may find "
+            "the addresses of processes that are gone, and wait. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun "
+            "(https://github.com/pytorch/pytorch/issues/135712)"
+        )
+    dist.init_process_group(backend, timeout=seconds)

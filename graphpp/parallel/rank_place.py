@@ -6,13 +6,13 @@ which this rank would be alone.
 On a mesh, the ranks of a group have this rank's coordinates but in these dimensions:
 
     group                    pp                        sharding.group           dp_shard, ep
-    tensor                   tp                        sharding.copies          dp_replicate, cp
+    tp_group                 tp                        sharding.copies          dp_replicate, cp
     model_parallel           pp, tp                    experts.group            ep
-    peers                    cp, ep                    experts.replicas         dp_replicate, dp_shard, cp
+    cp_ep_group              cp, ep                    experts.replicas         dp_replicate, dp_shard, cp
     replicas                 dp_replicate, dp_shard,   experts.sharding.group   dp_shard
                              ep, cp                    experts.sharding.copies  dp_replicate, cp
-    holders                  pp, tp, dp_shard, ep      everyone                 all
-    twins                    replicas, or the copies of a sharding: the ranks with the same values of parameters
+    whole_model              pp, tp, dp_shard, ep      everyone                 all
+    same_parameters          replicas, or the copies of a sharding
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ class Sharding:
 
     `mesh`: these ranks, in one dimension. `spread_mesh`: the same, after a dimension of the ranks over which the model spreads
     such parameters itself, if there are any: `tp`, or `ep` for experts, cuts a parameter first. `copies`: the replicas with the
-    same shards as this rank (None: none). `holders`: the ranks which together hold the model once.
+    same shards as this rank (None: none).
     """
 
     mesh: DeviceMesh
     spread_mesh: DeviceMesh
     copies: dist.ProcessGroup | None
-    holders: dist.ProcessGroup
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -57,30 +56,16 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class SharedLayers:
-    """The ranks that share each layer (tensor parallelism).
-
-    `group`: those that share this rank's layers. `pipelines`: all ranks of their pipelines, which compute the same
-    microbatches.
-    """
-
-    group: dist.ProcessGroup
-    pipelines: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
 class SpreadExperts:
     """The ranks over which the experts of each layer are spread (expert parallelism); each trains on data of its own.
 
     `group`: these ranks. `replicas`: the ranks with this rank's experts and other data (None: none). `sharding`: among which
-    ranks these experts are sharded (None: a rank has its experts whole). `holders`: the ranks which together hold the model
-    once.
+    ranks these experts are sharded (None: a rank has its experts whole).
     """
 
     group: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     sharding: Sharding | None
-    holders: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -88,20 +73,23 @@ class RankPlace:
     """Where this rank stands: its device, and its process groups.
 
     `group`: of its pipeline (None: one process). `replicas`: of the ranks with the same stages and other data (None: none).
-    `peers`: of the replicas with which the model itself may exchange values, along `cp` and `ep` (None: none). `layers`: None
-    where no other rank shares the layers of its stages. `experts`: None where no other rank has other experts. `sharding`: of
-    parameters that are no experts; None where each rank holds its parts of parameters whole. `mesh`: that the caller gave
-    (None: a process group, or one process). `everyone`: all ranks that compile the model together, with this pipeline or as
-    its replicas (None: one process).
+    `cp_ep_group`: of the replicas with which the model itself may exchange values (None: none). `tp_group`: of the ranks that
+    share the layers of its stages (None: none), `pp_tp_group`: of all ranks of their pipelines, which compute the same
+    microbatches (None: `group`). `experts`: None where no other rank has other experts. `sharding`: of parameters that are no
+    experts; None where each rank holds its parts of parameters whole. `parts_group`: of the ranks that together hold the model
+    once, where parameters are sharded or experts spread (None: those of `model_parallel`). `mesh`: None where the caller gave
+    none. `everyone`: all ranks that compile the model together (None: one process).
     """
 
     device: torch.device
     group: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None = None
-    peers: dist.ProcessGroup | None = None
-    layers: SharedLayers | None = None
+    cp_ep_group: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
+    pp_tp_group: dist.ProcessGroup | None = None
     experts: SpreadExperts | None = None
     sharding: Sharding | None = None
+    parts_group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     everyone: dist.ProcessGroup | None = None
 
@@ -120,35 +108,28 @@ class RankPlace:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups over which calls of a pipeline exchange values, each once."""
-        found = [self.group, self.tensor, self.model_parallel, self.replicas, self.peers]
         experts = self.experts
+        found = [self.group, self.tp_group, self.model_parallel, self.replicas, self.cp_ep_group, self.whole_model]
         if experts is not None:
-            found += [experts.group, experts.replicas, experts.holders]
+            found += [experts.group, experts.replicas]
         for each in (self.sharding, None if experts is None else experts.sharding):
-            found += [] if each is None else [each.group, each.copies, each.holders]
+            found += [] if each is None else [each.group, each.copies]
         return tuple(dict.fromkeys(group for group in found if group is not None))
-
-    @property
-    def tensor(self) -> dist.ProcessGroup | None:
-        """The ranks that share the layers of this rank's stages; None: there are no others."""
-        return None if self.layers is None else self.layers.group
 
     @property
     def model_parallel(self) -> dist.ProcessGroup | None:
         """The ranks that compute the same microbatches, along the pipeline and `tp`; None for one process."""
-        return self.group if self.layers is None else self.layers.pipelines
+        return self.group if self.pp_tp_group is None else self.pp_tp_group
+
+    @property
+    def whole_model(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold the model once; None for one process."""
+        return self.model_parallel if self.parts_group is None else self.parts_group
 
     @property
     def experts_group(self) -> dist.ProcessGroup | None:
         """The ranks over which experts are spread; None: there are no others."""
         return None if self.experts is None else self.experts.group
-
-    @property
-    def holders(self) -> dist.ProcessGroup | None:
-        """The ranks that together hold the model once; None for one process."""
-        if self.sharding is not None:
-            return self.sharding.holders
-        return self.model_parallel if self.experts is None else self.experts.holders
 
     @property
     def rank(self) -> int:
@@ -166,7 +147,7 @@ class RankPlace:
         return None if self.sharding is None else self.sharding.ranks
 
     @property
-    def twins(self) -> dist.ProcessGroup | None:
+    def same_parameters(self) -> dist.ProcessGroup | None:
         """The ranks with the same parameters as this one; None: there are no others."""
         if self.sharding is not None:
             return self.sharding.copies
@@ -174,13 +155,13 @@ class RankPlace:
 
     @property
     def writes_files(self) -> bool:
-        """Whether this rank writes files for its twins."""
-        return self.twins is None or dist.get_rank(self.twins) == 0
+        """Whether this rank writes files for the ranks with the same parameters."""
+        return self.same_parameters is None or dist.get_rank(self.same_parameters) == 0
 
     @property
     def first_of_stage(self) -> bool:
         """Whether this rank has the first parts of the parameters of its stages."""
-        several = (self.tensor, self.experts_group, None if self.sharding is None else self.sharding.group)
+        several = (self.tp_group, self.experts_group, None if self.sharding is None else self.sharding.group)
         return all(group is None or dist.get_rank(group) == 0 for group in several)
 
     @property

@@ -30,17 +30,16 @@ from graphpp.ownership.initial_values import InitialValues
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
-from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.groups import gloo_twin
+from graphpp.parallel.groups import Timeouts, gloo_twin
+from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.timeouts import Timeouts
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.step_call import StepCall
+from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.shards.local_rows import local_tensor
 
 T = TypeVar("T")
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -54,7 +53,7 @@ class Calls:
         self, options: Options, place: RankPlace, agreement: Agreement, cache: GraphCache, state: ModelState
     ) -> None:
         self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
-        self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.peers)
+        self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.cp_ep_group)
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
         self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described)
@@ -195,12 +194,12 @@ class Calls:
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that hold the model once, for checkpoints, which are written while steps go on."""
-        return gloo_twin(self._place.holders, self._options.parallel.start_timeout)
+        return gloo_twin(self._place.whole_model, self._options.parallel.start_timeout)
 
     @cached_property
-    def replica_file_group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks with the same parameters as this one, for checkpoints."""
-        return gloo_twin(self._place.twins, self._options.parallel.start_timeout)
+    def file_group_of_all(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks of all replicas, for checkpoints."""
+        return gloo_twin(self._place.everyone, self._options.parallel.start_timeout)
 
     def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
         """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.

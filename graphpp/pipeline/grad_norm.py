@@ -28,8 +28,7 @@ from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import is_spread_over
+from graphpp.runtime.dtensors import is_spread_over, local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
@@ -90,8 +89,8 @@ class RankGradients:
             parts.append(Parts(place.sharding.group, tuple(at for at, each in pairs if not each.dim())))
         elif place.experts is not None:
             parts.append(_parts(pairs, place.experts.group))
-        if place.tensor is not None:
-            parts.append(_parts(pairs, place.tensor))
+        if place.tp_group is not None:
+            parts.append(_parts(pairs, place.tp_group))
         if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
         gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)

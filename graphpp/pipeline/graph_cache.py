@@ -43,7 +43,7 @@ from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
 from graphpp.pipeline.step_call import GraphKey, KeysOfCall, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
-from graphpp.runtime.messages.transport import message_flow
+from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
@@ -78,8 +78,8 @@ class GraphCache:
         """`agreement`: of the ranks that compute the same microbatches."""
         options, place = request.options, request.place
         self._request, self._state = request, state
-        self._agreement = agreement if place.layers is None else place.agreement(place.group)
-        self._columns = None if place.layers is None else agreement
+        self._agreement = agreement if place.tp_group is None else place.agreement(place.group)
+        self._columns = None if place.tp_group is None else agreement
         self._modules = dict(request.model.named_modules())
         limit = options.debug.max_graphs
         self._keys = GraphKeys(request.model, request.loss, place.device.type, _SIZES * limit)

@@ -33,7 +33,7 @@ from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.same_host.connect import connect
+from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.graph_cache import GraphCache
@@ -44,11 +44,11 @@ from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
+from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
@@ -162,7 +162,7 @@ class Pipeline(RankPart):
         `against="whole batch"`: eager over the microbatches is compared with eager over the batch as well. Raises
         `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
         """
-        if self._place.holders is not None and dist.get_world_size(self._place.holders) > 1:
+        if self._place.whole_model is not None and dist.get_world_size(self._place.whole_model) > 1:
             raise GraphPPError(
                 "pipe.verify runs all stages in one process, and this rank holds its own stages' parameters or shards. Call "
                 f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from graphpp.parallel.groups import has_gloo
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.messages.transport import Transport, message_flow
+from graphpp.runtime.messages.mailbox import Mailbox, message_flow
 from graphpp.runtime.messages.wire_layout import layout_of
 from graphpp.runtime.program import PipelineProgram, TensorMeta
 from graphpp.runtime.program_costs import costs_of_programs, costs_of_stage
@@ -298,7 +298,7 @@ def idle_message_times(
     program: PipelineProgram, schedule: Schedule, place: RankPlace
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of one message over each boundary between ranks that do nothing else, forward and backward."""
-    transport, rank_of = Transport(place.group, place.device), schedule.rank_of_stage
+    mailbox, rank_of = Mailbox(place.group, place.device), schedule.rank_of_stage
     found = torch.zeros(2, max(len(program.stages) - 1, 0), dtype=torch.float64)
     for index in range(found.shape[1]):
         low, high = rank_of[index], rank_of[index + 1]
@@ -306,26 +306,26 @@ def idle_message_times(
         if low != high and place.rank in (low, high):
             peer = high if place.rank == low else low
             for way, metas in enumerate((program.boundaries[index].forward, program.boundaries[index].backward)):
-                found[way, index] = _half_a_round(transport, metas, peer, first=place.rank == low)
+                found[way, index] = _half_a_round(mailbox, metas, peer, first=place.rank == low)
     slowest = torch.stack(gather_tensors(found, place)).amax(0)  # both ranks of the boundary measured it
     return tuple(slowest[0].tolist()), tuple(slowest[1].tolist())
 
 
-def _half_a_round(transport: Transport, metas: Sequence[TensorMeta], peer: int, *, first: bool) -> float:
+def _half_a_round(mailbox: Mailbox, metas: Sequence[TensorMeta], peer: int, *, first: bool) -> float:
     """Half of the time, in seconds, of sending a message to the peer and receiving as many bytes; the first round warms up."""
     layouts = [layout_of(meta) for meta in metas]
-    values = [layout.buffer(transport.device).value() for layout in layouts]
+    values = [layout.buffer(mailbox.device).value() for layout in layouts]
     rounds = []
     for _ in range(_ROUNDS + 1):
         began = time.perf_counter()
         for sends in (first, not first):
             if sends:
-                transport.start([transport.outgoing(values, layouts, peer)])
+                mailbox.start([mailbox.outgoing(values, layouts, peer)])
             else:
-                arriving = transport.incoming(layouts, peer)
-                transport.start([arriving])
-                transport.wait(arriving)
-        wait_for_device(transport.device)
+                arriving = mailbox.incoming(layouts, peer)
+                mailbox.start([arriving])
+                mailbox.wait(arriving)
+        wait_for_device(mailbox.device)
         rounds.append(time.perf_counter() - began)
-    transport.flush()
+    mailbox.flush()
     return median(rounds[1:]) / 2

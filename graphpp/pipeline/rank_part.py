@@ -20,7 +20,6 @@ from torch import nn
 
 from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, Accepted, checked, or_none, require
 from graphpp.errors import GraphPPError
-from graphpp.ownership.gather import gathered, keys_of
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from graphpp.checkpoint.folder import Checkpoint
     from graphpp.checkpoint.optimizer_state import Part
-    from graphpp.ownership.shard_values import ShardValues
+    from graphpp.ownership.lent_memory import ShardValues
 
 
 _FUNCTION = or_none(FUNCTION)
@@ -182,6 +181,8 @@ class RankPart(ModuleHabits):
         dict. Tensors travel one by one, so a rank holds at most one more than it asked for. Raises `GraphPPError` on all ranks
         for an unknown key.
         """
+        from graphpp.ownership.export import gathered, keys_of  # imports safetensors
+
         entries: dict[str, torch.Tensor] = {}
         known = {key: value for key, value in self._state.entries().items() if isinstance(value, torch.Tensor)}
 

@@ -25,8 +25,8 @@ from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.report.memory_view import MemoryView, RankBytes
+from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.program import StageProgram, TensorMeta
-from graphpp.runtime.shards.precision import Precision
 from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.table.state_bytes import StateBytes
 from graphpp.units import spell_bytes

@@ -20,9 +20,8 @@ from torch import nn
 
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.runtime.dtensors import keep_part, local_tensor, part_of, spread_tensor
 from graphpp.runtime.released import forget, is_released, released
-from graphpp.runtime.shards.local_rows import local_tensor, part_of
-from graphpp.runtime.shards.spread_tensors import keep_part, spread_tensor
 
 _TENSOR = Accepted(
     "a tensor or a NumPy array", lambda value: isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
@@ -149,12 +148,8 @@ class ModelState:
             if key in state:
                 require(GraphPPError, f"state[{key!r}]", _TENSOR, state[key])
         pairs = {key: (value, torch.as_tensor(state[key])) for key, value in mine.items() if key in state}
-        wrong = [
-            f"{key} {list(new.shape)} instead of {list(old.shape)}"
-            for key, (old, new) in pairs.items()
-            if new.shape != old.shape
-        ]
-        _refuse(("of another shape", wrong))
+        shapes = {key: (list(new.shape), list(old.shape)) for key, (old, new) in pairs.items() if new.shape != old.shape}
+        _refuse(("of another shape", [f"{key} {found} instead of {wanted}" for key, (found, wanted) in shapes.items()]))
         _refuse(("that cannot be copied", [key for key, (old, new) in pairs.items() if not _can_hold(old, new)]))
         _refuse_meta([key for key, (old, _) in pairs.items() if old.is_meta])
         parts = [(local_tensor(old), part_of(new, old)) for old, new in pairs.values()]
@@ -211,7 +206,7 @@ def _refuse(*faults: tuple[str, list[str]]) -> None:
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module, device: torch.device, written: Collection[str] = ()) -> Iterator[None]:
-    """A context that starts without gradients, and ends with the buffers, gradients, attributes and random states of before.
+    """A context without gradients at first; buffers, gradients, attributes and random states are restored at its end.
 
     `written`: FQNs of tensors that a forward writes; the frozen parameters among them are restored like buffers.
     """

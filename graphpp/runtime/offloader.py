@@ -19,59 +19,54 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
-from graphpp.runtime.messages.strided_copies import elements_of, meta_of
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
+from graphpp.runtime.messages.wire_layout import ReceiveBuffer, elements_of, layout_of, meta_of
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.stage import GraphStage
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.streams import SideStream, host_memory_for
 
-HostCopy = TypeVar("HostCopy")
 
+class Mover(Protocol):
+    """Copies one value off the device and back: `evict`, `free`, `prefetch`, `restore`, in this order.
 
-class Mover(Protocol[HostCopy]):
-    """Copies one value off the device and back: `evict`, `free`, `prefetch`, `restore`, in this order."""
+    `evict` starts to copy a value to the host, and returns the mover's own record of the copy. `free` frees the value's device
+    memory. `prefetch` starts to copy the value back, and `restore` returns it, for everything that is computed from then on.
+    `abandon` gives up all values in flight: no call will ask for them.
+    """
 
-    def evict(self, value: torch.Tensor) -> HostCopy:
-        """Start to copy a value to the host."""
+    def evict(self, value: torch.Tensor) -> Any: ...
 
-    def free(self, copy: HostCopy) -> None:
-        """Free the value's device memory."""
+    def free(self, copy: Any) -> None: ...
 
-    def prefetch(self, copy: HostCopy) -> None:
-        """Start to copy the value back."""
+    def prefetch(self, copy: Any) -> None: ...
 
-    def restore(self, copy: HostCopy) -> torch.Tensor:
-        """The value on the device, for everything that is computed from now on."""
+    def restore(self, copy: Any) -> torch.Tensor: ...
 
-    def abandon(self) -> None:
-        """Give up all values in flight: no call will ask for them."""
+    def abandon(self) -> None: ...
 
 
 class CpuMover:
-    """The mover for a pipeline on the CPU: nothing is copied."""
+    """The mover for a pipeline on the CPU: a copy is the value itself."""
 
     def evict(self, value: torch.Tensor) -> torch.Tensor:
-        """The value itself."""
         return value
 
     def free(self, copy: torch.Tensor) -> None:
-        """Nothing to free: the host's memory is the device's."""
+        pass
 
     def prefetch(self, copy: torch.Tensor) -> None:
-        """Nothing to copy."""
+        pass
 
     def restore(self, copy: torch.Tensor) -> torch.Tensor:
-        """The value itself."""
         return copy
 
     def abandon(self) -> None:
-        """No value is in flight."""
+        pass
 
 
 @dataclass
@@ -127,7 +122,7 @@ class CudaMover:
         return self._stream.mark()
 
 
-def mover_for(device: torch.device) -> Mover[Any]:
+def mover_for(device: torch.device) -> Mover:
     """The mover for values of a device."""
     return CudaMover(device) if device.type == "cuda" else CpuMover()
 
@@ -138,22 +133,20 @@ def eviction_frees_memory(device: torch.device) -> bool:
 
 
 @dataclass
-class _Eviction(Generic[HostCopy]):
+class _Eviction:
     """A window, and the copies of its values while they are evicted, by name."""
 
     window: OffloadWindow
-    copies: dict[str, HostCopy] = field(default_factory=dict)
+    copies: dict[str, Any] = field(default_factory=dict)
 
 
-class Offloader(Generic[HostCopy]):
+class Offloader:
     """Evicts and prefetches the saved values of one rank's stages during its steps."""
 
-    def __init__(
-        self, windows: Iterable[OffloadWindow], stages: Mapping[int, GraphStage], mover: Mover[HostCopy]
-    ) -> None:
+    def __init__(self, windows: Iterable[OffloadWindow], stages: Mapping[int, GraphStage], mover: Mover) -> None:
         """`windows` of stages that are not among `stages`, this rank's, are ignored."""
         self._stages, self._mover = stages, mover
-        self._evictions = [_Eviction[HostCopy](window) for window in windows if window.stage in stages]
+        self._evictions = [_Eviction(window) for window in windows if window.stage in stages]
         self._by_forward = self._by_action(lambda window: Action(window.stage, Kind.F, window.microbatch))
         self._by_evict_after = self._by_action(lambda window: window.evict_after)
         self._by_prefetch_at = self._by_action(lambda window: window.prefetch_at)
@@ -164,36 +157,30 @@ class Offloader(Generic[HostCopy]):
         """Whether a window is on this rank."""
         return bool(self._evictions)
 
-    def _by_action(self, action_of: Callable[[OffloadWindow], Action]) -> dict[Action, list[_Eviction[HostCopy]]]:
-        found: dict[Action, list[_Eviction[HostCopy]]] = defaultdict(list)
+    def _by_action(self, action_of: Callable[[OffloadWindow], Action]) -> dict[Action, list[_Eviction]]:
+        found: dict[Action, list[_Eviction]] = defaultdict(list)
         for eviction in self._evictions:
             found[action_of(eviction.window)].append(eviction)
         return dict(found)
 
     def before(self, action: Action) -> None:
         """Called before a computing action of the rank runs: start prefetches, and restore the values that it reads."""
-        if not self._evictions:
-            return
         for eviction in self._by_prefetch_at.get(action, ()):
             for copy in eviction.copies.values():
                 self._mover.prefetch(copy)
-        for leaf in action.leaves:
-            for eviction in self._by_first_use.get(leaf, ()):
-                saved = self._saved_values(eviction)
-                saved.update((name, self._mover.restore(copy)) for name, copy in eviction.copies.items())
-                eviction.copies.clear()
+        for eviction in _of_leaves(self._by_first_use, action):
+            saved = self._saved_values(eviction)
+            saved.update((name, self._mover.restore(copy)) for name, copy in eviction.copies.items())
+            eviction.copies.clear()
 
     def after(self, action: Action) -> None:
         """Called when a computing action of the rank has run: free evicted values, and evict the values that it saved."""
-        if not self._evictions:
-            return
         for eviction in self._by_evict_after.get(action, ()):
             for copy in eviction.copies.values():
                 self._mover.free(copy)
-        for leaf in action.leaves:
-            for eviction in self._by_forward.get(leaf, ()):
-                saved = self._saved_values(eviction)
-                eviction.copies = {name: self._mover.evict(saved.pop(name)) for name in eviction.window.values}
+        for eviction in _of_leaves(self._by_forward, action):
+            saved = self._saved_values(eviction)
+            eviction.copies = {name: self._mover.evict(saved.pop(name)) for name in eviction.window.values}
 
     def drop(self) -> None:
         """Forget the evicted values of a step that failed."""
@@ -202,5 +189,10 @@ class Offloader(Generic[HostCopy]):
         for eviction in self._evictions:
             eviction.copies.clear()
 
-    def _saved_values(self, eviction: _Eviction[HostCopy]) -> dict[str, torch.Tensor]:
+    def _saved_values(self, eviction: _Eviction) -> dict[str, torch.Tensor]:
         return self._stages[eviction.window.stage].saved_values(eviction.window.microbatch)
+
+
+def _of_leaves(evictions: Mapping[Action, list[_Eviction]], action: Action) -> list[_Eviction]:
+    """The evictions of each part of an action."""
+    return [eviction for leaf in action.leaves for eviction in evictions.get(leaf, ())]

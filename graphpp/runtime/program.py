@@ -212,8 +212,8 @@ class LayerTraffic:
 
     `gathers`: for each gather the bytes that every rank gives; `whole`: the most bytes of whole parameters alive at once.
     `gradients`: the FQNs of the gradients that are summed over the ranks together, once the program has made all of them;
-    `sums`, `reductions`: for each such sum the bytes of the gradients, as they are made and as they are sent. `sent`: the
-    bytes that a rank sends in all, but for what stays with it. `order`: a line for each gather and each sum, in the order in
+    `sums`, `reductions`: for each such sum the bytes of the gradients, as they are made and as they are sent. `sent`: bytes
+    this rank sends to other ranks (its own share not counted). `order`: a line for each gather and each sum, in the order in
     which the program starts them, which all ranks must have alike.
     """
 
@@ -238,8 +238,8 @@ class Program:
     `source`: the program's Python text. `shared`: positions of results whose memory an input or another result may share; copy
     these before writing to them. `live`: by how many bytes the memory grows or shrinks, in order, while the program runs, of
     values that arrived, were saved, or are made; `sent`: the bytes of each value for the neighbouring stage that shares no
-    memory with a saved one; `values`: the numbers for symbolic sizes among these bytes. `layers`: what the program gathers and
-    reduces; None where its parameters are whole before it runs. `has_collectives`: whether ranks exchange values while it runs.
+    memory with a saved one; `values`: the numbers for symbolic sizes among these bytes. `layers`: the program's own gathers and
+    reductions; None where its parameters are whole before it runs. `has_collectives`: whether ranks exchange values meanwhile.
     """
 
     stage: int

@@ -24,24 +24,22 @@ _LEADING = 0.05  # a wait counts as leading, and is no part of the computation, 
 
 
 class EventClock(Protocol):
-    """Marks moments, and tells their times afterwards."""
+    """Marks moments, and tells their times afterwards, on the scale of `time.perf_counter`."""
 
     def mark(self) -> Any:
         """A mark of this moment."""
 
     def seconds(self, mark: Any) -> float:
-        """The time of a mark, on the scale of `time.perf_counter`."""
+        """The time of a mark."""
 
 
 class WallClock:
-    """The clock of the CPU, where an action is over when its function returns."""
+    """The clock of the CPU, where an action is over when its function returns: a mark is its own time."""
 
     def mark(self) -> float:
-        """A mark of this moment."""
         return time.perf_counter()
 
     def seconds(self, mark: float) -> float:
-        """The mark itself."""
         return mark
 
 
@@ -101,8 +99,7 @@ class Recorder:
         found = {span.action: (read(span.start), read(span.end)) for span in self._spans}
         posted = {leaf: span.action for span in self._spans for leaf in span.action.leaves if leaf.is_communication}
         for span in (span for span in self._spans if span.action.is_compute):
-            marks = list(map(read, span.waits))
-            waits = list(zip(marks[::2], marks[1::2], strict=True))
+            waits = self._waits(span)
             receives = [posted[each] for leaf in span.action.leaves for each in received_by(leaf, stages) if each in posted]
             found.update(zip(receives, waits, strict=False))
             found[span.action] = _computing(*found[span.action], waits, several=bool(span.action.parts))
@@ -113,13 +110,14 @@ class Recorder:
         if not self._spans:
             return 0.0
         read = self._clock.seconds
-        total = read(self._spans[-1].end) - read(self._spans[0].start)
-        computing = sum(read(span.end) - read(span.start) for span in self._spans if span.action.is_compute)
-        waiting = sum(read(mark) * (1 if index % 2 else -1) for index, mark in enumerate(self._waits_of_messages()))
-        return max(total - computing - waiting, 0.0) / len(self._spans)
+        busy = sum(read(span.end) - read(span.start) for span in self._spans if span.action.is_compute)
+        busy += sum(after - before for span in self._spans if not span.action.is_compute for before, after in self._waits(span))
+        return max(read(self._spans[-1].end) - read(self._spans[0].start) - busy, 0.0) / len(self._spans)
 
-    def _waits_of_messages(self) -> list[Any]:
-        return [mark for span in self._spans if not span.action.is_compute for mark in span.waits]
+    def _waits(self, span: _Span) -> list[tuple[float, float]]:
+        """The start and end of each wait."""
+        marks = list(map(self._clock.seconds, span.waits))
+        return list(zip(marks[::2], marks[1::2], strict=True))
 
 
 def _computing(start: float, end: float, waits: Sequence[tuple[float, float]], *, several: bool) -> tuple[float, float]:

@@ -11,8 +11,6 @@ Contract
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -33,11 +31,10 @@ _ADVICE = (
     "Call pipe.parameters() for an optimizer, pipe.clip_grad_norm_, pipe.zero_grad, pipe.eval for the output, pipe.checkpoint "
     "or pipe.state_dict to save, and pipe.gather for the values of other ranks"
 )
-_LITTLE = 2**20  # bytes that may stay with the process
 
 
 class _Original(NamedTuple):
-    """The FQN of a tensor in whose place a stand-in is, the rank that holds the tensor, and its class."""
+    """The tensor in whose place a stand-in is: its FQN, the rank that holds it, and its class."""
 
     fqn: str
     rank: int
@@ -110,16 +107,6 @@ def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     return _HOLDERS[tensor].kind if isinstance(tensor, _Released) else type(tensor)
 
 
-def trim_after(freed: int) -> None:
-    """Give the machine the freed memory that the C library keeps, of blocks below 32 MiB, if there can be much of it.
-
-    `freed`: bytes that were freed.
-    """
-    if freed > _LITTLE:
-        with contextlib.suppress(OSError, AttributeError):  # glibc alone has the function
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def is_released(tensor: object) -> bool:
     """Whether a tensor stands in for one that another rank holds."""
     return isinstance(tensor, _Released)
@@ -127,7 +114,7 @@ def is_released(tensor: object) -> bool:
 
 # ---------------------------------------------------------------------------------- optimizers made before
 
-_FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN and what has become of it
+_FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN, and where it is trained now
 _CHECKED: WeakSet[Optimizer] = WeakSet()
 
 

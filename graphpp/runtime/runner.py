@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,27 +29,23 @@ from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.sums import Sums
+from graphpp.runtime.bind_actions import ActionBinder
+from graphpp.runtime.dtensors import is_spread_over, local_tensor
+from graphpp.runtime.fsdp.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
-from graphpp.runtime.gradients.partial_sums import PartialSums
-from graphpp.runtime.gradients.tied import TiedReduction
+from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
-from graphpp.runtime.messages.transport import Message, Transport
+from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import Mover, Offloader, mover_for
-from graphpp.runtime.overlapped_actions import OverlappedActions
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
-from graphpp.runtime.recorder import ActionFunction, Recorder
-from graphpp.runtime.shards.layer_gradients import LayerGradients, LayerReducer
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.sharded_gradients import ShardedGradients
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters
-from graphpp.runtime.shards.spread_tensors import is_spread_over
+from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
-from graphpp.runtime.task import StepInputs, Task
-from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
+from graphpp.runtime.task import OverlappedActions, StepInputs
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
@@ -83,7 +78,7 @@ class RunnerConfig:
     kernel: MatmulKernel | None = None
     woven: Sequence[WovenProgram] = ()
     offload: Sequence[OffloadWindow] = ()
-    mover: Mover[Any] | None = None
+    mover: Mover | None = None
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
 
@@ -109,7 +104,7 @@ class GraphPPRunner:
         self.program, self.programs = each[0], tuple(each)
         self.random = any(program.random for program in {id(program): program for program in each}.values())
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
-        self.transport = Transport(place.group, place.device, batched=batched)
+        self.mailbox = Mailbox(place.group, place.device, batched=batched)
         self._sharded = config.sharded
         layers = self._sharded if self.program.gathers_layers else None
         self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None
@@ -123,7 +118,11 @@ class GraphPPRunner:
         self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
         ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = config.subgroups or Subgroups(place.group)
-        tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
+        contributors: dict[str, list[int]] = {}  # for each trained parameter the stages that make a part of its gradient
+        for stage in self.program.stages:
+            for fqn in stage.gradients:
+                contributors.setdefault(fqn, []).append(stage.index)
+        tied = TiedReduction(contributors, ranks, schedule.rank_of_stage, groups)
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
         self.offloader = Offloader(config.offload, self.stages, config.mover or mover_for(place.device))
@@ -139,12 +138,12 @@ class GraphPPRunner:
             distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
-            local[index] = GraphStage(index, own, location, self.transport, kernel, self._reducer)
+            local[index] = GraphStage(index, own, location, self.mailbox, kernel, self._reducer)
         return local
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
         stages, sum_dtype = {index: stage.gradients for index, stage in self.stages.items()}, config.sum_dtype
-        partial = PartialSums(self.program.partial, self.place.tensor)
+        partial = PartialSums(self.program.partial, self.place.tp_group)
         if config.sharded is None:
             spread = self.place.experts if config.replicas is not None else None
             names = {fqn for stage in stages.values() for fqn in stage.fqns} if spread is not None else ()
@@ -162,18 +161,18 @@ class GraphPPRunner:
         `inputs`: each microbatch's tensors by path; `seeds`: each microbatch's gradient of the loss, 0-dim. Raises `PeerLost`
         if a rank is lost.
         """
-        self.transport.waited, began = 0.0, time.perf_counter()
+        self.mailbox.waited, began = 0.0, time.perf_counter()
         try:
             with torch.no_grad(), _current(self.place.device):
                 keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
                 self._begin(StepInputs(inputs, seeds, keys))
                 if self._loop is not None:
                     self._loop.run(None if self._recorder is None else self._recorder.run)
-                self.transport.flush()
+                self.mailbox.flush()
                 self._finish()
             for stage in self.stages.values():
                 stage.buffers.copies.finish()
-            self._bubble = self.transport.waited / max(time.perf_counter() - began, 1e-9)
+            self._bubble = self.mailbox.waited / max(time.perf_counter() - began, 1e-9)
         except BaseException as error:
             self._drop()
             self._finish_copies_after(error)
@@ -186,11 +185,11 @@ class GraphPPRunner:
     @contextlib.contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
         """Record the times of a step that runs inside this context."""
-        self._recorder, self.transport.on_wait = recorder, recorder.waiting
+        self._recorder, self.mailbox.on_wait = recorder, recorder.waiting
         try:
             yield
         finally:
-            self._recorder = self.transport.on_wait = None
+            self._recorder = self.mailbox.on_wait = None
 
     @property
     def bubble(self) -> float | None:
@@ -199,7 +198,7 @@ class GraphPPRunner:
 
     def _drop(self) -> None:
         """Drop all values of a step that failed."""
-        self.transport.drop()
+        self.mailbox.drop()
         self._gradients.drop()
         self.offloader.drop()
         for index, stage in self.stages.items():
@@ -239,11 +238,8 @@ class GraphPPRunner:
 
     def _from_rank_of(self, stage: int, values: torch.Tensor) -> None:
         """Write the values of the rank that holds a stage into those of every rank."""
-        host, source = same_host(self.place.group), self.schedule.rank_of_stage[stage]
-        if host is not None and values.device.type == "cpu":
-            host.broadcast(values, source)
-        elif self.place.ranks > 1:
-            dist.broadcast(values, group=self.place.group, group_src=source)
+        if self.place.ranks > 1:
+            self.mailbox.transport.broadcast(values, self.schedule.rank_of_stage[stage])
 
     def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
         """Hand over the tensor leaves of each microbatch's output, by leaf index, on the last stage's rank; None elsewhere."""
@@ -281,121 +277,19 @@ class GraphPPRunner:
         trained = {fqn: self._tensors[fqn] for stage in self.stages.values() for fqn in stage.gradients.fqns}
         self.hooked = with_gradient_hooks(trained)
 
-    # ------------------------------------------------------------------------------------- sharded stages
-
-    def _unshard(self, stage: int) -> None:
-        """Start to gather the parameters of a stage."""
-        for flat in self._shards[stage]:
-            flat.unshard()
-
-    def _ready(self, stage: int) -> None:
-        """Wait for the parameters of a stage, and compute what its programs take from them once."""
-        for flat in self._shards[stage]:
-            flat.ready()
-        self.stages[stage].prepare()
-
-    def _reshard(self, stage: int) -> None:
-        """Put a stage away: sum its gradients by now over the ranks, and give the memory of its whole parameters back."""
-        if self.training:
-            self._gradients.reduce(stage)
-        self.stages[stage].put_away()
-        for flat in self._shards[stage]:
-            flat.reshard()
-
-    # ------------------------------------------------------------------------------ binding actions
-
     def _bound_loop(self) -> ActionLoop:
         from graphpp.runtime.action_loop import (
             ActionLoop,  # imports Dynamo: a second that `import graphpp` must not cost
         )
 
-        row = [action for action in self.schedule.table[self.place.rank] if action is not None]
-        bound = [(action, self._bound(action)) for action in row]
-        return ActionLoop(list(self.stages.values()), self.schedule, self._awaiting(bound))
-
-    def _awaiting(self, row: Sequence[tuple[Action, ActionFunction]]) -> list[tuple[Action, ActionFunction]]:
-        """The row, with the first computations after each UNSHARD waiting for their stages' parameters."""
-        gathered, found = set[int](), []
-        for action, function in row:
-            if action.kind is Kind.UNSHARD:
-                gathered.add(action.stage)
-            waits = sorted(gathered & {leaf.stage for leaf in action.leaves}) if action.is_compute else []
-            gathered.difference_update(waits)
-            found.append((action, partial(self._run_when_ready, waits, function) if waits and self._shards else function))
-        return found
-
-    def _run_when_ready(self, stages: Sequence[int], function: ActionFunction) -> None:
-        for stage in stages:
-            self._ready(stage)
-        function()
-
-    def _bound(self, action: Action) -> ActionFunction:
-        """The function that does an action, with everything resolved that is known before the step."""
-        if action.kind is Kind.OVERLAP_F_B:
-            return self._offloading(action, partial(self._overlap, list(map(self._task, action.parts))))
-        if action.is_compute:
-            return self._offloading(action, self._task(action).run)
-        if action.is_communication:
-            return partial(self._communicate, [self._message(leaf) for leaf in action.leaves])
-        if action.kind is Kind.REDUCE_GRAD:
-            return partial(self._gradients.reduce, action.stage)
-        whole = not self._shards
-        return _nothing if whole else partial(self._unshard if action.kind is Kind.UNSHARD else self._reshard, action.stage)
-
-    def _task(self, action: Action) -> Task:
-        phase = Phase(action.kind.value) if self.training else Phase.EVALUATE
-        makers = upstream(action, self.schedule.stages)
-        neighbour = self.stages.get(makers[0].stage) if makers else None
-        return self.stages[action.stage].task(phase, _microbatch(action), neighbour)
-
-    def _offloading(self, action: Action, compute: ActionFunction) -> ActionFunction:
-        """A computation, with the evictions and prefetches of saved values around it."""
-        if not self.offloader.evicts:
-            return compute
-
-        def run() -> None:
-            self.offloader.before(action)
-            compute()
-            self.offloader.after(action)
-
-        return run
-
-    def _overlap(self, parts: Sequence[Task]) -> None:
-        if not self.overlaps.run(parts):
-            for part in parts:
-                part.run()
-
-    def _message(self, action: Action) -> Callable[[], Message]:
-        """A function that makes the message of a send or receive, not posted yet."""
-        stage, direction = self.stages[action.stage], "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-        bind = stage.send_message if action.kind in SENDS else stage.receive_message
-        return bind(direction, _microbatch(action))
-
-    def _communicate(self, messages: Sequence[Callable[[], Message]]) -> None:
-        self.transport.start([make() for make in messages])
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None, f"{action} names no microbatch"
-    return action.microbatch
+        parts = self.schedule, self.stages, self.mailbox, self._gradients, self._shards, self.offloader, self.overlaps
+        row = ActionBinder(*parts, training=self.training).row(self.place.rank)
+        return ActionLoop(list(self.stages.values()), self.schedule, row)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context with the device as CUDA's current one; the caller may have set another, for another pipeline."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _nothing() -> None:
-    """UNSHARD and RESHARD do nothing where parameters are whole on their rank."""
-
-
-def _contributors(program: PipelineProgram) -> dict[str, list[int]]:
-    """For each trained parameter, the stages that contribute to its gradient, ascending."""
-    stages: dict[str, list[int]] = {}
-    for stage in program.stages:
-        for fqn in stage.gradients:
-            stages.setdefault(fqn, []).append(stage.index)
-    return stages
 
 
 def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from graphpp.runtime.fsdp.sharded_gradients import LayerReducer, LayerSink
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
-from graphpp.runtime.messages.transport import Message, Transport
+from graphpp.runtime.messages.mailbox import Mailbox, Message
 from graphpp.runtime.messages.wire_layout import WireLayout, layout_of
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
-from graphpp.runtime.shards.layer_gradients import LayerReducer, LayerSink
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.streams import InputCopies
@@ -32,7 +32,7 @@ from graphpp.streams import InputCopies
 
 @dataclass(frozen=True)
 class StageLocation:
-    """Number of stages, the rank of each stage (within the group), this process's rank, ranks in the group."""
+    """The number of stages, the rank of each within the group, this process's rank, and the ranks in the group."""
 
     num_stages: int
     rank_of_stage: Mapping[int, int]
@@ -80,7 +80,7 @@ class GraphStage:
         index: int,
         variants: Sequence[Variant],
         location: StageLocation,
-        transport: Transport,
+        mailbox: Mailbox,
         kernel: MatmulKernel | None = None,
         reducer: LayerReducer | None = None,
     ) -> None:
@@ -91,23 +91,23 @@ class GraphStage:
         self.stage_index, self.num_stages = index, location.num_stages
         self.group_rank, self.group_size = location.rank, location.ranks
         self.submod = None
-        self._location, self._transport, self._reducer = location, transport, reducer
+        self._location, self._mailbox, self._reducer = location, mailbox, reducer
         self._variants = tuple(variants)
         backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
         shared = {fqn for wiring in backwards for fqn in wiring.shared_gradients}
         accumulator = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
         self.gradients = accumulator(fqns, shared, kernel)
-        self.buffers = StageBuffers(InputCopies(transport.device))
+        self.buffers = StageBuffers(InputCopies(mailbox.device))
 
     @property
     def is_first(self) -> bool:
-        """Whether no stage comes before this one."""
+        """Whether the stage is the first one, which torch's runtime asks."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether no stage comes after this one."""
+        """Whether the stage is the last one."""
         return self.stage_index == self.num_stages - 1
 
     @property
@@ -133,7 +133,7 @@ class GraphStage:
                     wiring.bound[index] = invariants[name]
 
     def put_away(self) -> None:
-        """Drop what `prepare` has computed, until it is called again."""
+        """Drop the step-invariant values until `prepare` is called again."""
         for wiring in self._wirings():
             for index, _ in wiring.step_invariants:
                 wiring.bound[index] = None
@@ -201,7 +201,7 @@ class GraphStage:
             return None
         if neighbour is not None:
             return partial(neighbour.buffers.outgoing.pop, crossing)
-        wait, received = self._transport.wait, self.buffers.received
+        wait, received = self._mailbox.wait, self.buffers.received
         return lambda: wait(received.pop(crossing))
 
     # ------------------------------------------------------------------------------ messages
@@ -209,13 +209,13 @@ class GraphStage:
     def send_message(self, direction: str, microbatch: int) -> Callable[[], Message]:
         """A function that makes the message with a microbatch's activations (F) or gradients (B) for the next rank."""
         layouts, peer = self._crossing(direction, microbatch, leaving=True)
-        crossing, outgoing, pack = (direction, microbatch), self.buffers.outgoing, self._transport.outgoing
+        crossing, outgoing, pack = (direction, microbatch), self.buffers.outgoing, self._mailbox.outgoing
         return lambda: pack(outgoing.pop(crossing), layouts, peer)
 
     def receive_message(self, direction: str, microbatch: int) -> Callable[[], Message]:
         """A function that allocates the receive buffers of a message when it is called."""
         layouts, peer = self._crossing(direction, microbatch, leaving=False)
-        crossing, received, allocate = (direction, microbatch), self.buffers.received, self._transport.incoming
+        crossing, received, allocate = (direction, microbatch), self.buffers.received, self._mailbox.incoming
 
         def receive() -> Message:
             message = received[crossing] = allocate(layouts, peer)

@@ -3,14 +3,14 @@
 Contract
 --------
 - A task is made once per runner, and everything that is known before the step is resolved then: `run()` looks nothing up by
-  role, rank or phase. `arguments`, `sink` and `file` are its parts, for running several programs as one
-  (`overlapped_actions.py`).
+  role, rank or phase.
+- `OverlappedActions` runs the parts of an OVERLAP_F_B action as one woven program: the collectives of one part hide under the
+  computation of the other. No part reads a result of another, so the arguments of all parts are gathered first.
 - Values from a stage on the same rank are taken out of that stage's buffers. Values from another rank are waited for in
   `arguments`, right before the program that reads them runs.
 - Each value is handed over once, and dies when its last reader has run.
-- Gradients go to the task's `GradientSink` by one of two ways. The program hands a gradient to the sink while it runs; the sink
-  keeps it and the result is None. A gradient that is another result too is returned, and `file` passes it to the sink
-  afterwards. So `file` skips the gradients that are None.
+- The program hands gradients to the task's `GradientSink` while it runs; the sink keeps them, and the results are None. A
+  gradient that is another result too is returned, and `file` passes it to the sink.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout
 from graphpp.runtime.gradients.gradient_sink import GradientSink
-from graphpp.runtime.messages.transport import Message
-from graphpp.runtime.program import Phase, Program
+from graphpp.runtime.messages.mailbox import Message
+from graphpp.runtime.program import Phase, Program, WovenProgram
 from graphpp.runtime.wiring import Wiring
 from graphpp.streams import InputCopies
 
@@ -65,7 +66,7 @@ class StageBuffers:
 
 @dataclass(frozen=True)
 class TaskKey:
-    """Which work of a stage a task does: a phase of a microbatch."""
+    """The work of a task: a phase of a microbatch."""
 
     phase: Phase
     microbatch: int
@@ -164,3 +165,47 @@ class Task:
             buffers.outputs[microbatch] = own
         if wiring.metrics:
             buffers.metrics[microbatch] = {name: results[index].clone() for index, name in wiring.metrics}
+
+
+class OverlappedActions:
+    """The woven programs of one rank, found by the programs of their parts."""
+
+    def __init__(self, woven: Sequence[WovenProgram]) -> None:
+        self.woven = tuple(woven)
+        self._by_parts = {tuple(map(id, each.parts)): each for each in woven}
+
+    def run(self, parts: Sequence[Task]) -> bool:
+        """Run the woven program of these tasks and file its results; False, and nothing runs, where there is none."""
+        woven = self._by_parts.get(tuple(id(part.program) for part in parts))
+        if woven is None:
+            return False
+        owners = [(part.sink, index) for part in parts for index in range(len(part.program.outputs))]
+        arguments = [value for part in parts for value in part.arguments()]
+        takes = any(part.sink is not None for part in parts)
+        results = woven.run(arguments, WovenSink(owners)) if takes else woven.run(arguments)
+        for part in parts:
+            count = len(part.program.outputs)
+            own, results = results[:count], results[count:]
+            part.file(own)
+        return True
+
+
+class WovenSink:
+    """Forwards the gradients of a woven program, whose indices count the results of all parts, to the parts' own sinks."""
+
+    def __init__(self, owners: Sequence[tuple[GradientSink | None, int]]) -> None:
+        """`owners`: for each result of the woven program, the sink of its part and its index among the part's results."""
+        self._owners = owners
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        sink, own = self._owner(index)
+        sink(own, value)
+
+    def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
+        sink, own = self._owner(index)
+        sink.matmul(own, a, b, layout)
+
+    def _owner(self, index: int) -> tuple[GradientSink, int]:
+        sink, own = self._owners[index]
+        assert sink is not None, f"result {index} is no gradient"
+        return sink, own

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from graphpp.runtime import program
-from graphpp.runtime.program import InputRole, Program, TensorMeta
+from graphpp.runtime import program as roles
+from graphpp.runtime.program import Program, TensorMeta
 
 
 @dataclass
@@ -62,52 +62,28 @@ def wire(
 
     `sizes`: the numbers for `Size` inputs, by formula.
     """
-    wiring = Wiring(item)
-    positions = {meta.name: position for position, meta in enumerate(arriving)}
-    for index, role in enumerate(item.inputs):
-        match role:
-            case program.Parameter(fqn) | program.Buffer(fqn):
-                wiring.fixed.append((index, fqn))
-            case program.Constant(name):
-                wiring.constants.append((index, constants[name]))
-            case program.Size(formula):
-                wiring.sizes.append((index, sizes[formula]))
-            case program.StepInvariant(name):
-                wiring.step_invariants.append((index, name))
-            case _:
-                _wire_input_of_microbatch(index, role, wiring, positions)
-    _wire_results(item, wiring)
-    return wiring
+    place = {meta.name: position for position, meta in enumerate(arriving)}
+    return Wiring(
+        item,
+        fixed=[(at, role.fqn) for at, role in _of(item.inputs, roles.Parameter, roles.Buffer)],
+        constants=[(at, constants[role.name]) for at, role in _of(item.inputs, roles.Constant)],
+        sizes=[(at, sizes[role.formula]) for at, role in _of(item.inputs, roles.Size)],
+        inputs=[(at, role.path) for at, role in _of(item.inputs, roles.Input)],
+        seeds=[at for at, _ in _of(item.inputs, roles.Seed)],
+        keys=[at for at, _ in _of(item.inputs, roles.RandomKey)],
+        received=[(at, place[role.name]) for at, role in _of(item.inputs, roles.Received)],
+        saved=[(at, role.name) for at, role in _of(item.inputs, roles.Saved)],
+        step_invariants=[(at, role.name) for at, role in _of(item.inputs, roles.StepInvariant)],
+        keeps=[(at, role.name) for at, role in _of(item.outputs, roles.Saved)],
+        sends=[at for at, _ in _of(item.outputs, roles.Sent)],
+        gradients={at: role.fqn for at, role in _of(item.outputs, roles.Gradient)},
+        updates=[(at, role.fqn) for at, role in _of(item.outputs, roles.BufferUpdate)],
+        losses=[at for at, _ in _of(item.outputs, roles.Loss)],
+        outputs=[(at, role.index) for at, role in _of(item.outputs, roles.Output)],
+        metrics=[(at, role.name) for at, role in _of(item.outputs, roles.Metric)],
+    )
 
 
-def _wire_input_of_microbatch(index: int, role: InputRole, wiring: Wiring, positions: Mapping[str, int]) -> None:
-    match role:
-        case program.Input(path):
-            wiring.inputs.append((index, path))
-        case program.Seed():
-            wiring.seeds.append(index)
-        case program.RandomKey():
-            wiring.keys.append(index)
-        case program.Received(name):
-            wiring.received.append((index, positions[name]))
-        case program.Saved(name):
-            wiring.saved.append((index, name))
-
-
-def _wire_results(item: Program, wiring: Wiring) -> None:
-    for index, role in enumerate(item.outputs):
-        match role:
-            case program.Saved(name):
-                wiring.keeps.append((index, name))
-            case program.Sent():
-                wiring.sends.append(index)
-            case program.Gradient(fqn):
-                wiring.gradients[index] = fqn
-            case program.BufferUpdate(fqn):
-                wiring.updates.append((index, fqn))
-            case program.Loss():
-                wiring.losses.append(index)
-            case program.Output(leaf):
-                wiring.outputs.append((index, leaf))
-            case program.Metric(name):
-                wiring.metrics.append((index, name))
+def _of(values: Sequence[object], *kinds: type) -> list[tuple[int, Any]]:
+    """The positions and roles of some kinds."""
+    return [(at, role) for at, role in enumerate(values) if isinstance(role, kinds)]

@@ -35,7 +35,7 @@ from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.lower import PassResult
 from graphpp.planner.counts import microbatches_for
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
-from graphpp.runtime.messages.transport import message_flow
+from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
 from graphpp.schedules.generate.read import default_stages

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphpp
-from graphpp.backends.gemm_kernels import GemmKernels, product_workspace
 from graphpp.backends.inductor import InductorCompiler
+from graphpp.backends.kernels import Products, product_workspace
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.passes.graph.region import Region
 from tests.backends.vector_units import copy_vector_units
@@ -60,29 +60,6 @@ def test_on_two_ranks(schedule: str) -> None:
     assert differences(trained(2, "llama", 2, **options, **EXACT), trained(2, "llama", 2, **options)) == []
 
 
-class Windows(nn.Module):
-    """Returns overlapping windows (`unfold`) of its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.line(x)).unfold(1, 3, 1)
-
-
-class Looking(nn.Module):
-    """Reads overlapping windows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 8)
-
-    def forward(self, windows: Tensor) -> Tensor:
-        out: Tensor = self.line(windows * 2 + windows.sin()).mean(1)
-        return out
-
-
 Relay = Callable[[Tensor], Tensor]
 
 
@@ -96,16 +73,6 @@ def strict(module: fx.GraphModule, examples: list[Tensor], relay: Relay = lambda
         return [relay(value) for value in module(*args)]
 
     return run
-
-
-def sees_windows(rank: int) -> bool:
-    """Run a step; the regions of `strict` assert that their inputs have the strides that they were compiled for."""
-    torch.manual_seed(0)
-    pipe = graphpp.compile(
-        nn.Sequential(Windows(), Looking()), nn.functional.mse_loss, split=["1"], microbatches=2, backend=strict
-    )
-    x = torch.randn(4, 8)
-    return bool(pipe.step(x, target=x).loss.isfinite())
 
 
 class Joined(nn.Module):
@@ -218,10 +185,6 @@ def test_constants_and_views_may_be_the_same_at_every_call(split: list[str]) -> 
         assert value is not None and torch.equal(value, expected.grads[0][name]), name
 
 
-def test_what_crosses_a_boundary_has_the_strides_that_a_region_was_compiled_for() -> None:
-    assert run_ranks(sees_windows, 2) == [True, True]
-
-
 def test_each_distinct_region_is_compiled_once() -> None:
     seen: list[int] = []
 
@@ -274,65 +237,6 @@ def test_a_backend_that_changes_the_graph_and_then_gives_up_changes_nothing() ->
     with pytest.warns(UserWarning, match="after all"):
         pipe.step(x, target=x)
     assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
-
-
-class Held(nn.Module):
-    """Returns its parameter in another shape: the parameter's gradient is a view of a gradient from a layer's backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flat = nn.Parameter(torch.randn(12))
-
-    def forward(self) -> Tensor:
-        return self.flat.view(2, 6)
-
-
-class Added(nn.Module):
-    """Adds two tensors, each times the same number: their gradients are equal and computed by two operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        out: Tensor = self.line(x) + one * 1.5 + other * 1.5
-        return out
-
-
-class Twins(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Added() for _ in range(2))
-        self.held = nn.ModuleList(Held() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, one, other in zip(self.layers, self.held[:2], self.held[2:], strict=True):
-            x = layer(x, one(), other()).tanh()
-        return x
-
-
-def merging(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """A backend with common subexpression elimination: equal results are one tensor."""
-    made: dict[str, fx.Node] = {}
-    for node in module.graph.nodes:
-        first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-        if node.op == "call_function" and first is not node:
-            node.replace_all_uses_with(first)
-    module.recompile()
-    return module
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_backend_may_hand_out_two_gradients_in_one_memory(fused: bool) -> None:
-    model = Twins()
-    x = torch.randn(8, 6)
-    expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 4, 1)
-    pipe = graphpp.compile(
-        model, nn.functional.mse_loss, microbatches=4, backend=merging, gradients=graphpp.Gradients(fused=fused)
-    )
-    pipe.step(x, target=x)
-    for name, value in gradients(model).items():
-        torch.testing.assert_close(value, expected.grads[0][name], msg=name)
 
 
 def _batch(x: Tensor) -> Any:
@@ -406,12 +310,6 @@ def test_what_was_compiled_goes_with_the_last_graph_it_is_for() -> None:
     assert alive[1:] == [2 * alive[0]] * 3  # alive: the first graph, which defines the pipeline, and the latest
 
 
-def test_verify_runs_a_backend() -> None:
-    case = MODELS["llama"]()
-    found = graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=interpreted)
-    assert found.ok, str(found)
-
-
 def scaled(factor: float) -> Callable[..., Any]:
     """A backend whose results are wrong by `factor` or `1 / factor`, in turn."""
 
@@ -428,63 +326,6 @@ def scaled(factor: float) -> Callable[..., Any]:
 def test_verify_finds_a_backend_that_computes_something_else() -> None:
     case = MODELS["llama"]()
     assert not graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=scaled(1.00005)).ok
-
-
-def test_verify_measures_what_rounding_does_to_a_step() -> None:
-    """Batch norm of two nearly equal rows: rounding alone changes gradients by more than any fixed tolerance."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8), nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8))
-    rows = torch.randn(1, 4) + 0.1 * torch.randn(4, 4)
-    parts = [graphpp.Microbatch((rows[i : i + 2],), target=torch.randn(2, 4)) for i in (0, 2)]
-
-    def verified(factor: float) -> graphpp.Verification:
-        return graphpp.verify(model, nn.functional.mse_loss, parts, split=["2"], backend=scaled(factor))
-
-    found = verified(1 + 2**-23)
-    assert found.ok and max(each.relative for each in found.cut.largest.values()) > 1e-5, str(found)
-    assert "rounding alone moves the gradient of " in str(found)
-    assert not verified(1.05).ok  # losses and well-conditioned gradients tell
-
-
-class NearZero(nn.Module):
-    """A ReLU of the distance from `level`, which one element of `values` misses by four units in the last place."""
-
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.level = nn.Parameter(values - 1)
-        with torch.no_grad():
-            self.level[0] = values[0] * (1 + 2**-21)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x - self.level)
-
-
-def rounded_up(wrong: float) -> Callable[..., Any]:
-    """A backend whose results are eight units in the last place too large, and gradients of shape (16, 1) by `wrong`."""
-
-    def compile_region(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        factor = 1 + 2**-20
-        return lambda *args: tuple(v * factor * (1 + wrong * (v.shape == (16, 1))) for v in module(*args))
-
-    return compile_region
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_verify_excuses_a_decision_that_rounding_changes(seed: int) -> None:
-    """A backend lets one element more through the ReLU, which moves gradients by some percent; a percent more is a fault."""
-    torch.manual_seed(seed)
-    first, row = nn.Linear(1, 16, bias=False), torch.rand(1, 1) + 1
-    nn.init.uniform_(first.weight, 1, 2)
-    model = nn.Sequential(first, NearZero(first(row)[0].detach()), nn.Linear(16, 4))
-    part = graphpp.Microbatch((row,), target=torch.randn(1, 4))
-
-    def cut(wrong: float) -> Any:
-        return graphpp.verify(model, nn.functional.mse_loss, [part], **options, backend=rounded_up(wrong)).cut
-
-    options = {"split": ["1"], "microbatches": 1, "gradients": graphpp.Gradients(fused=False)}
-    found = cut(0.0)
-    assert found.ok and found.largest["0.weight"].relative > 1e-2, str(found)
-    assert "results belong to other decisions, such as a ReLU's" in found.note
-    assert {name for name, each in cut(0.01).largest.items() if each.verdict == "differs"} == {"0.weight"}
 
 
 # ------------------------------------------------------------------------------------------------------------ Inductor
@@ -702,9 +543,9 @@ def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
 
 def test_a_cache_that_is_gone_or_full_stops_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path / "root")
-    kernels = GemmKernels(cache)
+    kernels = Products(cache)
     shutil.rmtree(tmp_path / "root")
-    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: "mm")
+    monkeypatch.setattr("graphpp.backends.kernels.faster_product", lambda a, b: "mm")
     assert torch.equal(kernels.multiply(torch.ones(2, 3), torch.ones(3, 2)), torch.full((2, 2), 3.0))
     assert (tmp_path / "root" / "products.json").exists() == torch.backends.mkldnn.is_available()
 
@@ -740,8 +581,8 @@ def test_processes_hold_an_entry_one_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize("chosen", ["linear", "mm"])
 def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = GemmKernels(DiskCache(tmp_path))
-    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: chosen)
+    kernels = Products(DiskCache(tmp_path))
+    monkeypatch.setattr("graphpp.backends.kernels.faster_product", lambda a, b: chosen)
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     for left, right in [(a, b), (a.t().contiguous().t(), b), (a, b.t().contiguous().t())]:
         total = torch.ones(5, 3)
@@ -773,8 +614,8 @@ def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_the_workspace_of_a_product_is_what_the_kernel_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = GemmKernels(DiskCache(tmp_path))
-    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: "linear")
+    kernels = Products(DiskCache(tmp_path))
+    monkeypatch.setattr("graphpp.backends.kernels.faster_product", lambda a, b: "linear")
     for a, b in [(torch.randn(256, 64), torch.randn(64, 512)), (torch.randn(3, 256, 64), torch.randn(3, 64, 512))]:
         total = a @ b
         kernels.multiply_add(total, a, b)  # makes factors to choose by
@@ -790,6 +631,6 @@ def test_kernels_remember_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch without oneDNN")
     a, b = torch.randn(4, 4), torch.randn(4, 4)
-    first = GemmKernels(DiskCache(tmp_path)).prefers_onednn(a, b)
-    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: pytest.fail("measured again"))
-    assert GemmKernels(DiskCache(tmp_path)).prefers_onednn(a, b) == first
+    first = Products(DiskCache(tmp_path)).prefers_onednn(a, b)
+    monkeypatch.setattr("graphpp.backends.kernels.faster_product", lambda a, b: pytest.fail("measured again"))
+    assert Products(DiskCache(tmp_path)).prefers_onednn(a, b) == first

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import graphpp
-from graphpp.backends import conv_layouts
-from graphpp.backends.conv_layouts import ConvLayouts
+from graphpp.backends import kernels
 from graphpp.backends.inductor import InductorCompiler
+from graphpp.backends.kernels import Convolutions
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.options.backend import describe_backend
 from graphpp.passes.graph.region import Region
@@ -140,8 +140,8 @@ def layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region, tim
         torch.testing.assert_close(one, other)
         return list(times)
 
-    monkeypatch.setattr(conv_layouts, "shortest_times", measured)
-    return dict(ConvLayouts(DiskCache(tmp_path)).options(region))
+    monkeypatch.setattr(kernels, "shortest_times", measured)
+    return dict(Convolutions(DiskCache(tmp_path)).options(region))
 
 
 def test_convolutions_keep_their_strides_where_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +169,8 @@ def test_a_choice_that_is_none_is_measured_anew(value: Any, tmp_path: Path, monk
 def test_equal_convolutions_are_timed_once_and_count_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     region = convolving(torch.randn(1, 2, 4, 4), *(torch.randn(out, 2, 3, 3) for out in (2, 2, 3)))
     times = [(1.5, 1.2), (1.0, 1.2)]  # of the last one and of the equal ones, which are slower channels last
-    monkeypatch.setattr(conv_layouts, "shortest_times", lambda runs: times.pop())
-    assert ConvLayouts(DiskCache(tmp_path)).options(region) == {"layout_optimization": False}
+    monkeypatch.setattr(kernels, "shortest_times", lambda runs: times.pop())
+    assert Convolutions(DiskCache(tmp_path)).options(region) == {"layout_optimization": False}
     assert not times
 
 
@@ -179,6 +179,6 @@ def test_equal_convolutions_are_timed_once_and_count_each_time(tmp_path: Path, m
 def test_convolutions_compute_the_same_either_way(optimized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = torch.randn(1, 4, 6, 6), torch.randn(4, 4, 3, 3)
     region = convolving(*inputs)
-    monkeypatch.setattr(conv_layouts, "_faster", lambda convolutions: "channels last" if optimized else "graph")
+    monkeypatch.setattr(kernels, "faster_layout", lambda convolutions: "channels last" if optimized else "graph")
     (found,) = InductorCompiler(graphpp.Inductor(cache=tmp_path))(region)(list(inputs))
     torch.testing.assert_close(found, torch.relu(nn.functional.conv2d(*inputs, padding=1)))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphpp
-from graphpp.runtime.messages import transport
+from graphpp.runtime.messages import mailbox
 from graphpp.schedules.generate.read import default_stages, make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import batch_p2p
@@ -233,7 +233,7 @@ def test_calls_between_steps(tmp_path: Path, schedule: str) -> None:
 def with_early_receives(rank: int) -> None:
     """A training whose receives are posted as early as over gloo."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(transport, "receives_overtake", lambda group, device: True)
+        patched.setattr(mailbox, "receives_overtake", lambda group, device: True)
         Run("ZBVZeroBubble").train(rank, 2)
 
 

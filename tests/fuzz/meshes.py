@@ -23,7 +23,7 @@ import graphpp
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import CaptureError
 from graphpp.planner.layers import module_calls
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.fuzz.harness import SEED, STEPS, Numbers, captured
 from tests.fuzz.programs import Net, Op, Program, programs
 from tests.sharding import Mesh

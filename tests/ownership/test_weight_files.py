@@ -293,11 +293,6 @@ def test_files_that_do_not_fit_are_refused_by_name(
     assert all(tensor.is_meta for _, tensor in [*empty.named_parameters(), *empty.named_buffers()])
 
 
-def test_a_path_without_a_file_is_refused(empty: graphpp.Pipeline) -> None:
-    with pytest.raises(CheckpointError, match="nowhere: there is no such file or folder"):
-        empty.materialize(weights="nowhere")
-
-
 def test_a_buffer_that_no_file_holds_is_named(tmp_path: Path) -> None:
     save_file(plain(), tmp_path / "model.safetensors")
     pipe = compiled(on_meta())
@@ -317,12 +312,3 @@ def test_all_ranks_hear_of_a_file_that_one_cannot_read(tmp_path: Path) -> None:
     torn(tmp_path, plain())
     for text in run_ranks(torn_on_one_rank, 2, tmp_path):
         assert "model-00002.safetensors cannot be read" in text
-
-
-@pytest.mark.parametrize("how", ["cut", "missing"])
-def test_a_torn_distributed_checkpoint_is_refused(how: str, tmp_path: Path) -> None:
-    by_pipeline(tmp_path, {})
-    for file in tmp_path.glob("*.distcp"):
-        file.unlink() if how == "missing" else file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(CheckpointError, match="rank 0"):
-        compiled(on_meta()).materialize(weights=tmp_path)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp import GraphPPError, Microbatch, MismatchError, RankFailure
 from graphpp._torch.distributed import default_store
-from graphpp.parallel import failure
+from graphpp.parallel import lost_rank
 from tests import internals
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 from tests.special_models import CUTS, Plain
@@ -307,7 +307,7 @@ def blow(
         pipe.step(X, target=Y)
     FUSES[victim] = (3, action)
     began = time.monotonic()
-    with patch.object(failure, "default_store", no_store if lose_store else failure.default_store):
+    with patch.object(lost_rank, "default_store", no_store if lose_store else lost_rank.default_store):
         try:
             pipe.step(X, target=Y)
         except (RankFailure, ValueError) as error:
@@ -403,7 +403,7 @@ def test_a_rank_that_leaves_between_steps() -> None:
 
 def notices_one_call_later(rank: int) -> str:
     """Rank 1 dies; rank 2 notices it in the first call and ends; rank 0 has begun the second call before it notices."""
-    board, group = failure.FailureBoard([dist.group.WORLD], "calls"), dist.group.WORLD
+    board, group = lost_rank.FailureBoard([dist.group.WORLD], "calls"), dist.group.WORLD
     ready = torch.zeros(1)
     dist.barrier()
     if rank == 1:

@@ -152,20 +152,6 @@ def test_buffers_of_replicas(buffers: str, values: str) -> None:
     assert (found[0][1] == found[1][1]) == (buffers != "own")
 
 
-def test_replicas_of_other_shapes_get_no_values_of_each_other() -> None:
-    for text in run_ranks(broadcasts_other_shapes, 2):
-        assert "rank 1 (dp_replicate 1, pp 0) differs in the model: it has 0.weight [5, 4] float32" in text
-
-
-def broadcasts_other_shapes(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4 + rank), torch.nn.Linear(4 + rank, 4))
-    parallel = graphpp.Parallel(replica_values="broadcast")
-    with pytest.raises(graphpp.MismatchError) as error:
-        graphpp.compile(model, F.mse_loss, split=1, microbatches=2, mesh=mesh, parallel=parallel)
-    return str(error.value)
-
-
 def other_calls(rank: int) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
     torch.manual_seed(0)

@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpp._torch.distributed import default_store
+from graphpp._torch.distributed import default_store, set_timeout
+from graphpp.parallel import transport
 from graphpp.parallel.groups import PeerLost
-from graphpp.parallel.same_host import connect as finding
-from graphpp.parallel.same_host.connect import connect, same_host
 from graphpp.parallel.same_host.memory import SLOTS, Outbox, Secret, Slot
 from graphpp.parallel.same_host.messages import CONTROL, SameHost
-from graphpp.parallel.timeouts import set_timeout
-from graphpp.runtime.messages.transport import Transport
+from graphpp.parallel.transport import BackendTransport, connect, same_host, transport_of
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")
@@ -50,7 +48,7 @@ def exchanged(rank: int) -> list[bool]:
             for message in messages:
                 host.send(message, 1)
         arrived = [[torch.empty(shape) for shape in shapes] for shapes in SHAPES]
-        arrivals = [host.receive(into, 1 - rank) for into in arrived]
+        arrivals = [host.expect(into, 1 - rank) for into in arrived]
         if rank == 1:
             for message in messages:
                 host.send(message, 0)
@@ -70,7 +68,7 @@ def crossing(rank: int) -> list[float]:
     """Each rank posts its receives, then sends more than fits, at the same time as the other one."""
     host, count = connected(), 5 * SLOTS
     arrived = [torch.empty(1) for _ in range(count)]
-    arrivals = [host.receive([into], 1 - rank) for into in arrived]
+    arrivals = [host.expect([into], 1 - rank) for into in arrived]
     for index in range(count):
         host.send([torch.tensor([float(index + 100 * rank)])], 1 - rank)
     for arrival in arrivals:
@@ -91,7 +89,7 @@ def posting(rank: int) -> list[bool]:
         for index in range(SLOTS):
             host.send([torch.tensor([float(index)])], peer)
     dist.barrier()
-    posted = [host.receive([torch.empty(1)], peer) for _ in range(SLOTS)] if rank else []
+    posted = [host.expect([torch.empty(1)], peer) for _ in range(SLOTS)] if rank else []
     there = [each.there for each in posted]
     dist.barrier()
     return there if rank else [slot.free for slot in host._peers[peer].outbox.slots]
@@ -111,7 +109,7 @@ def together(rank: int) -> tuple[list[int], list[float], float]:
     host.broadcast(values, 1)
     read = torch.zeros(1)
     if rank == 2:
-        host.receive([read], 0).wait()
+        host.expect([read], 0).wait()
     return largest, values.tolist(), float(read)
 
 
@@ -126,7 +124,7 @@ def sends_and_ends(rank: int) -> float:
         host.send([torch.ones(4)], 1)
         host.settle()
         os._exit(0)
-    host.receive([read], 0).wait()
+    host.expect([read], 0).wait()
     time.sleep(0.5)
     return float(read.sum())
 
@@ -149,7 +147,7 @@ def waits_for_nothing(rank: int, how: str) -> tuple[int | None, str, float]:
     set_timeout(dist.group.WORLD, timedelta(seconds=1 if how == "late" else 2 * SOON))
     began = time.monotonic()
     with pytest.raises(PeerLost) as caught:
-        host.receive([torch.empty(1)], 1).wait()
+        host.expect([torch.empty(1)], 1).wait()
     default_store().set("given up", "")
     return caught.value.peer, str(caught.value), time.monotonic() - began
 
@@ -171,7 +169,7 @@ def of_other_sizes(rank: int) -> str:
         host.send([torch.ones(3)], 1)
         return ""
     with pytest.raises(PeerLost) as caught:
-        host.receive([torch.empty(4)], 0).wait()
+        host.expect([torch.empty(4)], 0).wait()
     return str(caught.value)
 
 
@@ -190,8 +188,8 @@ def hidden(rank: int) -> list[bool]:
         group = dist.new_group([0, 1, 2])
         with patch.object(Secret, "read", broken if rank == 1 else Secret.read):
             connect(group)
-        found.append(same_host(group) is None and Transport(group, CPU).device == CPU)
-    with patch.object(finding, "_ABLE", rank != 0):
+        found.append(same_host(group) is None and isinstance(transport_of(group, CPU), BackendTransport))
+    with patch.object(transport, "_ABLE", rank != 0):
         group = dist.new_group([0, 1, 2])
         connect(group)
     return [*found, same_host(group) is None]
@@ -225,8 +223,8 @@ def control_first(rank: int) -> list[float]:
         host.send([torch.tensor([1.0])], 1)
         host.send([torch.tensor([2.0])], 1, CONTROL)
         return []
-    host.receive([values[1]], 0, CONTROL).wait()
-    host.receive([values[0]], 0).wait()
+    host.expect([values[1]], 0, CONTROL).wait()
+    host.expect([values[0]], 0).wait()
     return [float(value) for value in values]
 
 

@@ -1,12 +1,15 @@
-"""Sums that travel together stand in one memory, and move into it once."""
+"""Sums over ranks are those of a loop over the ranks; sums that travel together stand in one memory, and move into it once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from graphpp.parallel import backend_sums, ordered_sums
 from graphpp.parallel.sums import merged
+from tests.distributed import run_ranks
 
 LARGE = 2**21  # elements of float32 that fill a bundle
 
@@ -55,3 +58,45 @@ def test_a_tensor_alone_and_a_large_one_keep_their_memory() -> None:
     assert [each.data_ptr() for each in found] == [places[name] for name in tensors]
     assert [len(each) for each in found] == [LARGE, 2, 3]
     assert list(merged(tensors, [])) == []
+
+
+# ------------------------------------------------------------------------------------------------ over ranks
+
+
+def summand(rank: int, size: int, dtype: torch.dtype, *, exact: bool) -> Tensor:
+    """`exact`: small integers, whose sums have the same bits in every order and dtype."""
+    draw = torch.Generator().manual_seed(7 * rank + size)
+    if exact:
+        return torch.randint(-9, 9, (size,), generator=draw).to(dtype)
+    return torch.randn(size, dtype=dtype, generator=draw) * 10.0 ** (rank % 3)
+
+
+def loop(ranks: int, size: int, dtype: torch.dtype, *, exact: bool) -> Tensor:
+    total = summand(0, size, dtype, exact=exact).to(torch.float32 if dtype is torch.bfloat16 else dtype)
+    for rank in range(1, ranks):
+        total += summand(rank, size, dtype, exact=exact)
+    return total.to(dtype)
+
+
+def sums(rank: int, ranks: int, exact: bool) -> None:
+    group, order = dist.group.WORLD, backend_sums if exact else ordered_sums
+    assert group is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
+        for size in (1, 5, 1000, 20_001):
+            own, expected = summand(rank, size, dtype, exact=exact), loop(ranks, size, dtype, exact=exact)
+            assert torch.equal(order.everywhere(own.clone(), group)()[0], expected)
+            first = size // 3  # the ranks get parts of other lengths; the last one none
+            lengths = [first, size - first, *[0] * (ranks - 2)]
+            start = sum(lengths[:rank])
+            wanted = expected[start : start + lengths[rank]]
+            assert torch.equal(order.scattered([own], [lengths], group)()[0], wanted)
+            narrow = [first, *[0] * (ranks - 1)]
+            wide = [torch.complex128] * 3 if exact else None
+            many = order.scattered([own, own * 2, own[:first]], [lengths, lengths, narrow], group, wide)()
+            assert torch.equal(many[0], wanted.to(many[0].dtype)) and torch.equal(many[1], 2 * wanted.to(many[1].dtype))
+            assert len(many[2]) == (0 if rank else first)
+
+
+@pytest.mark.parametrize(("ranks", "exact"), [(2, False), (3, False), (4, False), (2, True), (3, True)])
+def test_sums_are_those_of_a_loop_over_the_ranks(ranks: int, exact: bool) -> None:
+    run_ranks(sums, ranks, ranks, exact)

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 import graphpp
 from graphpp.planner.memory_plan import MemoryPlan
+from graphpp.runtime.dtensors import local_tensor
+from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.sharded_gradients import ShardedGradients
 from graphpp.runtime.gradients.accumulate import Accumulator
-from graphpp.runtime.shards.flat_shard import FlatShard
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.sharded_gradients import ShardedGradients
 from graphpp.schedules.generate.read import default_stages
 from tests.distributed import run_ranks
 from tests.exhaustive import further

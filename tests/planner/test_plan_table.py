@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from graphpp.runtime.messages import transport
+from graphpp.parallel import transport
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.planner.plan_table import HEAD, LINES, Line, compiled_plan, fullest, plan, row

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp.parallel import ordered_sums
-from graphpp.runtime.shards import flat_shard
+from graphpp.runtime.fsdp import flat_shard
 from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards

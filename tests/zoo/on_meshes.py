@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphpp
 from graphpp import attention
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.sharding import Mesh
 from tests.zoo.models import GROUPED, VOCAB
 

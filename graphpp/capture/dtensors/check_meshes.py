@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphpp.errors import CaptureError
-from graphpp.runtime.shards.spread_tensors import spread_tensor
+from graphpp.runtime.dtensors import spread_tensor
 
 
 def check_meshes(model: nn.Module, layers: dist.ProcessGroup | None, experts: dist.ProcessGroup | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from graphpp._torch.parallel.sharded_tensor import Spread, as_dtensor
-from graphpp.runtime.shards.spread_tensors import spread_tensor
+from graphpp.runtime.dtensors import spread_tensor
 
 
 class SpreadPlace(NamedTuple):

@@ -47,8 +47,8 @@ from graphpp.capture.transfer.libraries import is_installed, top_package
 from graphpp.capture.transfer.names_asked import UnreadableError
 from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
 from graphpp.capture.transfer.reachable_code import Children, ReachableCode, named
+from graphpp.runtime.dtensors import spread_tensor
 from graphpp.runtime.released import class_of
-from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 _LONGEST_NAME = 2000  # characters; a longer one is that of an object within itself
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names

@@ -12,8 +12,8 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.collectives import group_of, is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
+from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.program import Gradient, Parameter
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 _GATHER, _ADD = "all_gather", "aten::add"
 

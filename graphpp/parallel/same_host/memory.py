@@ -2,9 +2,7 @@
 
 Contract: memory, pipes and handles have no name in a file system, so nothing is left when a process is killed. A process opens
 those of another one through `/proc`. All are closed when their object dies. Memory that a process has mapped stays readable
-after the process that made it has ended.
-
-No slot keeps a file open once its reader has mapped it, so the number of open files does not depend on the messages.
+after the process that made it has ended. No slot keeps a file open once its reader has mapped it.
 
 A slot begins with two numbers: how many of its messages have been read, and whether its owner waits for the next one to be
 read. So a receiver frees a slot without a system call, and wakes the sender only if the sender waits.
@@ -18,7 +16,6 @@ import secrets
 import select
 import struct
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -50,11 +47,6 @@ class Frame(NamedTuple):
     capacity: int = 0
     size: int = 0
 
-    @property
-    def packed(self) -> bytes:
-        """The frame's bytes."""
-        return _PACKED.pack(*self)
-
 
 class Inbox:
     """The pipe into which other ranks write frames. It keeps a writing end of its own, so it never comes to an end."""
@@ -63,7 +55,8 @@ class Inbox:
         self.reads, self.writes = os.pipe2(os.O_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self.reads, select.POLLIN)
-        weakref.finalize(self, _close, [self.reads, self.writes])
+        for handle in (self.reads, self.writes):
+            weakref.finalize(self, os.close, handle)
 
     def ready(self) -> bool:
         """Whether frames have arrived."""
@@ -89,38 +82,6 @@ class Secret:
             return int.from_bytes(memory.read(8), "little")
 
 
-class Slot:
-    """Memory of this rank for one message. `count`: the messages so far. `handle`: open until its reader has mapped it."""
-
-    def __init__(self, number: int, size: int) -> None:
-        """`size`: bytes of the first message."""
-        self.number, self.serial, self.count = number, next(_SERIALS), 0
-        self.handle = os.memfd_create("graphpp", os.MFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self.handle)
-        self.capacity = max(_LEAST, 1 << (size + _HEAD - 1).bit_length())
-        os.ftruncate(self.handle, self.capacity)
-        self.memory = Mapped(os.getpid(), self.handle, self.capacity, self.serial)
-        self.address = self.memory.address
-
-    @property
-    def free(self) -> bool:
-        """Whether its last message has been read."""
-        return self.memory.head[_READ] == self.count
-
-    @property
-    def fresh(self) -> bool:
-        """Whether no message of it has been read, so that the reader may not have mapped it."""
-        return not self.memory.head[_READ]
-
-    def close(self) -> None:
-        """Close the handle, which a reader that has mapped the memory does not open again."""
-        self._close()
-
-    def want(self) -> None:
-        """Ask the reader to write a frame when it has read the message."""
-        self.memory.head[_WANTED] = 1
-
-
 class Mapped:
     """A slot's memory in this process, which keeps no file open. `address`: of the message."""
 
@@ -138,6 +99,33 @@ class Mapped:
             return False
         self.head[_WANTED] = 0
         return True
+
+
+class Slot:
+    """Memory of this rank for one message. `count`: the messages so far. `handle`: open until its reader has mapped it."""
+
+    def __init__(self, number: int, size: int) -> None:
+        """`size`: bytes of the first message."""
+        self.number, self.serial, self.count = number, next(_SERIALS), 0
+        self.handle = os.memfd_create("graphpp", os.MFD_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self.handle)
+        self.capacity = max(_LEAST, 1 << (size + _HEAD - 1).bit_length())
+        os.ftruncate(self.handle, self.capacity)
+        self.memory = Mapped(os.getpid(), self.handle, self.capacity, self.serial)
+
+    @property
+    def free(self) -> bool:
+        """Whether its last message has been read."""
+        return self.memory.head[_READ] == self.count
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no message of it has been read, so that the reader may not have mapped it."""
+        return not self.memory.head[_READ]
+
+    def want(self) -> None:
+        """Ask the reader to write a frame when it has read the message."""
+        self.memory.head[_WANTED] = 1
 
 
 @dataclass
@@ -162,18 +150,16 @@ class Outbox:
 
     def take(self, size: int) -> Slot | None:
         """A free slot for so many bytes, one whose memory suffices if there is one; None if no slot is free."""
-        smaller: Slot | None = None
-        for slot in self.slots:
-            if slot.free:
-                if slot.capacity >= size + _HEAD:
-                    return slot
-                smaller = smaller or slot
+        free = [slot for slot in self.slots if slot.free]
+        for slot in free:
+            if slot.capacity >= size + _HEAD:
+                return slot
         if len(self.slots) < SLOTS:
             self.slots.append(Slot(len(self.slots), size))
             return self.slots[-1]
-        if smaller is None:
+        if not free:
             return None
-        slot = self.slots[smaller.number] = Slot(smaller.number, size)
+        slot = self.slots[free[0].number] = Slot(free[0].number, size)
         return slot
 
     def want(self) -> None:
@@ -204,7 +190,7 @@ class Peer:
 
     def write(self, frame: Frame) -> None:
         """Write into the rank's pipe. Raises `BrokenPipeError` if the rank has closed it."""
-        os.write(self._pipe, frame.packed)
+        os.write(self._pipe, _PACKED.pack(*frame))
 
     def mapped(self, frame: Frame) -> Mapped:
         """The slot of a frame from the rank, in this process. Raises `RuntimeError` if it cannot be mapped."""
@@ -212,8 +198,3 @@ class Peer:
         if known is None or known.serial != frame.serial:
             known = self._mapped[frame.number] = Mapped(self._process, frame.handle, frame.capacity, frame.serial)
         return known
-
-
-def _close(handles: Iterable[int]) -> None:
-    for each in handles:
-        os.close(each)

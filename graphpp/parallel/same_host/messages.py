@@ -8,8 +8,8 @@ Contract
   the oldest of them. A rank reads every message whose receive is posted whenever it posts a receive or waits for anything. So
   that wait ends where the wait for a send over gloo would end, and a rank that computes without waiting still frees slots.
 - After `settle` every message of this rank can be read, also if this process ends.
-- `PeerLost`, in the words of gloo, for a rank whose process has ended or whose process group is destroyed, and for a rank
-  that sends nothing within the timeout of the group.
+- `PeerLost`, in gloo's words, for a rank whose process has ended or whose process group is destroyed, and for a rank that
+  sends nothing within the timeout of the group.
 - One thread uses a `SameHost`. It does not keep its process group alive.
 """
 
@@ -20,8 +20,7 @@ import ctypes
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,39 +29,15 @@ from graphpp._torch.distributed import timeout_of
 from graphpp.parallel.groups import PeerLost, reaches
 from graphpp.parallel.same_host.memory import Frame, Inbox, Peer, Slot
 
-STEP, CONTROL = 0, 1  # channels: the messages of a table, and what all ranks exchange before and after it
+STEP, CONTROL = 0, 1  # channels: the messages of a table, and the exchanges of all ranks before and after it
 _READ = 2  # in the place of a channel: a message was read whose sender waits for that
 _SLICE = 0.25  # seconds after which a rank that waits first looks whether the other rank's connection is there
-
-
-class Memory(Protocol):
-    """Memory without gaps that a message is read from or written to, as a tensor's on the CPU."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes."""
-
-    def data_ptr(self) -> int:
-        """The address."""
-
-
-class Integers:
-    """The memory of a few integers of 64 bits, made and read in less time than a tensor's."""
-
-    def __init__(self, values: Iterable[int]) -> None:
-        each = tuple(values)
-        self.values = (ctypes.c_int64 * len(each))(*each)
-        self.nbytes = ctypes.sizeof(self.values)
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return ctypes.addressof(self.values)
 
 
 class Arrival:
     """A posted receive, with those methods of a `dist.Work` that a transport calls."""
 
-    def __init__(self, host: SameHost, tensors: Sequence[Memory], peer: int) -> None:
+    def __init__(self, host: SameHost, tensors: Sequence[torch.Tensor], peer: int) -> None:
         self._host, self.tensors, self.peer, self.there = host, tensors, peer, False
 
     def is_completed(self) -> bool:
@@ -78,31 +53,38 @@ class Arrival:
 
 
 class SameHost:
-    """The messages of this rank, which is `rank` of `ranks` in the group."""
+    """The messages of this rank: a `Transport` (`transport.py`)."""
+
+    copies = True
 
     def __init__(self, group: dist.ProcessGroup, inbox: Inbox, peers: Mapping[int, Peer]) -> None:
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self._group, self._inbox, self._peers = weakref.ref(group), inbox, peers
         self._expected: dict[tuple[int, int], deque[Arrival]] = defaultdict(deque)  # by rank and channel
         self._early: dict[tuple[int, int], deque[Frame]] = defaultdict(deque)  # messages that came before their receives
 
-    def send(self, tensors: Sequence[Memory], peer: int, channel: int = STEP) -> None:
-        """Send tensors to a rank of the group. Raises `PeerLost`."""
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, channel: int = STEP) -> Sequence[Arrival]:
+        """Send tensors to a rank of the group; nothing is to be waited for. Raises `PeerLost`."""
         to, sizes = self._peers[peer], [tensor.nbytes for tensor in tensors]
         slot = to.outbox.take(sum(sizes)) or self._freed(to, sum(sizes))
-        at = slot.address
+        at = slot.memory.address
         for tensor, size in zip(tensors, sizes, strict=True):
             ctypes.memmove(at, tensor.data_ptr(), size)
             at += size
         slot.count += 1
-        size = at - slot.address
+        size = at - slot.memory.address
         frame = Frame(self.rank, channel, slot.number, slot.handle, slot.serial, slot.count, slot.capacity, size)
         try:
             to.write(frame)
         except BrokenPipeError:
             raise _closed(to) from None
+        return ()
 
-    def receive(self, tensors: Sequence[Memory], peer: int, channel: int = STEP) -> Arrival:
+    def receive(self, tensors: Sequence[torch.Tensor], peer: int) -> Sequence[Arrival]:
+        """Post a receive of a step's message."""
+        return (self.expect(tensors, peer),)
+
+    def expect(self, tensors: Sequence[torch.Tensor], peer: int, channel: int = STEP) -> Arrival:
         """Post a receive: the next message of the channel from a rank of the group is written into the tensors."""
         arrival, early = Arrival(self, tensors, peer), self._early[peer, channel]
         if early:
@@ -128,19 +110,19 @@ class SameHost:
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The largest value of each number over all ranks; called by all of them, with as many integers of 64 bits."""
-        own = Integers(values)
+        own = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.rank:
             self.send([own], 0, CONTROL)
-            self.receive([own], 0, CONTROL).wait()
+            self.expect([own], 0, CONTROL).wait()
         else:
-            others = [Integers(values) for _ in self._peers]
-            arrivals = [self.receive([other], peer, CONTROL) for peer, other in zip(self._peers, others, strict=True)]
+            others = [torch.empty_like(own) for _ in self._peers]
+            arrivals = [self.expect([other], peer, CONTROL) for peer, other in zip(self._peers, others, strict=True)]
             for arrival in arrivals:
                 arrival.wait()
-            own = Integers(map(max, values, *(other.values for other in others)))
+            own = torch.stack([own, *others]).amax(0)
             self._send_to_all(own)
         self.settle()
-        return list(own.values)
+        return own.tolist()
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
         """Write the values of the rank `source` into those of all ranks; called by all of them, with one shape and dtype."""
@@ -148,7 +130,7 @@ class SameHost:
             self._send_to_all(values)
             self.settle()
         else:
-            self.receive([values], source, CONTROL).wait()
+            self.expect([values], source, CONTROL).wait()
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -157,11 +139,11 @@ class SameHost:
         self._until(self._peers[arrival.peer], lambda: arrival.there)
 
     def poll(self) -> None:
-        """Read what has arrived."""
+        """Read the frames that have arrived."""
         while self._inbox.ready():
             self._sort(self._inbox.read())
 
-    def _send_to_all(self, values: Memory) -> None:
+    def _send_to_all(self, values: torch.Tensor) -> None:
         for peer in self._peers:
             self.send([values], peer, CONTROL)
 
@@ -174,7 +156,7 @@ class SameHost:
         return slot
 
     def _until(self, peer: Peer, done: Callable[[], bool]) -> None:
-        """Read what arrives from any rank until `done()`. Raises `PeerLost` if `peer` has ended, or is late."""
+        """Read frames of any rank until `done()`. Raises `PeerLost` if `peer` has ended, or is late."""
         began, seconds = time.monotonic(), _SLICE
         while not done():
             arrived, ended = peer.wait(seconds)

@@ -117,11 +117,9 @@ class MicrobatchSink:
         self._accumulator, self._microbatch, self._fqns = accumulator, microbatch, fqns
 
     def __call__(self, index: int, value: torch.Tensor) -> None:
-        """Add a gradient."""
         self._accumulator.add(self._microbatch, self._fqns[index], value)
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
-        """Add the gradient `a @ b`."""
         self._accumulator.add_matmul(self._microbatch, self._fqns[index], a, b, layout)
 
 

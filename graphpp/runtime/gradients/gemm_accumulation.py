@@ -8,7 +8,7 @@ Contract
 - `deferred_matmul` is the node of such a gradient in a graph (`passes/stage/fuse_grad_accumulation.py` makes these nodes).
 - A product may lie in its gradient with other strides or another shape. `MatmulLayout` then says where: (the gradient's shape,
   the product's shape, the product's strides in elements), for a contiguous gradient. None: the product is the gradient.
-- `MatmulKernel` is the multiplication, which a backend may replace (`backends/gemm_kernels.py`); `TorchMatmul` calls BLAS.
+- `MatmulKernel` is the multiplication, which a backend may replace (`backends/kernels.py`); `TorchMatmul` calls BLAS.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ class TorchMatmul:
     """torch's own kernels: `addmm` with beta=1 adds while it writes."""
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The product, in memory of its own."""
         return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
 
     def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the product into `total`."""
         if a.dim() == 2:
             total.addmm_(a, b)
         else:

@@ -1,16 +1,18 @@
-"""The gradients of tied parameters: partial sums of several stages, added up at the end of a step.
+"""Gradients of which several stages, or the ranks that share a layer, have parts: the parts are added up once a step.
 
 Contract
 --------
-- Each stage sums its own gradients of the parameter over the microbatches (`accumulate.py`). `reduce` adds these partial sums
-  in stage order, so every rank that holds the parameter gets the same bits.
-- A partial sum is broadcast once to the ranks that hold the parameter. All these ranks call `reduce` once per step, and
-  broadcast in the same order.
+- `TiedReduction`: each stage sums its own gradients of a tied parameter over the microbatches (`accumulate.py`). `reduce` adds
+  these partial sums in stage order, so every rank that holds the parameter gets the same bits. A partial sum is broadcast once
+  to the ranks that hold the parameter. All these ranks call `reduce` once per step, and broadcast in the same order.
+- `PartialSums`: `add_up` replaces the sums of parameters whose gradients are partial over `tp` by the totals, in place. All
+  ranks that share layers call it for the same stages in the same order. Each sum is one all-reduce: the backend adds its
+  elements in the order in which it adds those of a gradient that is reduced alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,13 +58,29 @@ class TiedReduction:
         local = {stage: partial(stage, fqn) for stage in stages if self._rank_of_stage[stage] == self._rank}
         partials = dict(local)
         for stage in stages if len(ranks) > 1 else ():
-            value = local[stage] if stage in local else buffer(fqn)
-            partials[stage] = self._broadcast(ranks, stage, value)
+            partials[stage] = local[stage] if stage in local else buffer(fqn)
+            source = ranks.index(self._rank_of_stage[stage])
+            dist.broadcast(partials[stage], group=self._groups[ranks], group_src=source)
         total = partials[stages[0]].clone()
         for stage in stages[1:]:
             total.add_(partials[stage])
         return total
 
-    def _broadcast(self, ranks: tuple[int, ...], stage: int, value: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(value, group=self._groups[ranks], group_src=ranks.index(self._rank_of_stage[stage]))
-        return value
+
+class PartialSums:
+    """`fqns`: the parameters whose gradients are partial over `group`, the ranks that share layers (None: there are none)."""
+
+    def __init__(self, fqns: Collection[str] = (), group: dist.ProcessGroup | None = None) -> None:
+        assert not fqns or group is not None, "partial gradients have ranks that share them"
+        self.fqns, self._group = frozenset(fqns), group
+
+    def add_up(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Add the parts of all ranks up, where `sums` has any."""
+        works = [
+            dist.all_reduce(sums[fqn], group=self._group, async_op=True) for fqn in sorted(self.fqns.intersection(sums))
+        ]
+        for work in works:
+            work.wait()
+
+
+NO_PARTIAL_SUMS = PartialSums()

@@ -2,10 +2,10 @@
 
 Contract
 --------
-- `begin` gives each stage's accumulator what `param.grad` holds already, but for tied parameters and experts. `reduce` starts
-  to average a stage's sums over the replicas, once per step. `finish` adds up the partial sums of tied parameters, averages
-  them too, and sets `param.grad`; averages of tied parameters and experts, and gradients of which each rank that shares a layer
-  has a part (`partial_sums.py`), are added to what `param.grad` holds.
+- `begin` gives each stage's accumulator the gradients that `param.grad` holds already. `reduce` starts to average a stage's
+  sums over the replicas, once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets
+  `param.grad`. The averages of tied parameters, of experts and of gradients that are partial over `tp` do not begin with
+  `param.grad`: they are added to it at the end.
 - The gradient of a `DTensor` parameter of the model's is a `DTensor` of the same placements.
 - All ranks of a pipeline call `finish` once per training step; `reduce` is called by all replicas in one order.
 """
@@ -18,11 +18,9 @@ import torch
 
 from graphpp._torch.parallel.sharded_tensor import are_plain, with_local
 from graphpp.parallel.data_parallel import Replicas
+from graphpp.runtime.dtensors import local_gradient, local_tensor
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
-from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
-from graphpp.runtime.gradients.tied import TiedReduction
-from graphpp.runtime.shards.local_rows import local_tensor
-from graphpp.runtime.shards.spread_tensors import local_gradient
+from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedReduction
 
 
 class WholeGradients:
@@ -62,7 +60,7 @@ class WholeGradients:
             sums.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
     def reduce(self, stage: int) -> None:
-        """Start to average a stage's gradients over the replicas, but for those of tied parameters."""
+        """Start to average a stage's gradients over the replicas; tied parameters follow in `finish`."""
         if stage not in self._reduced:
             self._reduced.add(stage)
             sums = self._stages[stage].sums

@@ -1,5 +1,4 @@
-"""Messages between the stages of different ranks, and the memory layouts in which tensors travel and are copied.
+"""Messages between the stages of different ranks.
 
-`transport.py` posts and awaits messages; `wire_layout.py` has the order of a tensor's elements in a message;
-`strided_copies.py` copies tensors in that order.
+`mailbox.py` posts and awaits messages, `wire_layout.py` has the memory layouts in which tensors travel and are copied.
 """

@@ -1,21 +1,24 @@
-"""How the elements of a tensor lie in memory, and in which order they travel in a message.
+"""How the elements of a tensor lie in memory, in which order they travel in a message, and copies with the same strides.
 
 Contract
 --------
 - A tensor travels as its stored elements in memory order, and arrives with the strides with which the graph was captured,
   gaps and expanded dimensions included: a kernel computes the same bits from it as in one process. (Elements of overlapping
-  windows are an exception: each travels once for every window that it is in.)
+  windows are an exception: each travels once for every window that it is in.) Copies within a rank are made alike.
 - A layout is resolved once for each `TensorMeta` (`layout_of`), before the step.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 import torch
 
+from graphpp._torch.distributed import foreach_copy
 from graphpp._torch.symbols import hint
 from graphpp.runtime.program import TensorMeta
 
@@ -116,3 +119,45 @@ def _write_windows(strided: torch.Tensor, elements: torch.Tensor) -> None:
     flat = strided.as_strided((strided.untyped_storage().nbytes() // strided.element_size(),), (1,))
     index = torch.arange(len(flat), device=strided.device).as_strided(strided.shape, strided.stride())
     flat.index_copy_(0, index.reshape(-1), elements.reshape(-1))
+
+
+# ---------------------------------------------------------------------------------- copies
+
+
+def meta_of(value: torch.Tensor) -> TensorMeta:
+    """Shape, strides and dtype of a value, without a name."""
+    return TensorMeta("", tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
+def elements_of(value: torch.Tensor) -> torch.Tensor:
+    """The stored elements of a value, without gaps: a view of the value if it has none, else a copy."""
+    return layout_of(meta_of(value)).pack(value)
+
+
+def buffer_like(value: torch.Tensor) -> ReceiveBuffer:
+    """New memory for a copy of a value, on the value's device."""
+    return layout_of(meta_of(value)).buffer(value.device)
+
+
+def copy_elements(buffers: Sequence[ReceiveBuffer], values: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of each value into its buffer; on CUDA one kernel copies many values of one dtype."""
+    pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for buffer, value in zip(buffers, values, strict=True):
+        pairs[value.dtype].append((buffer.elements, elements_of(value)))
+    for each in pairs.values():
+        foreach_copy([into for into, _ in each], [elements for _, elements in each])
+
+
+def copy_all(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of values, each in memory of its own, even of values that share memory."""
+    buffers = [buffer_like(value) for value in values]
+    copy_elements(buffers, values)
+    return [buffer.value() for buffer in buffers]
+
+
+def copy_with_strides(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
+    """A copy of a value with the strides of `meta`, which has the value's shape and dtype."""
+    layout = layout_of(meta)
+    buffer = layout.buffer(value.device)
+    buffer.elements.copy_(layout.pack(value))
+    return buffer.value()

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import graphpp
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.expert_parallel import mixture, train_alone, train_on_mesh
 from tests.sharding import Mesh
-from tests.tensor_parallel import MICROBATCHES, Trained, batch, compiled, loss, train
+from tests.tensor_parallel import MICROBATCHES, Trained, assert_near, batch, compiled, loss, train
 
 ALONE, PIPE, TURNED = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh((2, 2), ("ep", "pp"))
 REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "ep")), Mesh((2, 2), ("dp_shard", "ep"))
@@ -87,15 +87,6 @@ def gradients_beside_eager(rank: int, mesh: Mesh, options: dict[str, Any]) -> li
 def test_gradients_have_eagers_bits(mesh: Mesh, stages: int, schedule: str) -> None:
     options = {"split": CUTS[stages], "schedule": schedule}
     assert run_ranks(gradients_beside_eager, mesh.ranks, mesh, options) == [[]] * mesh.ranks
-
-
-def assert_near(found: Trained, expected: Trained) -> None:
-    torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
-    for mine, theirs in zip(found.grads, expected.grads, strict=True):
-        for fqn, gradient in mine.items():
-            torch.testing.assert_close(gradient, theirs[fqn], rtol=1e-5, atol=1e-6)
-    for fqn, parameter in found.params.items():
-        torch.testing.assert_close(parameter, expected.params[fqn], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp._torch.this_thread import replaced
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh, batch, compiled, example, odd, sgd
@@ -107,27 +107,6 @@ def test_an_overflow_of_one_replica_skips_the_step_everywhere() -> None:
     run_ranks(overflowing, 4)
 
 
-def accumulated(rank: int) -> None:
-    """Two steps without zero_grad add up, as do steps after `set_to_none=False`."""
-    pipe = compiled(SHARD2.made(), odd(), example=example())
-    first = batch(rank)
-    pipe.step(first[0], target=first[1])
-    once = {fqn: whole_tensor(p.grad).clone() for fqn, p in pipe.named_parameters() if p.grad is not None}
-    pipe.step(first[0], target=first[1])
-    for fqn, parameter in pipe.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(whole_tensor(parameter.grad), 2 * once[fqn], rtol=1e-6, atol=1e-7)
-    pipe.zero_grad(set_to_none=False)
-    pipe.step(first[0], target=first[1])
-    for fqn, parameter in pipe.named_parameters():
-        if parameter.grad is not None:
-            assert torch.equal(whole_tensor(parameter.grad), once[fqn])
-
-
-def test_gradients_of_several_steps_add_up() -> None:
-    run_ranks(accumulated, 2)
-
-
 def hooked(rank: int) -> list[str]:
     pipe, seen = compiled(SHARD2.made(), odd(), example=example()), []
     for fqn, parameter in pipe.named_parameters():
@@ -182,31 +161,6 @@ def test_refusals_say_what_to_do() -> None:
         assert "parameter.data.contiguous()" in found["strides"]
         assert "register hooks on pipe.parameters()" in found["a hook"]
         assert "keep" in found["keep"]
-
-
-def with_other_values(rank: int, values: Any) -> str | None:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    pipe = graphpp.compile(
-        model, F.mse_loss, mesh=SHARD2.made(), microbatches=2, parallel=graphpp.Parallel(replica_values=values)
-    )
-    x = torch.ones(8, 4)
-    if values == "broadcast":
-        torch.manual_seed(0)
-        first = nn.Linear(4, 4)
-        pipe.eval(x, target=x)
-        assert torch.equal(pipe.gather()["0.weight"], first.weight)
-        pipe.step(x, target=x)
-        return None
-    with pytest.raises(graphpp.MismatchError) as error:
-        pipe.step(x, target=x)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("values", ["equal", "broadcast"])
-def test_replicas_begin_alike(values: str) -> None:
-    for text in run_ranks(with_other_values, 2, values):
-        assert values == "broadcast" or "the values of 0.bias, with which replicas must begin alike" in text
 
 
 def profiled(rank: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import graphpp
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh, batch, compiled, example, odd

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp.parallel import ordered_sums
-from graphpp.runtime.shards.layer_gradients import LayerReducer, LayerSink
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
+from graphpp.runtime.fsdp.sharded_gradients import LayerReducer, LayerSink
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.pipeline.shards.test_training import HYBRID, PIPE, SHARD3, SHARD4, TURNED, assert_close, options
@@ -217,30 +216,6 @@ def trained(pipe: graphpp.Pipeline, optimizer: torch.optim.Optimizer, numbers: r
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=1e-2, weight_decay=0.0)
-
-
-def goes_on(rank: int, folder: str, before: int | None, after: int | None) -> None:
-    """Three steps, the last one from a checkpoint, with flat parameters before and `DTensor`s afterwards; and without."""
-    torch.set_num_threads(1)
-    mesh = Mesh((2,), ("dp_shard",)).made()
-    expected = pipeline(mesh, keep=None, split=1, schedule="auto")
-    trained(expected, adamw(expected.parameters()), range(3), rank)
-    first = pipeline(mesh, keep=before, split=["3"], schedule="LoopedBFS")
-    optimizer = adamw(flat for _, flat in first.flat_parameters())
-    trained(first, optimizer, range(2), rank)
-    first.checkpoint(optimizer).save(folder)
-    second = pipeline(mesh, keep=after, schedule="LoopedBFS", memory="full")
-    optimizer = adamw(second.parameters())
-    second.checkpoint(optimizer).load(folder)
-    trained(second, optimizer, range(2, 3), rank)
-    known = expected.gather(rank=None)
-    for fqn, value in second.gather(rank=None).items():
-        assert (value - known[fqn]).abs().max() <= 1e-5, fqn
-
-
-@pytest.mark.parametrize(("before", "after"), [(0, 0), *further((None, 0), (0, None))])
-def test_a_checkpoint_fits_every_keep(before: int | None, after: int | None, tmp_path: Path) -> None:
-    run_ranks(goes_on, 2, str(tmp_path / "saved"), before, after)
 
 
 def other_rows_later(rank: int) -> list[tuple[Tensor, dict[str, Tensor]]]:

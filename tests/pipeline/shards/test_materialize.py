@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphpp
-from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
-from graphpp.runtime.shards.sharded_parameters import ShardedParameters
+from graphpp.runtime.dtensors import local_tensor, whole_tensor
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.ownership.models import Model, X, compiled, init, on_meta, whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpp
-from graphpp.runtime.shards.local_rows import whole_tensor
-from tests import internals
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import ROWS, STEPS, Mesh, RunningMean, Trained, batch, compiled, example, odd, sgd, train_on_mesh
@@ -197,30 +195,6 @@ def test_evaluations_are_those_of_the_cast_model(mesh: Mesh, keep: int | None) -
     run_ranks(evaluated, mesh.ranks, mesh, keep)
 
 
-def flat_or_not(rank: int) -> None:
-    """A few plain tensors train as the parameters do; norms are those of the float32 gradients."""
-    found = []
-    for flat in (False, True):
-        pipe = pipeline(SHARD3, param_dtype=BF16)
-        pipe._model.unused.requires_grad_(False)
-        given = [each for _, each in pipe.flat_parameters()] if flat else list(pipe.parameters())
-        assert all(each.dtype == FP32 for each in given)
-        optimizer = torch.optim.AdamW([each for each in given if each.requires_grad], lr=0.01)
-        for number in range(3):
-            tokens, target = batch(10 * number + rank)
-            pipe.step(tokens, target=target)
-            norm = pipe.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert norm.dtype == FP32
-        found.append({key: value for key, value in pipe.gather(rank=None).items() if key != "unused"})
-    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
-
-
-def test_flat_parameters_train_as_parameters_do() -> None:
-    run_ranks(flat_or_not, 3)
-
-
 def continued(rank: int, before: Mesh, after: Mesh, folder: Path, dtypes: list[torch.dtype | None]) -> dict[str, Tensor]:
     """Two steps, a checkpoint, and two steps of another pipeline; the values at the end, states of the optimizer included."""
     found: dict[str, Tensor] = {}
@@ -264,33 +238,6 @@ def test_checkpoints_fit_pipelines_of_every_dtype(dtypes: list[torch.dtype | Non
         (tmp_path / "other").mkdir()
         expected = run_ranks(continued, 4, turned, turned, tmp_path / "other", dtypes)
         assert all(same_values(found, expected[0]) for found in ranks)
-
-
-def on_meta(rank: int) -> None:
-    """Values come in the model's own dtype."""
-    torch.set_num_threads(1)
-    with torch.device("meta"):
-        model = type(odd())(tied=True)
-        model.norm = RunningMean()
-    pipe = compiled(SHARD2.made(), model, example=example(), parallel=graphpp.Parallel(param_dtype=BF16))
-    whole = odd(tied=True, statistics=RunningMean)
-    torch.manual_seed(5)
-    pipe.materialize(seeded)
-    torch.manual_seed(5)
-    expected = whole.apply(seeded).state_dict()
-    for key, value in pipe.state_dict().items():
-        assert same(whole_tensor(value), expected[key]), key
-    tokens, target = batch(0)
-    pipe.step(tokens, target=target)
-
-
-def seeded(module: nn.Module) -> None:
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        nn.init.uniform_(tensor)
-
-
-def test_a_model_without_memory_gets_values_in_its_own_dtype() -> None:
-    run_ranks(on_meta, 2)
 
 
 class Bounded(nn.Linear):
@@ -365,21 +312,3 @@ def test_refusals_say_what_to_do() -> None:
         assert "parallel.param_dtype: take a floating torch.dtype of 16 bits or more" in found["integers"]
         assert "bfloat16" in found["a float input"]
         assert "batch of the model's dtype" in found["a float input"]
-
-
-def kept(rank: int, folder: Path) -> list[int]:
-    """How often pipelines of one model capture."""
-    os.environ["GRAPHPP_CACHE"] = str(folder)
-    found, mesh, tokens = [], ONE.made(), torch.arange(8)
-    for dtype in (BF16, None, BF16, torch.float16):
-        parallel, debug = graphpp.Parallel(param_dtype=dtype), graphpp.Debug(keep_graphs=True)
-        model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
-        with internals.captures() as made:
-            pipe = graphpp.compile(model, F.cross_entropy, mesh=mesh, microbatches=2, parallel=parallel, debug=debug)
-            assert pipe.step(tokens, target=tokens).losses.dtype == (dtype or FP32)
-        found.append(len(made))
-    return found
-
-
-def test_a_kept_graph_is_for_one_dtype(tmp_path: Path) -> None:
-    assert run_ranks(kept, 1, tmp_path)[0] == [1, 1, 0, 1]

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from graphpp.ownership.initialize import reset
-from graphpp.runtime.shards.local_rows import whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import graphpp
+from graphpp.runtime.dtensors import whole_tensor
 from graphpp.runtime.program import Phase
-from graphpp.runtime.shards.local_rows import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
-from graphpp.errors import GraphPPError
 from graphpp.runtime.gradients.accumulate import FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 from graphpp.runtime.program import Phase
@@ -321,39 +316,6 @@ def test_another_kernel_multiplies() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- pipelines
-
-
-def test_dumped_programs_show_their_gradients(tmp_path: Path) -> None:
-    gradients(gradients=graphpp.Gradients(fused=True), debug=tmp_path, split=["blocks.1"], schedule="1F1B")
-    files = sorted((tmp_path / "rank0/train/programs").glob("*backward.py"))
-    assert len(files) == 2
-    assert all("take.matmul(" in file.read_text() for file in files)
-    shown = subprocess.run([sys.executable, files[0]], capture_output=True, text=True, check=True).stdout
-    assert "gradient of blocks.0.outer: float32[4, 2, 8]" in shown
-    spec = importlib.util.spec_from_file_location("dumped", files[0])
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sums, fqns = FusedAccumulator(module.RESULTS), dict(enumerate(module.RESULTS))
-    with torch.no_grad():
-        alone = module.run(module.inputs())
-        module.run(module.inputs(), MicrobatchSink(sums, 0, fqns))
-    for fqn in sums.sums:
-        parts = [value for name, value in zip(module.RESULTS, alone, strict=True) if name == fqn]
-        torch.testing.assert_close(sums.sums[fqn], sum(parts), msg=fqn)
-
-
-def test_verify_runs_fused_programs() -> None:
-    model = Net()
-    pipe = graphpp.compile(model, loss, microbatches=MICROBATCHES, split=["blocks.1"], gradients=graphpp.Gradients(fused=True))
-    tokens, targets = batch()
-    report = pipe.verify(tokens, target=targets)
-    assert report.ok and "gradients.fused" in str(report)
-
-
-def test_only_true_false_and_none() -> None:
-    with pytest.raises(GraphPPError, match=r"gradients\.fused: take True or False, or None"):
-        graphpp.compile(Linears(), loss, gradients=graphpp.Gradients(fused="yes"))  # type: ignore[arg-type]
 
 
 def on_two_ranks(rank: int, schedule: str) -> dict[str, Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from graphpp import Schedule
-from graphpp.runtime.messages import transport
+from graphpp.parallel import transport
+from graphpp.runtime.messages import mailbox
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
@@ -64,17 +66,17 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
     """The number of operations in each call of gloo that posts messages, the number of calls, gradients, losses."""
     posted: list[int] = []
     found = transport.same_host
-    together, alone = dist.batch_isend_irecv, transport.post
+    together, alone = dist.batch_isend_irecv, mailbox.post
 
     def batch(ops: list[dist.P2POp]) -> list[dist.Work]:
         posted.append(len(ops))
         return together(ops)
 
-    def one(pending: transport.Message, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    def one(pending: mailbox.Message, over: transport.Transport) -> Sequence[transport.Work]:
         posted.append(len(pending.elements))
-        return alone(pending, group)
+        return alone(pending, over)
 
-    dist.batch_isend_irecv, transport.post = batch, one
+    dist.batch_isend_irecv, mailbox.post = batch, one
     transport.same_host = lambda group: None  # as on two hosts
     try:
         case = CASES["plain"]()
@@ -82,7 +84,7 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
         result = step(pipe, case.batch)
         return posted, len(posted), local_grads(pipe), [loss.item() for loss in result.losses]
     finally:
-        dist.batch_isend_irecv, transport.post, transport.same_host = together, alone, found
+        dist.batch_isend_irecv, mailbox.post, transport.same_host = together, alone, found
 
 
 def test_the_steady_state_makes_one_call_where_there_were_two() -> None:

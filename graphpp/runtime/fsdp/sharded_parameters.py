@@ -5,11 +5,11 @@ Contract
 - Each parameter of a rank's stages is an `nn.Parameter` that is a `DTensor` with the placement `Shard(0)` over the mesh of
   `dp_shard`, `Replicate()` for a 0-dim parameter. Where ranks share layers, the mesh is that of `tp` and `dp_shard`, and the
   rows are those of the part that `tp` gives a rank; a parameter that `tp` leaves whole is replicated over `tp`. The parameter
-  has the FQNs, the attributes and the need of a gradient of before.
+  keeps its FQNs, attributes and `requires_grad`.
 - Where ranks have other experts, an expert's mesh is that of `ep` and `dp_shard`; all other parameters are sharded over the
   ranks of both.
 - Parameters lie in one flat shard if the same stages of the rank read them, the same ranks share them, they have one dtype and
-  one need of a gradient, and all or none of them are vectors: optimizers often decay matrices alone.
+  one `requires_grad`, and all or none of them are vectors: optimizers often decay matrices alone.
 - A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
 """
 
@@ -21,17 +21,16 @@ import torch
 from torch import nn
 
 from graphpp._torch.autograd import has_gradient_hooks
-from graphpp._torch.parallel.sharded_tensor import dtensor_of, parameter_of, sharded_by_rows, with_local
+from graphpp._torch.parallel.sharded_tensor import Spread, dtensor_of, parameter_of, sharded_by_rows, with_local
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import Sharding
+from graphpp.runtime.dtensors import keep_part, local_tensor, note_sharded, spread_tensor
+from graphpp.runtime.fsdp.flat_parameters import FlatParameter, FlatParameters
+from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.released import forget
-from graphpp.runtime.shards.flat_parameters import FlatParameter, FlatParameters
-from graphpp.runtime.shards.flat_shard import FlatShard
-from graphpp.runtime.shards.local_rows import local_tensor, note_sharded
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.spread_tensors import keep_part, spread_tensor
 
 
 class ShardedParameters:
@@ -79,9 +78,7 @@ class ShardedParameters:
 
     def install(self, state: ModelState) -> None:
         """Put the sharded parameters into the model, in the places of those that it has."""
-        former = {fqn: state.tensor(fqn) for fqn in self.parameters}
-        state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in former.items()})
-        forget(((tensor, fqn) for fqn, tensor in former.items()), "they are sharded over dp_shard now")
+        _install(self.parameters, state, "they are sharded over dp_shard now")
 
     def check(self, state: ModelState) -> None:
         """Raise `GraphPPError` where another object stands in the place of a parameter."""
@@ -165,13 +162,51 @@ class ShardedParameters:
         # A mesh of one dimension has no `tp` or `ep` with several ranks: the model's own `DTensor`s are whole there.
         before = () if part is None or mesh.ndim == 1 else part.spread.placements
         spread = sharded_by_rows(mesh, tensor.shape, tensor.stride(), before)
-        made = parameter_of(dtensor_of(local, spread), requires_grad=tensor.requires_grad)
+        made = _made(tensor, local, spread)
         keep_part(made, tensor)
-        vars(made).update(vars(tensor))
-        if tensor.requires_grad:
-            made.grad_dtype = tensor.grad_dtype
         note_sharded(made)
         return made
+
+
+class SpreadParameters:
+    """Memory for parameters that the model itself spreads over ranks: `DTensor`s like its own, which have none."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """`tensors`: `DTensor`s of the model's by FQN, on the meta device."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        for fqn, tensor in tensors.items():
+            part = spread_tensor(tensor)
+            assert part is not None, f"{fqn} is spread"
+            local = torch.empty_strided(part.local.shape, part.local.stride(), dtype=tensor.dtype, device=device)
+            self.parameters[fqn] = _made(tensor, local, part.spread)
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self.parameters
+
+    @torch.no_grad()
+    def take(self, fqn: str, part: torch.Tensor) -> None:
+        """Copy this rank's part of a parameter."""
+        local_tensor(self.parameters[fqn]).copy_(part)
+
+    def install(self, state: ModelState) -> None:
+        """Put the parameters into the model, in the places of those that it has."""
+        _install(self.parameters, state, "pipe.materialize has put others in their places")
+
+
+def _made(tensor: torch.Tensor, local: torch.Tensor, spread: Spread) -> nn.Parameter:
+    """A `DTensor` parameter with the attributes of `tensor`; it requires a gradient where `tensor` does."""
+    made = parameter_of(dtensor_of(local, spread), requires_grad=tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    if tensor.requires_grad:
+        made.grad_dtype = tensor.grad_dtype
+    return made
+
+
+def _install(parameters: Mapping[str, nn.Parameter], state: ModelState, now: str) -> None:
+    """Put parameters into the model; `now` says where the former ones are trained."""
+    former = {fqn: state.tensor(fqn) for fqn in parameters}
+    state.exchange({id(tensor): parameters[fqn] for fqn, tensor in former.items()})
+    forget(((tensor, fqn) for fqn, tensor in former.items()), now)
 
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:

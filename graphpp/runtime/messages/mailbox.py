@@ -10,9 +10,8 @@ Contract
   backend returns one for all (NCCL). On NCCL a batch uses another communicator than a single message, so with `batched=True`
   every message is posted as a batch, if only of one.
 - At most `DEPTH` messages to one rank are in flight. A further send first waits for the oldest: an earlier event of the total
-  order, so this wait cannot deadlock either. A sent tensor is released as soon as its send is known to be complete.
-- Between ranks of one host (`parallel/same_host/`) a send copies its tensors and is complete at once. When a rank
-  posts a receive or waits, it reads every message whose receive is posted. Up to `SLOTS` messages to one rank may be unread.
+  order, so this wait cannot deadlock either. A sent tensor is released as soon as its send is known to be complete. Where the
+  transport copies the tensors of a send, the send is complete at once.
 - On CUDA messages run on NCCL's streams: a posted send waits for the current stream's work so far, and `wait` makes the current
   stream wait, never the host. `Message.done` asks without waiting.
 - A lost connection raises `PeerLost`, which names the peer.
@@ -29,10 +28,8 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from graphpp.parallel.failure import PeerLost
-from graphpp.parallel.groups import receives_overtake
-from graphpp.parallel.same_host.connect import same_host
-from graphpp.parallel.same_host.messages import Arrival, SameHost
+from graphpp.parallel.groups import PeerLost, receives_overtake
+from graphpp.parallel.transport import Transport, Work, transport_of
 from graphpp.runtime.messages.wire_layout import ReceiveBuffer, WireLayout
 from graphpp.schedules.table.costs import DEPTH, MessageFlow
 
@@ -49,7 +46,7 @@ class Message:
     tensors: list[torch.Tensor] = field(default_factory=list)
     buffers: Sequence[ReceiveBuffer] = ()
     outgoing: bool = False
-    works: Sequence[dist.Work | Arrival] = ()
+    works: Sequence[Work] = ()
 
     @property
     def elements(self) -> list[torch.Tensor]:
@@ -73,20 +70,18 @@ class Message:
 def message_flow(group: dist.ProcessGroup | None, device: torch.device) -> MessageFlow:
     """How early receives of a pipeline are posted, and how long its messages take memory.
 
-    A send between ranks of one host copies its values and is complete. `group`: None where one process plans a table for
-    several ranks, which then count as ranks of one host.
+    `group`: None where one process plans a table for several ranks, which then count as ranks of one host.
     """
-    copies = device.type == "cpu" and (group is None or same_host(group) is not None)
+    copies = device.type == "cpu" and (group is None or transport_of(group, device).copies)
     return MessageFlow(ahead=DEPTH if receives_overtake(group, device) else 0, kept=0 if copies else DEPTH)
 
 
-class Transport:
-    """Posts the messages of one pipeline over one process group."""
+class Mailbox:
+    """Packs, posts and awaits the messages of one pipeline over one process group."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, batched: bool = False) -> None:
-        self._group, self.batched = group, batched
-        self.device = device
-        self._host = same_host(group) if device.type == "cpu" else None
+        self.device, self._group, self.transport = device, group, transport_of(group, device)
+        self._together = batched and not self.transport.copies
         self._outgoing: dict[int, deque[Message]] = defaultdict(deque)
         self.waited = 0.0  # seconds that this process waited for messages
         self.on_wait: Callable[[], None] | None = None  # called before and after each wait, while a step is recorded
@@ -105,18 +100,14 @@ class Transport:
 
         With `batched` all are posted in one call. Waits only where more than `DEPTH` messages to a rank would be in flight.
         """
-        if self._host is not None:
-            for message in messages:
-                post_on_host(message, self._host)
-            return
-        sends = [message for message in messages if message.outgoing]
+        sends = [] if self.transport.copies else [message for message in messages if message.outgoing]
         for peer, count in Counter([message.peer for message in sends]).items() if sends else ():
             self._make_room(peer, count)
-        if self.batched:
+        if self._together:
             post_together(messages, self._group)
         else:
             for message in messages:
-                message.works = post(message, self._group)
+                message.works = post(message, self.transport)
         for message in sends:
             self._outgoing[message.peer].append(message)
 
@@ -143,35 +134,19 @@ class Transport:
         for outgoing in self._outgoing.values():
             while outgoing:
                 self.wait(outgoing.popleft())
-        if self._host is not None:
-            self._host.settle()
+        self.transport.settle()
 
     def drop(self) -> None:
         """Forget the messages in flight, after a failure."""
         self._outgoing.clear()
-        if self._host is not None:
-            self._host.drop()
+        self.transport.drop()
 
 
-def post(message: Message, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """Post a message as torch's runtime does, one call for each tensor, in order. Raises `PeerLost`."""
+def post(message: Message, transport: Transport) -> Sequence[Work]:
+    """Post a message; returns its handles. Raises `PeerLost`."""
+    start = transport.send if message.outgoing else transport.receive
     try:
-        if message.outgoing:
-            works = [dist.isend(value, group=group, group_dst=message.peer) for value in message.elements]
-        else:
-            works = [dist.irecv(value, group=group, group_src=message.peer) for value in message.elements]
-    except RuntimeError as error:
-        raise PeerLost(message.peer, str(error)) from error
-    return [work for work in works if work is not None]
-
-
-def post_on_host(message: Message, host: SameHost) -> None:
-    """Post a message to or from a rank of this host; a send has no handles, for its tensors are copied. Raises `PeerLost`."""
-    try:
-        if message.outgoing:
-            host.send(message.tensors, message.peer)
-        else:
-            message.works = (host.receive(message.elements, message.peer),)
+        return start(message.elements, message.peer)
     except RuntimeError as error:
         raise PeerLost(message.peer, str(error)) from error
 

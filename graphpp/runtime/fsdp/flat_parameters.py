@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from graphpp._torch.parallel.sharded_tensor import with_local
-from graphpp.runtime.shards.flat_shard import FlatShard
-from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.dtensors import local_tensor
+from graphpp.runtime.fsdp.flat_shard import FlatShard
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ Contract
   after, does not take it for lost.
 - If the store was lost with its host, the error has this rank's own finding.
 - An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
-- After a timeout every rank is asked over the store (`pulse.py`): a rank whose process is stopped is told from one that runs
-  but is late, and of a late rank the error names the line that it has reached.
-- Errors name ranks by their numbers in the world, and on a mesh by their coordinates too. A rank that was too slow for the
-  others is told so.
+- After a timeout every rank is asked over the store (`late_rank.py`): a rank whose process is stopped is told from one that
+  runs but is late, and of a late rank the error names the line that it has reached.
+- Errors name ranks by their numbers in the world, and on a mesh by their coordinates too. A late rank gets an error that says
+  the others gave up waiting for it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import default_store
 from graphpp.errors import GraphPPError, RankFailure
-from graphpp.parallel import pulse
-from graphpp.parallel.groups import PeerLost as PeerLost
-from graphpp.parallel.groups import has_gloo, reaches
+from graphpp.parallel import late_rank
+from graphpp.parallel.groups import PeerLost, has_gloo, reaches
 
 _STORE_TIMEOUT = timedelta(seconds=5)
 _CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost one
@@ -58,8 +57,8 @@ class FailureBoard:
         """Watch one call that every rank makes: raise `RankFailure` if a rank is lost, publish a failure of this rank."""
         self._calls += 1
         if self._groups:
-            pulse.start()
-        with pulse.calling(self._key("")):
+            late_rank.start()
+        with late_rank.calling(self._key("")):
             try:
                 yield
             except GraphPPError:
@@ -71,7 +70,8 @@ class FailureBoard:
 
     def _tell(self, error: Exception) -> None:
         """Raise `RankFailure` if a rank is lost or late; else publish that this rank failed."""
-        self._note_end()
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            default_store().set(self._end_of(dist.get_rank()), str(self._calls))
         me, known = dist.get_rank(), None if self._is_first() else self._published()
         lost = self._lost_by_now(error, known)
         if known is not None and "Timed out" in str(error):
@@ -97,7 +97,7 @@ class FailureBoard:
         me = dist.get_rank()
         others = sorted({rank for group in self._groups for rank in dist.get_process_group_ranks(group)} - {me})
         try:
-            answers = pulse.ask(others)
+            answers = late_rank.ask(others)
         except RuntimeError:  # the store is lost
             return _Finding(tuple(waited_for), _LATE) if waited_for else None
         stopped = tuple(rank for rank, answer in answers.items() if answer is None)
@@ -137,6 +137,12 @@ class FailureBoard:
 
     # ------------------------------------------------------------------------------------------------ the store
 
+    def _key(self, name: str) -> str:
+        return f"graphpp/lost/{self._name}/{self._calls}/{name}"
+
+    def _end_of(self, rank: int) -> str:
+        return f"graphpp/ended/{self._name}/{rank}"
+
     def _is_first(self) -> bool:
         """Whether this is the first rank that notices a failure in this call, or the store is lost."""
         try:
@@ -148,7 +154,7 @@ class FailureBoard:
         """The finding of the rank that looked first, for which this rank waits a moment."""
         try:
             store = default_store()
-            store.wait([self._key("found")], _STORE_TIMEOUT + timedelta(seconds=pulse.patience()))
+            store.wait([self._key("found")], _STORE_TIMEOUT + timedelta(seconds=late_rank.patience()))
             return _Finding.read(store.get(self._key("found")))
         except RuntimeError:
             return None
@@ -160,16 +166,11 @@ class FailureBoard:
             before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
             store.set_timeout(_STORE_TIMEOUT)
             try:
-                return _Finding.read(store.compare_set(self._key("found"), "", finding.written))
+                return _Finding.read(store.compare_set(self._key("found"), "", json.dumps([finding.ranks, finding.fate])))
             finally:
                 store.set_timeout(before)
         except RuntimeError:
             return finding
-
-    def _note_end(self) -> None:
-        """Write that this rank ends because it has noticed a failure in this call."""
-        with contextlib.suppress(RuntimeError):  # the store is lost
-            default_store().set(self._end_of(dist.get_rank()), str(self._calls))
 
     def _ended_by_themselves(self, ranks: Iterable[int]) -> set[int]:
         """Those of these ranks that have noticed a failure in this call or the one before or after, and ended."""
@@ -180,12 +181,6 @@ class FailureBoard:
             return set()
         return {rank for rank, calls in noted.items() if abs(calls - self._calls) <= 1}
 
-    def _end_of(self, rank: int) -> str:
-        return f"graphpp/ended/{self._name}/{rank}"
-
-    def _key(self, name: str) -> str:
-        return f"graphpp/lost/{self._name}/{self._calls}/{name}"
-
 
 @dataclass(frozen=True)
 class _Finding:
@@ -194,14 +189,9 @@ class _Finding:
     ranks: tuple[int, ...]
     fate: str
 
-    @property
-    def written(self) -> str:
-        """The finding as JSON."""
-        return json.dumps([self.ranks, self.fate])
-
     @classmethod
     def read(cls, written: bytes) -> _Finding:
-        """The finding that `written` made."""
+        """The finding in the store, as JSON."""
         ranks, fate = json.loads(written)
         return cls(tuple(ranks), fate)
 

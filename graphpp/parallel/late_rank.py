@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -28,8 +28,8 @@ from graphpp._torch.distributed import Store, default_store, own_connection
 
 _PATIENCE = 4  # intervals
 _QUESTIONS_PER_SECOND = 500
-_OURS, _TORCH, _STANDARD = (os.path.dirname(path) for path in (os.path.dirname(__file__), torch.__file__, os.__file__))
-_OTHERS_CODE = tuple(os.path.join(folder, "") for folder in (_OURS, _TORCH, _STANDARD))
+_KEY = "graphpp/late"
+_LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__, os.__file__))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Progress:
 
     count: int = 0
     call: str | None = None
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int = threading.get_ident()
 
 
 _PROGRESS = _Progress()
@@ -71,7 +71,7 @@ def start() -> None:
     store = default_store() if dist.is_initialized() else None
     answers = any(known is store and thread.is_alive() for known, thread in _ANSWERING)
     if store is not None and not answers and dist.get_world_size() > 1:
-        thread = threading.Thread(target=_answer, args=(store, dist.get_rank()), name="graphpp pulse", daemon=True)
+        thread = threading.Thread(target=_answer, args=(store, dist.get_rank()), name="graphpp late rank", daemon=True)
         _ANSWERING[:] = [(store, thread)]
         thread.start()
 
@@ -79,7 +79,7 @@ def start() -> None:
 def ask(ranks: Iterable[int]) -> dict[int, Answer | None]:
     """The answers of these ranks of the world; None for a rank that gives no answer. Raises `RuntimeError` without a store."""
     store = default_store()
-    keys = {rank: _answer_key(rank, store.add(_question_key(rank), 1)) for rank in ranks}
+    keys = {rank: f"{_KEY}/{rank}/{store.add(f'{_KEY}/{rank}', 1)}" for rank in ranks}
     until = time.monotonic() + patience()
     answers: dict[int, Answer | None] = dict.fromkeys(keys)
     while time.monotonic() < until and not all(answers.values()):
@@ -97,13 +97,12 @@ def patience() -> float:
 
 def _answer(store: Store, rank: int) -> None:
     """Answer questions until the process group or the store ends."""
-    answered, seen = 0, -1
+    answered, seen, question = 0, -1, f"{_KEY}/{rank}"
     try:
         own = own_connection(store)
         while dist.is_initialized() and default_store() is store:
-            question = _question_key(rank)
             if seen == _PROGRESS.count and own.check([question]) and (asked := own.add(question, 0)) > answered:
-                own.set(_answer_key(rank, asked), json.dumps([_PROGRESS.call, _line()]))
+                own.set(f"{question}/{asked}", json.dumps([_PROGRESS.call, _line()]))
                 answered = asked
             seen = _PROGRESS.count
             time.sleep(_interval())
@@ -120,15 +119,7 @@ def _line() -> str:
     """The innermost line of the user's own code on the stack of the thread that makes the calls."""
     frame: FrameType | None = sys._current_frames().get(_PROGRESS.thread)
     innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith((*_OTHERS_CODE, "<")):
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
         frame = frame.f_back
     found = frame or innermost
     return "an unknown line" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} ({found.f_code.co_name})"
-
-
-def _question_key(rank: int) -> str:
-    return f"graphpp/pulse/{rank}"
-
-
-def _answer_key(rank: int, question: int) -> str:
-    return f"graphpp/pulse/{rank}/{question}"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import graphpp
 from graphpp._torch.distributed import default_store
 from graphpp.errors import RankFailure
-from graphpp.parallel import pulse
+from graphpp.parallel import late_rank
 from tests.distributed import rank_outcomes, run_ranks
 from tests.parallel.test_agreement import SOON, STEP, TWO, Plain, X, Y
 
@@ -33,7 +33,7 @@ def loads_slowly(rank: int) -> str:
     pipe = two_good_steps()
     if rank == 1:
         read_from_a_slow_disk()
-    with patch.object(pulse, "_PATIENCE", SOON):  # a rank that runs answers in the end, also on a busy machine
+    with patch.object(late_rank, "_PATIENCE", SOON):  # a rank that runs answers in the end, also on a busy machine
         return failure_of_a_step(pipe)
 
 
@@ -53,7 +53,7 @@ def read_from_a_slow_disk() -> None:
 def test_a_late_rank_is_named_with_its_line() -> None:
     waiting, late = run_ranks(loads_slowly, 2)
     line = read_from_a_slow_disk.__code__.co_firstlineno + 1
-    place = f"test_pulse.py:{line} (read_from_a_slow_disk)"
+    place = f"test_late_rank.py:{line} (read_from_a_slow_disk)"
     assert waiting.startswith("rank 1 did not answer in time: the process of rank 1 runs, and is at ")
     assert place in waiting.partition(", and rank 0")[0]
     assert late.startswith("the other ranks have given up this step, because rank 1, this one, did not answer in time")
@@ -94,4 +94,4 @@ def names_of_threads() -> list[str]:
 
 
 def test_one_thread_serves_all_pipelines() -> None:
-    assert run_ranks(counts_threads, 2) == [["graphpp pulse"], ["graphpp pulse"]]
+    assert run_ranks(counts_threads, 2) == [["graphpp late rank"], ["graphpp late rank"]]

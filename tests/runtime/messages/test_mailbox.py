@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphpp.parallel.failure import PeerLost
-from graphpp.runtime.messages import transport as transport_file
-from graphpp.runtime.messages.transport import Message, Transport, post
+from graphpp.parallel.groups import PeerLost
+from graphpp.runtime.messages import mailbox as mailbox_file
+from graphpp.runtime.messages.mailbox import Mailbox, Message, post
 from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
 from graphpp.runtime.program import TensorMeta
 from graphpp.schedules.table.costs import DEPTH
@@ -135,15 +135,15 @@ def cross(rank: int) -> list[tuple[list[object], tuple[int, ...]]]:
     """Rank 0 sends all values in one message, and rank 1 sends them back; returns the values of this rank."""
     values = [make() for make in VALUES.values()]
     layouts = [layout_of(meta_of(value, name)) for name, value in zip(VALUES, values, strict=True)]
-    transport, peer = Transport(dist.group.WORLD, CPU), 1 - rank
+    mailbox, peer = Mailbox(dist.group.WORLD, CPU), 1 - rank
     if rank == 0:
-        transport.start([transport.outgoing(values, layouts, peer)])
-    parcel = transport.incoming(layouts, peer)
-    transport.start([parcel])
+        mailbox.start([mailbox.outgoing(values, layouts, peer)])
+    parcel = mailbox.incoming(layouts, peer)
+    mailbox.start([parcel])
     arrived = parcel.wait()
     if rank == 1:
-        transport.start([transport.outgoing(arrived, layouts, peer)])
-    transport.flush()
+        mailbox.start([mailbox.outgoing(arrived, layouts, peer)])
+    mailbox.flush()
     return [(bits(value), tuple(value.stride())) for value in arrived]
 
 
@@ -158,9 +158,9 @@ def test_values_cross_a_boundary_there_and_back() -> None:
 
 
 def test_a_message_may_be_empty() -> None:
-    transport = Transport(None, CPU)
-    parcel = transport.incoming([], 0)
-    assert post(parcel, None) == []
+    mailbox = Mailbox(None, CPU)
+    parcel = mailbox.incoming([], 0)
+    assert post(parcel, mailbox.transport) == []
     assert parcel.wait() == []
 
 
@@ -179,35 +179,35 @@ class Fake:
             raise RuntimeError("connection closed")
 
 
-def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Transport, list[str]]:
-    transport, log = Transport(None, CPU), list[str]()
+def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Mailbox, list[str]]:
+    mailbox, log = Mailbox(None, CPU), list[str]()
     for name in names:
-        monkeypatch.setattr("graphpp.runtime.messages.transport.post", lambda parcel, group, name=name: [Fake(log, name)])
-        transport.start([Message(1, outgoing=True)])
-    return transport, log
+        monkeypatch.setattr("graphpp.runtime.messages.mailbox.post", lambda parcel, over, name=name: [Fake(log, name)])
+        mailbox.start([Message(1, outgoing=True)])
+    return mailbox, log
 
 
 def test_only_so_many_sends_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"send {index}" for index in range(DEPTH + 2)]
-    transport, log = outgoing(names, monkeypatch)
+    mailbox, log = outgoing(names, monkeypatch)
     assert log == names[:2]
-    transport.flush()
+    mailbox.flush()
     assert log == names
-    transport.drop()
+    mailbox.drop()
 
 
 def test_a_lost_neighbour_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, _ = outgoing(["broken"], monkeypatch)
+    mailbox, _ = outgoing(["broken"], monkeypatch)
     with pytest.raises(PeerLost) as caught:
-        transport.flush()
+        mailbox.flush()
     assert caught.value.peer == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
-def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = False) -> Transport:
-    """A transport whose next batch gets these handles."""
+def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = False) -> Mailbox:
+    """A mailbox whose next batch gets these handles."""
 
     def post_all(ops: list[dist.P2POp]) -> list[Fake]:
         if broken:
@@ -215,67 +215,67 @@ def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = F
         return works
 
     monkeypatch.setattr(dist, "batch_isend_irecv", post_all)
-    monkeypatch.setattr(transport_file, "_operation", lambda parcel, value, group: value)  # there is no group
-    return Transport(None, CPU, batched=True)
+    monkeypatch.setattr(mailbox_file, "_operation", lambda parcel, value, group: value)  # there is no group
+    return Mailbox(None, CPU, batched=True)
 
 
 def parcel(peer: int, count: int = 1, *, outgoing: bool = True) -> Message:
     values = [torch.zeros(1) for _ in range(count)]
     layouts = [layout_of(meta_of(value)) for value in values]
-    transport = Transport(None, CPU)
-    return transport.outgoing(values, layouts, peer) if outgoing else transport.incoming(layouts, peer)
+    mailbox = Mailbox(None, CPU)
+    return mailbox.outgoing(values, layouts, peer) if outgoing else mailbox.incoming(layouts, peer)
 
 
 def test_each_message_of_a_batch_has_its_own_works(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    transport = batched(monkeypatch, [Fake(log, name) for name in "abcd"])
+    mailbox = batched(monkeypatch, [Fake(log, name) for name in "abcd"])
     parcels = [parcel(1, 1), parcel(2, 2, outgoing=False), parcel(3, 0), parcel(2, 1)]
-    transport.start(parcels)
+    mailbox.start(parcels)
     parcels[1].wait()
     assert log == ["b", "c"]
     parcels[2].wait()
     assert log == ["b", "c"]
-    transport.flush()
+    mailbox.flush()
     assert sorted(log) == ["a", "b", "c", "d"]
 
 
 def test_one_work_for_a_whole_batch_is_waited_for_by_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """One handle for the whole batch, as on NCCL."""
     log: list[str] = []
-    transport = batched(monkeypatch, [Fake(log, "all")])
+    mailbox = batched(monkeypatch, [Fake(log, "all")])
     parcels = [parcel(1, 2), parcel(2, 1, outgoing=False)]
-    transport.start(parcels)
+    mailbox.start(parcels)
     parcels[1].wait()
     assert log == ["all"]
-    transport.flush()
+    mailbox.flush()
     assert log == ["all", "all"]
 
 
 def test_a_batch_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    transport = batched(monkeypatch, [Fake(log, "first")])
+    mailbox = batched(monkeypatch, [Fake(log, "first")])
     for _ in range(DEPTH):
-        transport.start([parcel(1)])
+        mailbox.start([parcel(1)])
     assert log == []
-    transport.start([parcel(2), parcel(1, outgoing=False)])
+    mailbox.start([parcel(2), parcel(1, outgoing=False)])
     assert log == []
-    transport.start([parcel(1), parcel(1)])
+    mailbox.start([parcel(1), parcel(1)])
     assert log == ["first"] * 2
 
 
 def test_an_empty_batch_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = batched(monkeypatch, [], broken=True)
-    transport.start([parcel(1, 0), parcel(2, 0, outgoing=False)])
-    transport.flush()
+    mailbox = batched(monkeypatch, [], broken=True)
+    mailbox.start([parcel(1, 0), parcel(2, 0, outgoing=False)])
+    mailbox.flush()
 
 
 @pytest.mark.parametrize(("peers", "named"), [((1,), 1), ((1, 1), 1), ((1, 2), None)])
 def test_a_batch_that_cannot_be_posted_names_its_peer(
     peers: tuple[int, ...], named: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport = batched(monkeypatch, [], broken=True)
+    mailbox = batched(monkeypatch, [], broken=True)
     with pytest.raises(PeerLost) as caught:
-        transport.start([parcel(peer) for peer in peers])
+        mailbox.start([parcel(peer) for peer in peers])
     assert caught.value.peer == named
 
 
@@ -283,12 +283,12 @@ def exchange(rank: int) -> list[list[object]]:
     """Both ranks send two messages and receive two in one call; returns the received values."""
     values = [[make()] for make in VALUES.values()][:2]
     layouts = [[layout_of(meta_of(value[0]))] for value in values]
-    transport, peer = Transport(dist.group.WORLD, CPU, batched=True), 1 - rank
-    sends = [transport.outgoing([value[0] + rank], layout, peer) for value, layout in zip(values, layouts, strict=True)]
-    receives = [transport.incoming(layout, peer) for layout in layouts]
-    transport.start([sends[0], *receives, sends[1]] if rank else [*receives, *sends])
-    arrived = [bits(transport.wait(parcel)[0]) for parcel in reversed(receives)]
-    transport.flush()
+    mailbox, peer = Mailbox(dist.group.WORLD, CPU, batched=True), 1 - rank
+    sends = [mailbox.outgoing([value[0] + rank], layout, peer) for value, layout in zip(values, layouts, strict=True)]
+    receives = [mailbox.incoming(layout, peer) for layout in layouts]
+    mailbox.start([sends[0], *receives, sends[1]] if rank else [*receives, *sends])
+    arrived = [bits(mailbox.wait(parcel)[0]) for parcel in reversed(receives)]
+    mailbox.flush()
     return arrived[::-1]
 
 

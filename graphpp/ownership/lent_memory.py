@@ -1,0 +1,129 @@
+"""Memory that tensors have while code that initialises a model touches them, so that no rank holds the whole model.
+
+Contract
+--------
+- `LentMemory.like(tensor, fqn)` is a tensor without memory. Inside of the context the first operator that takes the tensor
+  makes its memory, and `give_back` frees the memory of all of them.
+- The memory of another rank's tensor begins without values (`unwritten.py`). Until an operator fills it, an operator that reads
+  it raises `GraphPPError` with the FQN. Views and changes in place read nothing for others.
+- A parameter that `dp_shard` or `tp` spreads (`ShardValues`) keeps this rank's part when its memory is freed; the next touch
+  gathers the whole values. All ranks of the mesh touch such parameters in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphpp._torch.aot import DispatchMode
+from graphpp._torch.pytree import tree_flatten
+from graphpp.errors import GraphPPError
+from graphpp.ownership.unwritten import poison, poisoned
+from graphpp.parallel.checksum import checksum
+from graphpp.parallel.data_parallel import broadcast_
+from graphpp.runtime.dtensors import part_of, slice_of, spread_tensor, whole_tensor
+from graphpp.runtime.freed_memory import trim_after
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters
+from graphpp.runtime.released import like
+
+_FILLS = ("fill_", "zero_", "copy_")  # operators that write their first argument whatever it held, beside random ones
+
+
+class ShardValues:
+    """The parts of parameters that get values. `kept`: FQNs of parts without an unwritten element; `checksums`: of wholes."""
+
+    def __init__(self, sharded: ShardedParameters | SpreadParameters, replicas: dist.ProcessGroup | None) -> None:
+        """`replicas`: the ranks that take the values of the first of them; None: each rank keeps its own."""
+        self.sharded, self._replicas = sharded, replicas
+        self.kept, self.checksums = set[str](), dict[str, int]()
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self.sharded
+
+    @torch.no_grad()
+    def take(self, fqn: str, whole: torch.Tensor) -> None:
+        """Copy this rank's part of a whole parameter, some of which may be unwritten."""
+        if self._replicas is not None:
+            broadcast_([whole], self._replicas)
+        part = spread_tensor(self.sharded.parameters[fqn])
+        own = whole if part is None else slice_of(whole, part.spread)
+        self.sharded.take(fqn, own)
+        self.checksums[fqn] = checksum(own)
+        self.kept.add(fqn)
+
+    @torch.no_grad()
+    def restore(self, fqn: str, whole: torch.Tensor) -> bool:
+        """Gather the values of a parameter into `whole`, if `take` has had some."""
+        if fqn in self.checksums:
+            whole.copy_(whole_tensor(self.sharded.parameters[fqn]))
+        return fqn in self.checksums
+
+
+class LentMemory(DispatchMode):
+    """The context. `shards`: the parameters whose parts this rank keeps; all others are other ranks' tensors."""
+
+    def __init__(self, device: torch.device, shards: ShardValues | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._shards = device, shards
+        self._lent: dict[torch.UntypedStorage, tuple[int, str, torch.Tensor]] = {}  # bytes, FQN and the tensor
+        self._used: list[torch.UntypedStorage] = []
+        self._written: set[torch.UntypedStorage] = set()
+
+    def like(self, tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+        """A tensor with the class, shape, strides, dtype and attributes of `tensor`, without memory."""
+        made = like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device))
+        storage = made.untyped_storage()
+        self._lent[storage] = storage.nbytes(), fqn, made
+        storage.resize_(0)
+        return made
+
+    def give_back(self) -> None:
+        """Free the memory of all tensors."""
+        freed = sum(storage.nbytes() for storage in self._used)
+        for storage in self._used:
+            _, fqn, tensor = self._lent[storage]
+            if self._shards is not None and fqn in self._shards:
+                self._shards.take(fqn, tensor)
+                if poisoned(part_of(tensor, self._shards.sharded.parameters[fqn])):
+                    self._shards.kept.remove(fqn)
+            if storage.resizable():  # not where a NumPy array shares the memory
+                storage.resize_(0)
+        self._used.clear()
+        self._written.clear()
+        trim_after(freed if self._device.type == "cpu" else 0)
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, with memory for the tensors that it takes."""
+        for leaf in tree_flatten((args, kwargs))[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.untyped_storage() in self._lent:
+                self._lend(leaf, operator, changed=operator._schema.is_mutable and leaf is args[0])
+        return operator(*args, **(kwargs or {}))
+
+    def _lend(self, tensor: torch.Tensor, operator: Any, *, changed: bool) -> None:
+        """Make the memory of a tensor that an operator takes; `changed`: the operator changes the tensor in place."""
+        storage, name = tensor.untyped_storage(), operator.overloadpacket.__name__
+        size, fqn, own = self._lent[storage]
+        shards = self._shards if self._shards is not None and fqn in self._shards else None
+        fills = changed and (name in _FILLS or torch.Tag.nondeterministic_seeded in operator.tags)
+        if size and not storage.nbytes():
+            storage.resize_(size)
+            self._used.append(storage)
+            if shards is None or (fills and tensor.nbytes == size) or not shards.restore(fqn, own):
+                poison(own)
+        if fills:
+            self._written.add(storage)
+        elif shards is None and not changed and storage not in self._written and not _is_blank(operator, name):
+            raise GraphPPError(
+                f"{name} takes values from {fqn}, which another rank holds and another call has written: tie the parameters, "
+                "or write the tensor first in the same call"
+            )
+
+
+def _is_blank(operator: Any, name: str) -> bool:
+    """Whether an operator reads no values: it makes a view, or new memory of the same kind."""
+    return operator.is_view or name.startswith("new_") or name.endswith("_like")

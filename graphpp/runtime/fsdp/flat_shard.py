@@ -1,0 +1,199 @@
+"""The flat shard of parameters that the same stages read: this rank's rows of each, and the whole parameters while in use.
+
+Contract
+--------
+- A parameter is cut along its first dimension as torch's `Shard(0)` cuts it: each rank has `ceil(rows / ranks)` rows, the last
+  ones fewer or none. Rank r's rows lie in its flat shard from `start` on, followed by padding up to that number of rows. The
+  shards of all ranks, gathered for one region after the other, lie at `ranks * start` in the whole buffer; there the parameter
+  is one piece of memory with the strides that it had.
+- `values` has this rank's rows of all parameters, the only memory of theirs that lives from step to step. `local(fqn)` and
+  `whole(fqn)` are views; a view of a whole parameter may be kept, and has values from `ready` to the last `reshard`.
+- `unshard` starts to gather and returns at once; `ready` waits. Both are called by all ranks of the group in one order. The
+  parameters stay whole until `reshard` was called as often as `unshard`. Then their memory goes back, if it was made so.
+- Gathering copies nothing on a rank: each rank's rows arrive where the whole parameter has them. Where whole parameters have
+  another dtype than the rows, a rank casts its rows, and sends the copy, which is gone when they have arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from graphpp._torch.distributed import all_gather_many
+from graphpp.errors import GraphPPError
+from graphpp.runtime.dtensors import rows_of
+
+_ALIGNED = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Region:
+    """The place of one parameter, from the element `start` of a flat shard on.
+
+    `rows`: of the first rank's shard, which no other exceeds; `width`: the elements of a row.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    ranks: int
+    rows: int
+    width: int
+
+    @property
+    def elements(self) -> int:
+        """The elements of a full shard."""
+        return self.rows * self.width
+
+    def rows_of(self, rank: int) -> range:
+        """The rows of the parameter that `rank` holds."""
+        return rows_of(self.shape[0], self.ranks, rank)
+
+    def lengths(self) -> list[int]:
+        """The elements of each rank's rows."""
+        return [len(self.rows_of(rank)) * self.width for rank in range(self.ranks)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The regions of a flat shard by FQN, and its elements."""
+
+    regions: Mapping[str, Region]
+    elements: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], ranks: int, itemsize: int) -> Layout:
+        """The layout of parameters, none of them 0-dim. `itemsize`: the least bytes of an element, in shards and when whole.
+
+        Raises `GraphPPError` for a parameter whose rows are not pieces of memory that follow each other.
+        """
+        regions, start = dict[str, Region](), 0
+        for fqn, tensor in tensors.items():
+            rows, width = -(-tensor.shape[0] // ranks), math.prod(tensor.shape[1:])
+            _check_rows(fqn, tensor, width)
+            region = regions[fqn] = Region(tuple(tensor.shape), tensor.stride(), start, ranks, rows, width)
+            step = max(1, _ALIGNED // itemsize)
+            start += -(-region.elements // step) * step
+        return cls(regions, start)
+
+
+def _check_rows(fqn: str, tensor: torch.Tensor, width: int) -> None:
+    if tensor.numel() == 0:
+        return
+    row = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    if row != width or (tensor.shape[0] > 1 and tensor.stride(0) != width):
+        raise GraphPPError(
+            f"{fqn} of shape {list(tensor.shape)} has strides {list(tensor.stride())}, so its rows are not pieces of memory of "
+            "their own, and dp_shard cuts parameters along their first dimension: make the parameter contiguous before "
+            "graphpp.compile, parameter.data = parameter.data.contiguous()"
+        )
+
+
+class FlatShard:
+    """Parameters of one dtype that the same stages of a rank read."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        frees: bool,
+        whole_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`tensors`: the parameters, of any device: their shapes, strides and dtype count here.
+
+        `frees`: whether the memory of whole parameters goes back when they are not used. `whole_dtype`: of whole parameters
+        (None: their own).
+        """
+        self._group, self._rank, ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        dtype = next(iter(tensors.values())).dtype
+        self.whole_dtype = dtype if whole_dtype is None else whole_dtype
+        self.layout = Layout.of(tensors, ranks, min(dtype.itemsize, self.whole_dtype.itemsize))
+        self.values = torch.zeros(self.layout.elements, dtype=dtype, device=device)
+        self._ranks = ranks
+        self._regions = [region for region in self.layout.regions.values() if region.elements]
+        self._users, self._frees = 0, frees
+        self._work: dist.Work | None = None
+        self._sent: list[torch.Tensor] = []  # the rows that are under way
+
+    def local(self, fqn: str, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's rows of a parameter; with `flat` those of a tensor that is laid out as `values`."""
+        region = self.layout.regions[fqn]
+        shape = (len(region.rows_of(self._rank)), *region.shape[1:])
+        return (self.values if flat is None else flat).as_strided(shape, region.stride, region.start)
+
+    def rows(self, fqn: str) -> torch.Tensor:
+        """This rank's rows of a parameter, [elements], padded to as many as the first rank has; a gather sends these."""
+        region = self.layout.regions[fqn]
+        return self.values[region.start :][: region.elements]
+
+    def whole(self, fqn: str) -> torch.Tensor:
+        """The whole parameter."""
+        return self._memory.whole[fqn]
+
+    @torch.no_grad()
+    def take(self, fqn: str, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a whole parameter."""
+        rows = self.layout.regions[fqn].rows_of(self._rank)
+        self.local(fqn).copy_(whole[rows.start : rows.stop])
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of whole parameters that stand now."""
+        return self._memory.storage.nbytes() if "_memory" in vars(self) else 0
+
+    def unshard(self) -> None:
+        """Start to gather the whole parameters, if they are not whole."""
+        self._users += 1
+        if self._users > 1:
+            return
+        self._memory.storage.resize_(self._memory.bytes)
+        rows = self.values.to(dtype=self.whole_dtype)
+        self._sent = [rows[each.start :][: each.elements] for each in self._regions]
+        self._work = all_gather_many(self._memory.received, self._sent, self._group) if self._sent else None
+
+    def ready(self) -> None:
+        """Wait until the parameters are whole."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._sent = []
+
+    def reshard(self) -> None:
+        """Give the memory of the whole parameters back, if no other stage uses them."""
+        self._users -= 1
+        if not self._users and self._frees:
+            self.ready()
+            self._memory.storage.resize_(0)
+
+    def drop(self) -> None:
+        """Forget a gathering that is under way, after a failure; the pipeline cannot be used any more."""
+        self._users, self._work, self._sent = 0, None, []
+
+    @cached_property
+    def _memory(self) -> _WholeMemory:
+        """Made when whole parameters are asked for; never, where programs gather single layers."""
+        ranks, regions = self._ranks, self.layout.regions
+        gathered = torch.empty(ranks * self.layout.elements, dtype=self.whole_dtype, device=self.values.device)
+        received = [gathered[ranks * each.start :][: ranks * each.elements] for each in self._regions]
+        whole = {fqn: gathered.as_strided(each.shape, each.stride, ranks * each.start) for fqn, each in regions.items()}
+        storage = gathered.untyped_storage()
+        made = _WholeMemory(storage, storage.nbytes(), received, whole)
+        storage.resize_(0)
+        return made
+
+
+class _WholeMemory(NamedTuple):
+    """The memory of whole parameters, which comes and goes: `bytes` or none. `received`, `whole`: views of it, which stay."""
+
+    storage: torch.UntypedStorage
+    bytes: int
+    received: Sequence[torch.Tensor]
+    whole: Mapping[str, torch.Tensor]

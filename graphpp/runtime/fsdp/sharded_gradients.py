@@ -1,0 +1,260 @@
+"""The gradients of sharded parameters: averaged over all replicas, and each rank gets those of its rows.
+
+Contract
+--------
+- `reduce(stage)` takes over the stage's sums of whole gradients and starts to send each rank of the mesh its rows; a whole sum
+  is freed when its rows have left. A stage may be reduced several times in a step: whenever it is put away. The messages of at
+  most one reduction are under way: the next one waits for them.
+- `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
+- A gradient is ((r0 + r1) + ..) / replicas, over the ranks of the mesh, then over their copies; `Sums` says in which order they
+  are added. The sums of several reductions are added in their order.
+- Whole sums have the dtype of whole parameters, or a wider one that was asked for; they are sent in the dtype that `Precision`
+  says. Rows have the dtype of the rank's parameters, or the wider one.
+- All ranks of the mesh reduce the same stages in the same order, and the gradients of a stage by FQN. All ranks of a pipeline
+  call `finish` once per training step.
+
+Where programs gather one layer at a time, a program hands its gradients to a `LayerSink`. When the sink has all gradients of a
+layer of one microbatch, the sums over the ranks start, and the whole gradients are given back when they have left. Each rank
+adds its rows to its stage's sums in the order of the microbatches. A gradient is then (m0 + m1 + ..) / replicas with
+m0 = r0 + r1 + .. over the ranks of the mesh, then the sum over their copies: other bits than where the microbatches are added
+first, but the same bits under every schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+
+import torch
+
+from graphpp.parallel.rank_place import Sharding
+from graphpp.parallel.sums import PendingSums, Sums, bundles, merged
+from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
+from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
+from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, TorchMatmul, gradient_of
+from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedReduction
+
+_Key = tuple[int, str]  # a stage and the FQN of a parameter
+
+
+def scattered(
+    totals: dict[str, torch.Tensor],
+    names: Sequence[str],
+    sharded: ShardedParameters,
+    sharding: Sharding,
+    over_ranks: Sums,
+    dtype_of_rows: Callable[[str], torch.dtype],
+) -> Iterator[tuple[list[str], PendingSums]]:
+    """Start to sum whole gradients over the ranks of `sharding`, bundle by bundle: their FQNs, and this rank's rows to come.
+
+    The tensors of `names` are taken out of `totals`: the memory of one goes back when its elements are packed.
+    """
+    for fqn in names:
+        whole = totals[fqn] if totals[fqn].dim() else totals[fqn].repeat(sharding.ranks)  # every rank needs a 0-dim one
+        totals[fqn] = whole.to(dtype=sharded.precision.of_messages(whole.dtype)).contiguous()
+    for fqns in ([names[at] for at in bundle] for bundle in bundles([totals[name] for name in names])):
+        lengths, dtypes = [sharded.lengths(fqn) for fqn in fqns], [dtype_of_rows(fqn) for fqn in fqns]
+        yield fqns, over_ranks.scattered([totals.pop(fqn) for fqn in fqns], lengths, sharding.group, dtypes)
+
+
+class ShardedGradients:
+    """The gradients of one rank's stages, where the rank holds shards of parameters."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Accumulator],
+        tied: TiedReduction,
+        sharded: ShardedParameters,
+        replicas: int,
+        sum_dtype: torch.dtype | None,
+        over_ranks: Sums,
+        partial: PartialSums = NO_PARTIAL_SUMS,
+    ) -> None:
+        """`stages`: the sums of each local stage; `replicas`: by how many they are divided; `over_ranks`: adds over ranks."""
+        self._stages, self._tied, self._sharded, self._replicas = stages, tied, sharded, replicas
+        self._sum_dtype, self._over_ranks, self._partial = sum_dtype, over_ranks, partial
+        self._pending: deque[tuple[int, list[str], PendingSums]] = deque()  # by stage
+        self._rows: dict[_Key, torch.Tensor] = {}
+
+    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Begin a step. `parameters`: those of the rank's stages, by FQN."""
+        self._sharded.begin_gradients()
+        precision = self._sharded.precision
+        for sums in self._stages.values():
+            sums.start({}, {fqn: precision.of_sums(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
+
+    def reduce(self, stage: int) -> None:
+        """Start to sum the stage's gradients so far over the ranks."""
+        self._add_started()  # their memory goes back before more is taken
+        taken = self._stages[stage].take()
+        self._partial.add_up(taken)
+        for sharding, names in self._by_sharding(taken):
+            started = scattered(taken, names, self._sharded, sharding, self._over_ranks, self._dtype_of_rows)
+            self._pending.extend((stage, fqns, pending) for fqns, pending in started)
+
+    def finish(self) -> None:
+        """Add the gradients of this rank's rows to `param.grad`."""
+        for stage in self._stages:
+            self.reduce(stage)
+        self._add_started()
+        rows, self._rows = self._rows, {}
+        totals = self._tied.reduce(lambda stage, fqn: rows.pop((stage, fqn)), self._buffer_for_sum)
+        totals |= {fqn: total for (_, fqn), total in rows.items()}
+        rows.clear()
+        self._sum_over_copies(totals)
+        for fqn, total in totals.items():
+            self._sharded.add_gradient(fqn, total.div_(self._replicas))
+        self._end()
+
+    def drop(self) -> None:
+        self._pending.clear()
+        self._rows.clear()
+        self._end()
+
+    def _end(self) -> None:
+        for sums in self._stages.values():
+            sums.start({})
+
+    def _sum_over_copies(self, totals: MutableMapping[str, torch.Tensor]) -> None:
+        """Add up over the replicas that have the same rows."""
+        started = deque[tuple[torch.Tensor, PendingSums]]()
+        for sharding, names in self._by_sharding(totals):
+            if sharding.copies is not None:
+                flats = merged(totals, names)
+                started.extend((flat, self._over_ranks.everywhere(flat, sharding.copies)) for flat in flats)
+        while started:
+            flat, pending = started.popleft()
+            flat.copy_(pending()[0])
+
+    def _by_sharding(self, fqns: Iterable[str]) -> list[tuple[Sharding, list[str]]]:
+        """Parameters by the ranks that share them, in one order on all replicas, which may make gradients in another."""
+        found: dict[int, tuple[Sharding, list[str]]] = {}
+        for fqn in sorted(fqns):
+            sharding = self._sharded.sharding[fqn]
+            found.setdefault(id(sharding), (sharding, []))[1].append(fqn)
+        return list(found.values())
+
+    def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
+        """New memory for another rank's partial sum of the rows of a parameter's gradient."""
+        elements = self._sharded.lengths(fqn)[self._sharded.sharding[fqn].rank]
+        return torch.empty(elements, dtype=self._dtype_of_rows(fqn), device=self._sharded.parameters[fqn].device)
+
+    def _dtype_of_rows(self, fqn: str) -> torch.dtype:
+        return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
+
+    def _add_started(self) -> None:
+        """Add the rows of the reductions that were started, in their order."""
+        while self._pending:
+            stage, fqns, pending = self._pending.popleft()
+            for fqn, rows in zip(fqns, pending(), strict=True):
+                before = self._rows.get((stage, fqn))
+                self._rows[stage, fqn] = rows if before is None else before.add_(rows)
+
+
+# ---------------------------------------------------------------------------------- layer by layer
+
+
+class LayerReducer:
+    """Sums the gradients of single layers over the ranks, and adds this rank's rows to the sums of a stage."""
+
+    def __init__(self, sharded: ShardedParameters, sum_dtype: torch.dtype | None, over_ranks: Sums) -> None:
+        """`sum_dtype`: the dtype in which gradients of narrower parameters add up; `over_ranks`: adds over ranks."""
+        self._sharded, self._sum_dtype, self.over_ranks = sharded, sum_dtype, over_ranks
+        self._pending: deque[tuple[LayerSink, list[str], PendingSums]] = deque()
+        self._waiting: dict[tuple[LayerSink, int], dict[str, torch.Tensor]] = {}
+
+    def dtype_of_rows(self, fqn: str) -> torch.dtype:
+        """The dtype in which the rows of a parameter's gradient add up."""
+        return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
+
+    def collect(self, sink: LayerSink, layer: int, fqn: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient until the layer's others are there, then start to sum them all."""
+        waiting = self._waiting.setdefault((sink, layer), {})
+        waiting[fqn] = gradient
+        if len(waiting) == len(sink.layers[layer]):
+            del self._waiting[sink, layer]
+            self.finish()  # the memory of messages goes back before more is taken
+            totals = {each: waiting.pop(each) for each in sink.layers[layer]}
+            sharding = self._sharded.sharding[fqn]  # the same ranks share all of them
+            started = scattered(totals, list(totals), self._sharded, sharding, self.over_ranks, self.dtype_of_rows)
+            self._pending.extend((sink, fqns, pending) for fqns, pending in started)
+
+    def finish(self) -> None:
+        """Add the rows of all sums that have started."""
+        while self._pending:
+            sink, fqns, pending = self._pending.popleft()
+            for fqn, rows in zip(fqns, pending(), strict=True):
+                sink.sums.add(sink.microbatch, fqn, rows)
+
+    def check_whole(self) -> None:
+        """Raise `RuntimeError` if a layer of a microbatch lacks a gradient, so that its others were never summed."""
+        for (sink, layer), waiting in self._waiting.items():
+            lacking = [fqn for fqn in sink.layers[layer] if fqn not in waiting]
+            raise RuntimeError(
+                f"microbatch {sink.microbatch}: the gradients of {', '.join(waiting)} wait for those of {', '.join(lacking)}, "
+                "which the backward of the stage has not made. This is a fault of graphpp: please report it with the model."
+            )
+
+    def drop(self) -> None:
+        """Drop the gradients of a step that failed."""
+        self._pending.clear()
+        self._waiting.clear()
+
+
+class LayerSink:
+    """The `GradientSink` of one program run whose gradients are summed over the ranks layer by layer."""
+
+    def __init__(
+        self,
+        reducer: LayerReducer,
+        sums: Accumulator,
+        microbatch: int,
+        fqns: Mapping[int, str],
+        layers: Sequence[Sequence[str]],
+    ) -> None:
+        """`sums`: of this rank's rows of the stage's gradients; `fqns`: the parameter of each gradient by index."""
+        self._reducer, self.sums, self.microbatch, self._fqns, self.layers = reducer, sums, microbatch, fqns, layers
+        self._layer_of = {fqn: number for number, layer in enumerate(layers) for fqn in layer}
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        fqn = self._fqns[index]
+        self._reducer.collect(self, self._layer_of[fqn], fqn, value)
+
+    def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
+        self(index, gradient_of(TorchMatmul(), a, b, layout))
+
+
+class LayerGradients(ShardedGradients):
+    """The gradients of one rank's stages, where programs gather and reduce single layers."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Accumulator],
+        tied: TiedReduction,
+        sharded: ShardedParameters,
+        replicas: int,
+        sum_dtype: torch.dtype | None,
+        reducer: LayerReducer,
+    ) -> None:
+        """`stages`: the sums of each local stage, of this rank's rows; `replicas`: by how many the sums are divided."""
+        super().__init__(stages, tied, sharded, replicas, sum_dtype, reducer.over_ranks)
+        self._reducer = reducer
+
+    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._sharded.begin_gradients()
+        for sums in self._stages.values():
+            sums.start({}, {fqn: self._reducer.dtype_of_rows(fqn) for fqn in sums.fqns})
+
+    def reduce(self, stage: int) -> None:
+        """Do nothing: all gradients of the stage by now are on their way."""
+
+    def finish(self) -> None:
+        """Add the gradients of this rank's rows to `param.grad`. Raises `RuntimeError` if a layer lacks a gradient."""
+        self._reducer.finish()
+        self._reducer.check_whole()
+        self._rows = {(stage, fqn): rows for stage, sums in self._stages.items() for fqn, rows in sums.take().items()}
+        super().finish()
+
+    def drop(self) -> None:
+        self._reducer.drop()
+        super().drop()
