@@ -3,16 +3,14 @@
     torchrun --nproc-per-node 2 benchmarks/predictions.py [--dims 64 256 512] [--backends eager inductor] [--schedules ..]
         [--mesh dp_shard=2 | dp_replicate=2 | tp=2]
 
-Each case is a model, a backend and a schedule. Three predictions of the seconds of a step:
+Each case is a model, a backend and a schedule. Two predictions of the seconds of a step:
 
     own      `pipe.profile(..).predict()`: the simulator, by the costs that were measured in the same pipeline
     one      the simulator, by the costs that were measured under one schedule with as many stages a rank (1F1B, or
              Interleaved1F1B): a schedule is judged before it has run
-    layers   the same with the seconds of stages that were timed alone, without a pipeline (`graphpp.stage_costs`); without
-             --mesh alone
 
 The cases with as many stages a rank take turns, in several rounds. In each round every case runs some steps, is profiled, and
-runs as many steps again; stages are timed alone anew. A prediction over the median step of its own round, less 1, is its error
+runs as many steps again. A prediction over the median step of its own round, less 1, is its error
 in the round, so a machine that becomes slower from one round to the next is no error. The table has the median over rounds.
 "spread": half of the distance between the quartiles of all steps, as a share of their median.
 
@@ -29,13 +27,11 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,7 +47,7 @@ import graphpp
 from graphpp.runtime.dtensors import local_tensor
 
 OWN = ("ZB1P", "ZB2P", "V-Half", "V-Min")
-PREDICTIONS = ("own", "one", "layers")
+PREDICTIONS = ("own", "one")
 TYPICAL = {1: "1F1B", 2: "Interleaved1F1B"}  # by stages of a rank
 
 
@@ -155,7 +151,7 @@ def cases(
         group.sort(key=lambda case: case.schedule != typical)  # its costs predict the others
         running = [started(case, device, backend, mesh) for case in group]
         for _ in range(option.rounds):
-            a_round(running, option, device, alone=mesh is None)
+            a_round(running, option, device)
         for one in running:
             eager = backend == "eager" and not (option.mesh or "").startswith("dp_shard")
             if eager or device.type == "cpu":
@@ -171,18 +167,17 @@ def started(case: Case, device: torch.device, backend: str, mesh: DeviceMesh | N
     return Running(case, pipe, step, Found(case.workload.size.dim, backend, str(case.schedule)))
 
 
-def a_round(running: Sequence[Running], option: argparse.Namespace, device: torch.device, *, alone: bool) -> None:
+def a_round(running: Sequence[Running], option: argparse.Namespace, device: torch.device) -> None:
     """Each case's steps, and its predictions of them."""
     typical: graphpp.Profile | None = None
-    costs: graphpp.Costs | None = None
     for each in running:
         steps = timed(each.step, option.steps // 2, device)
         inputs, targets = each.case.batch(device)
         profile = each.pipe.profile(inputs, target=targets, repeat=option.profiled)
         steps += timed(each.step, option.steps - option.steps // 2, device)
         if each.case.schedule in TYPICAL.values():
-            typical, costs = profile, timed_alone(each.case, each.found.backend) if alone else None
-        each.found.add(steps, predictions(profile, typical, costs))
+            typical = profile
+        each.found.add(steps, predictions(profile, typical))
 
 
 def timed(step: Step, rounds: int, device: torch.device) -> list[float]:
@@ -198,44 +193,11 @@ def timed(step: Step, rounds: int, device: torch.device) -> list[float]:
     return [max(each) for each in zip(*over_ranks(mine), strict=True)]
 
 
-def timed_alone(case: Case, backend: str) -> graphpp.Costs:
-    """The costs of the stages as `graphpp.stage_costs` has them, which the ranks call at the same time; their mean.
-
-    The seconds are new: eager programs' would be kept in a cache, those of compiled programs never are.
-    """
-    inputs, targets = case.workload.batch(case.rows)
-    split = [f"layers.{layer}" for layer in case.cuts[1:-1]]
-    example = graphpp.Microbatch((inputs,), target=targets)
-    options = {"split": split, "schedule": case.schedule, "ranks": RANKS, "backend": backend}
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ):
-        if backend == "eager":
-            os.environ["GRAPHPP_CACHE"] = folder
-        found = graphpp.stage_costs(case.workload.model(), case.workload.loss, example, **options)
-    rows = over_ranks([number for each in found.stages for number in seconds_of(each)])
-    means = [statistics.fmean(numbers) for numbers in zip(*rows, strict=True)]
-    stages = (
-        replace(each, forward=means[at], input_grad=means[at + 1], weight_grad=means[at + 2], backward=means[at + 3])
-        for at, each in zip(range(0, len(means), 4), found.stages, strict=True)
-    )
-    return replace(found, stages=tuple(stages))
-
-
-def seconds_of(stage: graphpp.StageCosts) -> list[float]:
-    """The seconds of F, I, W and B."""
-    whole = stage.input_grad + stage.weight_grad if stage.backward is None else stage.backward
-    return [stage.forward, stage.input_grad, stage.weight_grad, whole]
-
-
-def predictions(
-    own: graphpp.Profile, typical: graphpp.Profile | None, alone: graphpp.Costs | None
-) -> dict[str, float]:
+def predictions(own: graphpp.Profile, typical: graphpp.Profile | None) -> dict[str, float]:
     """The seconds of a step, by the kind of prediction."""
     found, schedule = {"own": own.predict()}, own.timeline.schedule
     if typical is not None:
         found["one"] = typical.predict(schedule)
-        if alone is not None:
-            costs = replace(typical.costs, stages=alone.stages)
-            found["layers"] = replace(typical, costs=costs).predict(schedule)
     return found
 
 

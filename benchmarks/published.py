@@ -3,7 +3,7 @@
     python benchmarks/published.py [--only NAME ...]
 
 Nothing runs on a GPU: each model is captured on the meta device (minutes for all), and its published mesh, schedule and
-microbatches are priced by `graphpp.cluster_planner.plans.predict`. The published layouts are not searched for.
+microbatches are priced by `graphpp.cluster_planner.plans.predict_step`. The published layouts are not searched for.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import graphpp
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict import predict
-from graphpp.cluster_planner.plans.question import Question
-from graphpp.cluster_planner.plans.settings import ScheduleChoice, Setting
+from graphpp.cluster_planner.plans.predict_step import predict
+from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.devices import A100, H100_SXM, Machines
 
 H100_HBM2E = replace(H100_SXM, name="H100 96 GB", memory_bandwidth=2.4e12, memory=96 * 10**9)  # of torchtitan's machines
@@ -143,9 +143,9 @@ def costs(model: str, length: int) -> ModelCosts:
 
 
 def record(case: Case) -> tuple[str, ...]:
-    question = Question(costs(case.model, case.length), case.machines, case.batch, case.length, case.dtype)
+    question = PlanRequest(costs(case.model, case.length), case.machines, case.batch, case.length, case.dtype)
     microbatches = case.batch // (case.shape.data_ranks * case.rows)
-    found = predict(question, Setting(case.shape, case.rows, microbatches, case.schedule, None, case.recompute))
+    found = predict(question, PlanSetting(case.shape, case.rows, microbatches, case.schedule, None, case.recompute))
     assert found is not None, f"{case.name}: the schedule does not take these numbers"
     predicted = case.batch * case.length / found.seconds.total / case.machines.gpus
     seconds, total = found.seconds, found.seconds.total

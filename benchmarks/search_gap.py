@@ -3,9 +3,8 @@
     python benchmarks/search_gap.py                  all cases, and 64 ranks with 256 microbatches: some minutes
     python benchmarks/search_gap.py --family unit    the cases of one family
     python benchmarks/search_gap.py --above 0.01     list each case whose gap is above 1 %
-    python benchmarks/search_gap.py --drawn 60 --seed 1    60 other cases, which OR-tools solves now, --effort seconds each
 
-The cases and their optima are those of `tests/schedules/search/cases.py`, where OR-tools has solved them. Two gaps are printed:
+The cases and their optima are those of `tests/schedules/search/cases.py`. Two gaps are printed:
 to the best table that is known, and to the proven lower bound; both are equal where the optimum is proven. In the family
 `blocking` sends and receives occupy ranks and have places of their own. Seconds are CPU seconds of one thread.
 """
@@ -23,19 +22,18 @@ from rich.table import Table
 
 import graphpp
 from graphpp.schedules.table.costs import Costs
-from tests.schedules.search.cases import CASES, Case, Known, drawn, known, solve
+from tests.schedules.search.cases import CASES, Case, Known, known
 
 Gap = tuple[float, float, float, Case, Known]
 """Found over the best known table, found over the bound, both less 1; seconds; and of which case."""
 
 
-def gap(case: Case, best: Known | None, effort: float) -> Gap:
-    """Search one case; `effort`: the solver's for a case that is not solved yet."""
+def gap(case: Case, best: Known) -> Gap:
+    """Search one case."""
     start = time.process_time()
     table = case.search()
     seconds = time.process_time() - start
     end = graphpp.simulate(table, case.costs).makespan
-    best = best or solve(case, table, effort)
     return end / best.makespan - 1, end / best.bound - 1, seconds, case, best
 
 
@@ -81,21 +79,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", help="only the cases of one family of costs, and no large problem")
     parser.add_argument("--above", type=float, default=0.02, help="list the cases with a larger gap")
-    parser.add_argument("--drawn", type=int, default=0, help="the number of cases to draw instead of the stored ones")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawn cases")
-    parser.add_argument("--effort", type=float, default=5.0, help="the solver's deterministic time for a drawn case")
     arguments = parser.parse_args()
     best = known()
-    cases = list(drawn(arguments.drawn, arguments.seed)) or [case for case in CASES if case.name in best]
+    cases = [case for case in CASES if case.name in best]
     chosen = [case for case in cases if arguments.family in (None, case.name.split()[0])]
     if not chosen:
         families = ", ".join(sorted({case.name.split()[0] for case in cases}))
         parser.error(f"--family {arguments.family}: there are no such cases, but cases of {families}")
-    gaps = [gap(case, best.get(case.name), arguments.effort) for case in chosen]
+    gaps = [gap(case, best[case.name]) for case in chosen]
     console = Console(width=140)
     console.print(by_family(gaps))
     console.print(single(gaps, arguments.above))
-    if arguments.family is None and not arguments.drawn:
+    if arguments.family is None:
         console.print(large())
 
 

@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from graphpp.planner.megatron_layout import Layout
     from graphpp.planner.plan import Plan
     from graphpp.planner.resolve_split import split_points
-    from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
+    from graphpp.report.page_html import html
     from graphpp.schedules.any_form import simulate
-    from graphpp.schedules.draw.pictures import chrome_trace, html, svg
+    from graphpp.schedules.draw.chrome_trace import chrome_trace
+    from graphpp.schedules.draw.svg import svg
     from graphpp.schedules.generate.names import stage_ids
     from graphpp.schedules.search.scheduler import schedule_auto
     from graphpp.schedules.simulate.timeline import Event, Timeline
     from graphpp.schedules.table.costs import Costs, StageCosts
     from graphpp.schedules.table.schedule import Schedule
     from graphpp.schedules.table.state_bytes import StateBytes
-    from graphpp.timed_stages import stage_costs
     from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
 
 # A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
@@ -87,8 +87,6 @@ __all__ = [
     "Parallel",
     "Pipeline",
     "Plan",
-    "PlanCandidate",
-    "PlanSearch",
     "Profile",
     "RankFailure",
     "Recompute",
@@ -111,12 +109,10 @@ __all__ = [
     "experts",
     "html",
     "plan",
-    "plan_auto",
     "schedule_auto",
     "schedules",
     "simulate",
     "split_points",
-    "stage_costs",
     "stage_ids",
     "svg",
     "verify",
@@ -144,16 +140,16 @@ _HOMES = {
     "graphpp.cluster_planner.plans.plan": "plan",
     "graphpp.cluster_planner.plans.training_plan": "TrainingPlan",
     "graphpp.planner.resolve_split": "split_points",
-    "graphpp.planner.search_plans": "PlanCandidate PlanSearch plan_auto",
+    "graphpp.report.page_html": "html",
     "graphpp.schedules.any_form": "simulate",
-    "graphpp.schedules.draw.pictures": "chrome_trace html svg",
+    "graphpp.schedules.draw.chrome_trace": "chrome_trace",
+    "graphpp.schedules.draw.svg": "svg",
     "graphpp.schedules.generate.names": "stage_ids",
     "graphpp.schedules.search.scheduler": "schedule_auto",
     "graphpp.schedules.simulate.timeline": "Event Timeline",
     "graphpp.schedules.table.costs": "Costs StageCosts",
     "graphpp.schedules.table.schedule": "Schedule",
     "graphpp.schedules.table.state_bytes": "StateBytes",
-    "graphpp.timed_stages": "stage_costs",
     "graphpp.verification.report": "Comparison Difference FirstDifference Verification",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

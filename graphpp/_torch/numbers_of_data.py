@@ -95,36 +95,29 @@ def compute(graph: fx.Graph, expr: Any, numbers: Mapping[Any, fx.Node]) -> list[
 
 @contextlib.contextmanager
 def refused_float_arithmetic(refuse: Callable[[], NoReturn]) -> Iterator[None]:
-    """A context in which `refuse` is called for arithmetic that torch may do as in algebra: `(a + 1e16) - 1e16`, `a - a`.
+    """A context in which `refuse` is called for arithmetic with a floating-point number that only the data decides.
 
-    Python rounds after each operation. One operation with a constant is the same in both.
+    Torch computes with such numbers as in algebra, `(a + 1e16) - 1e16` as `a`. Python rounds after each operation.
     """
     with contextlib.ExitStack() as stack:
         for name in _ARITHMETIC:
-            stack.enter_context(replaced(SymNode, name, _watching(name, getattr(SymNode, name), refuse)))
+            stack.enter_context(replaced(SymNode, name, _refusing(getattr(SymNode, name), refuse)))
         yield
 
 
-_SINGLE = ("add", "sub", "mul", "truediv", "float_truediv", "neg")
-_ARITHMETIC = (*_SINGLE, "mod", "pow", "float_pow", "floordiv", "abs", "sym_max", "sym_min")
+_ARITHMETIC = (
+    *("add", "sub", "mul", "truediv", "float_truediv", "neg"),
+    *("mod", "pow", "float_pow", "floordiv", "abs", "sym_max", "sym_min"),
+)
 
 
-def _watching(name: str, original: Callable[..., Any], refuse: Callable[[], NoReturn]) -> Callable[..., Any]:
+def _refusing(original: Callable[..., Any], refuse: Callable[[], NoReturn]) -> Callable[..., Any]:
     def run(*operands: Any) -> Any:
-        of_data = [each for each in operands if each.pytype is float and is_unknown(torch.SymFloat(each))]
-        if of_data:
-            others = [each for each in operands if not is_unknown(torch.SymFloat(each))]
-            constant = all(each.expr.is_number and each.expr.is_finite and float(each.expr) for each in others)
-            if name not in _SINGLE or len(others) < len(operands) - 1 or not constant or not _is_plain(of_data[0].expr):
-                refuse()
+        if any(each.pytype is float and is_unknown(torch.SymFloat(each)) for each in operands):
+            refuse()
         return original(*operands)
 
     return run
-
-
-def _is_plain(expr: Any) -> bool:
-    """Whether a number is a symbol, or an exact conversion of an integer."""
-    return expr.is_Symbol or expr.func.__name__ in ("ToFloat", "IntTrueDiv")
 
 
 def bounds(size: Any) -> dict[str, list[int | None]]:

@@ -17,6 +17,7 @@ TreeSpec = _pytree.TreeSpec
 keystr = _pytree.keystr
 tree_flatten = _pytree.tree_flatten
 tree_flatten_with_path = _pytree.tree_flatten_with_path
+tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_unflatten = _pytree.tree_unflatten
 

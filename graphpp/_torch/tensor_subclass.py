@@ -3,6 +3,7 @@
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.Tensor._make_subclass`: a tensor of a subclass with the memory of another tensor
+- `torch.utils._python_dispatch._disable_current_modes`: a context without fake tensors and tracers
 - `torch._C.DisableTorchFunctionSubclass`: a context in which `__torch_function__` of subclasses is not called
 - `torch._C.TensorBase.grad`: the property behind `tensor.grad`
 - `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`: facts of a tensor that are no values
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -50,8 +52,9 @@ SET_GRAD: Callable[..., Any] = vars(torch._C.TensorBase)["grad"].__set__
 
 
 def made(kind: type[T], blank: torch.Tensor, requires_grad: bool) -> T:
-    """A tensor of the class `kind` like `blank`."""
-    found: T = torch.Tensor._make_subclass(kind, blank, requires_grad)
+    """A tensor of the class `kind` like `blank`, which no tracer that is active notices."""
+    with _disable_current_modes():
+        found: T = torch.Tensor._make_subclass(kind, blank, requires_grad)
     return found
 
 

@@ -1,6 +1,6 @@
 """The cache folder in which captured graphs and compiled regions are kept for other ranks and later runs.
 
-`graphpp.cache.folder()`, `entries()` and `clear()` show and empty the folder; `python -m graphpp.cache` prints the entries.
+`graphpp.cache.folder()`, `entries()` and `clear()` show and empty the folder, and so does `graphpp cache` in a shell.
 `disk_cache.py` has the entries, their locks and their limit. Imports no other package of graphpp.
 """
 

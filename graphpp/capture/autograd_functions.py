@@ -14,7 +14,6 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import autograd, pytree
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import user_line
 from graphpp.errors import CaptureError
 
 _LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # FRAGMENT: this module may be loaded twice in a process
@@ -78,7 +77,7 @@ class FunctionCalls:
         self._grad_enabled = torch.is_grad_enabled()
         self._applying = function
         if function.__name__ == autograd.FUNCTION_OF_A_REGION:
-            raise _lost_backward("a custom autograd.Function", user_frame(traceback.extract_stack()))
+            raise _lost_backward("a custom autograd.Function", user_line())
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
         """The forward that `apply` runs: one that records the call, or the Function's `own` where it is not to be recorded."""
@@ -99,7 +98,7 @@ class FunctionCalls:
     def _record(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator in place of a Function; returns the Function's results with the operator's tensors in them."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        call = FunctionCall(function, leaves, spec, user_frame(traceback.extract_stack()), self._grad_enabled)
+        call = FunctionCall(function, leaves, spec, user_line(), self._grad_enabled)
         self.applied.append(call)
         results = iter(_OPERATOR([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], len(self.applied) - 1))
         return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)

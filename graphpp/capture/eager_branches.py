@@ -2,8 +2,8 @@
 
 Contract: some models ask `torch.compiler.is_compiling()` or `is_exporting()` and take another branch for varying shapes or
 for a compiler, with other kernels and other last bits. A capture has one set of shapes and must have eager's numbers. While
-`answer_as_eager` is open, the model's own code gets False and torch's code gets the true answer. `TracingQueries.any` tells
-whether the model's own code has asked at all.
+`as_eager_first` traces, the model's own code gets False and torch's code gets the true answer. If these branches cannot be
+traced, and the model's code has asked, the branches count that the model has for a trace.
 """
 
 from __future__ import annotations
@@ -12,18 +12,33 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from graphpp._torch import aot
 from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file
+from graphpp.errors import CaptureError
 
+T = TypeVar("T")
+Answering = Callable[[], contextlib.AbstractContextManager[None]]
 _LOG = logging.getLogger(aot.FAKE_LOG)
 
 
+def as_eager_first(trace: Callable[[Answering], T], otherwise: Answering) -> T:
+    """The result of `trace(answering)`: of the branches that eager takes or, if they cannot be traced, within `otherwise`."""
+    queries = _Queries()
+    try:
+        return trace(lambda: _answer_as_eager(queries))
+    except CaptureError:
+        if not queries.any:
+            raise
+    return trace(otherwise)
+
+
 @dataclass
-class TracingQueries:
+class _Queries:
     """Answers `is_compiling()` and `is_exporting()`; `any` becomes True when the model's own code asks."""
 
     any: bool = False
@@ -43,8 +58,8 @@ class TracingQueries:
 
 
 @contextlib.contextmanager
-def answer_as_eager(queries: TracingQueries) -> Iterator[None]:
-    """Answer the model as in eager. Torch logs no failures meanwhile, because `trace.py` then traces without this."""
+def _answer_as_eager(queries: _Queries) -> Iterator[None]:
+    """Answer the model as in eager. Torch logs no failures meanwhile, for another trace may follow."""
     compiling, exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     before = _LOG.level
     _LOG.setLevel(logging.CRITICAL)

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -25,7 +23,7 @@ from graphpp._torch import aot
 from graphpp._torch.numbers_of_data import is_of_data
 from graphpp._torch.symbols import SYMBOLIC
 from graphpp._torch.this_thread import replaced
-from graphpp.capture.source_lines import around_all, user_frame
+from graphpp.capture.source_lines import around_all, user_line
 from graphpp.errors import CaptureError
 
 _NOTE = "graphpp without grad"  # in `meta["custom"]`: the user's line
@@ -38,10 +36,12 @@ def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
             continue
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             *arguments, body = node.args[:5]
-            _inline(module, node, _autocast(arguments, body, node.args[5:], grad_enabled))
+            enter = aot.enter_autocast, tuple(arguments)
+            _inline(module, node, _Region(body, node.args[5:], enter, inside=grad_enabled, outside=grad_enabled))
         elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             enabled, body, *operands = node.args
-            _inline(module, node, _grad_mode(bool(enabled), grad_enabled, body, operands))
+            enter = aot.set_grad_enabled, (bool(enabled),)
+            _inline(module, node, _Region(body, operands, enter, inside=bool(enabled), outside=grad_enabled))
     module.recompile()
     return module
 
@@ -55,7 +55,7 @@ def note_grad_modes() -> Iterator[None]:
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         marked = not inside and not torch.is_grad_enabled()  # inside, the operator's own code switches gradients off
-        note = aot.noted({_NOTE: user_frame(traceback.extract_stack())}) if marked else contextlib.nullcontext()
+        note = aot.noted({_NOTE: user_line()}) if marked else contextlib.nullcontext()
         before, inside = inside, True
         try:
             with note:
@@ -127,45 +127,24 @@ def _checks(target: Any) -> bool:
     return of_torch and schema is not None and not schema.returns and not schema.is_mutable
 
 
-@dataclass(frozen=True)
-class _ModeRegion:
-    """A region: `enter(graph)` inserts the node that enters its mode, `leave(graph, entered)` the node that leaves it."""
+class _Region(NamedTuple):
+    """A region: the call that enters its mode, and the grad mode in it and around it."""
 
     body: fx.Node
     operands: Sequence[fx.Node]
-    grad_enabled: bool
-    enter: Callable[[fx.Graph], fx.Node]
-    leave: Callable[[fx.Graph, fx.Node], fx.Node]
+    enter: tuple[Callable[..., Any], tuple[Any, ...]]
+    inside: bool
+    outside: bool
 
 
-def _autocast(arguments: Sequence[Any], body: fx.Node, operands: Sequence[fx.Node], grad_enabled: bool) -> _ModeRegion:
-    return _ModeRegion(
-        body,
-        operands,
-        grad_enabled,
-        lambda graph: graph.call_function(aot.enter_autocast, tuple(arguments)),
-        lambda graph, entered: graph.call_function(aot.exit_autocast, (entered,)),
-    )
-
-
-def _grad_mode(inside: bool, outside: bool, body: fx.Node, operands: Sequence[fx.Node]) -> _ModeRegion:
-    return _ModeRegion(
-        body,
-        operands,
-        inside,
-        lambda graph: graph.call_function(aot.set_grad_enabled, (inside,)),
-        lambda graph, entered: graph.call_function(aot.set_grad_enabled, (outside,)),
-    )
-
-
-def _inline(module: fx.GraphModule, call: fx.Node, region: _ModeRegion) -> None:
+def _inline(module: fx.GraphModule, call: fx.Node, region: _Region) -> None:
     """Copy a region's body into the graph of `module` in place of its call."""
     inner: Any = module.get_submodule(str(region.body.target))
-    body = inline_modes(inner, region.grad_enabled)
+    body = inline_modes(inner, region.inside)
     inputs = body.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(inputs, region.operands, strict=True))
     with module.graph.inserting_before(call):
-        entered = region.enter(module.graph)
+        entered = module.graph.call_function(*region.enter)
         for node in body.graph.nodes:
             if node.op == "get_attr":
                 name = f"{region.body.target}.{node.target}"
@@ -173,7 +152,9 @@ def _inline(module: fx.GraphModule, call: fx.Node, region: _ModeRegion) -> None:
                 copies[node].meta = dict(node.meta)
             elif node.op not in ("placeholder", "output"):
                 copies[node] = module.graph.node_copy(node, copies.__getitem__)
-        left = region.leave(module.graph, entered)
+        autocast = entered.target is aot.enter_autocast
+        leave = (aot.exit_autocast, (entered,)) if autocast else (aot.set_grad_enabled, (region.outside,))
+        left = module.graph.call_function(*leave)
     for node in (entered, left):
         node.meta |= around_all(body.graph.nodes)
     results = fx.node.map_arg(body.graph.output_node().args[0], copies.__getitem__)

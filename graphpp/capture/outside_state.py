@@ -1,15 +1,11 @@
 """Refuse state from outside the graph that a trace would freeze: one trace's random numbers or gradients, used in every step.
 
-Contract: while `refuse_outside_state` is open, taking a gradient within the forward (`torch.autograd.grad`,
-`torch.func.grad`, whose results export detaches) raises `CaptureError`. `refuse_draws` raises for draws from the global
-generators of Python and NumPy and from generators that modules hold, `refuse_generators` for a `torch.Generator` that is passed
-to an operator, `refuse_random_bodies` for random numbers in the body of a higher-order operator. Meanwhile
-`torch.distributions` do not check their arguments, as under `torch.compile`. All of this concerns the thread that captures:
-other threads draw and take gradients.
+Contract: `CaptureError` is raised for a gradient that is taken within the forward, whose result export detaches; for draws
+from the global generators of Python and NumPy and from generators that modules hold; for a `torch.Generator` that is passed to
+an operator; for random numbers in the body of a higher-order operator. Other threads draw and take gradients meanwhile.
 
-Draws from a global generator are noticed in two ways: by replaced functions of modules, and by the generator's state. While
-other threads are alive, only the first way is left. It does not notice a draw by a function that an object holds
-(`self.draw = random.random`): the graph keeps the number that such a function returned.
+Draws from a global generator are noticed by replaced functions of modules and, while no other thread is alive, by the
+generator's state. A draw by a function that an object holds (`self.draw = random.random`) is noticed by the state alone.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import contextlib
 import random
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,22 +23,22 @@ from torch import fx, nn
 
 from graphpp._torch import aot, autograd
 from graphpp._torch.this_thread import found_in_modules, replaced
-from graphpp.capture.source_lines import source_line, user_frame
+from graphpp.capture.source_lines import source_line, user_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.joint.key_random_ops import draws_random_numbers
+from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers
 
 
 @contextlib.contextmanager
 def refuse_outside_state() -> Iterator[None]:
-    """Raise `CaptureError` for gradients taken inside."""
+    """Raise `CaptureError` for gradients taken inside; `torch.distributions` check nothing, as under `torch.compile`."""
     with autograd.backward_replaced(_no_backward), aot.distributions_unchecked():
         yield
 
 
 def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
     raise CaptureError(
-        f"a gradient is taken while the model runs, at {user_frame(traceback.extract_stack())}: torch.export would detach "
+        f"a gradient is taken while the model runs, at {user_line()}: torch.export would detach "
         "it, and what it adds to the parameters' gradients would be lost. Write the derivative as a formula, or train this "
         "part outside of the pipeline."
     )
@@ -53,29 +48,11 @@ def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
 def refuse_draws(*roots: Any) -> Iterator[None]:
     """Raise `CaptureError` for draws from Python's and NumPy's global generators, and from those of modules under `roots`."""
     generators = [*_global_generators(), *(state for root in roots for state in _generators_of(root))]
-    by_others = set[str]()
-    with _refuse_global_draws(by_others), _refuse_changed_states(generators, by_others):
-        yield
-
-
-@contextlib.contextmanager
-def _refuse_global_draws(by_others: set[str]) -> Iterator[None]:
-    """While open, the functions of `random` and `numpy.random` raise in this thread, in whichever module they stand.
-
-    `by_others` gets the names of the generators from which other threads draw.
-    """
     names = {id(function): generator for generator, function in _global_draws()}
-    with contextlib.ExitStack() as stack:
+    with _refuse_changed_states(generators), contextlib.ExitStack() as stack:
         for module, key, function in found_in_modules(names):
-            generator = names[id(function)]
-            elsewhere = partial(_draw_and_note, function, partial(by_others.add, generator))
-            stack.enter_context(replaced(module, key, partial(_refuse_draw, generator), elsewhere))
+            stack.enter_context(replaced(module, key, partial(_refuse_draw, names[id(function)])))
         yield
-
-
-def _draw_and_note(draw: Callable[..., Any], note: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
-    note()
-    return draw(*args, **kwargs)
 
 
 def _global_draws() -> Iterator[tuple[str, Any]]:
@@ -88,7 +65,7 @@ def _global_draws() -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_draw(generator: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise _frozen_draws(f"{generator} at {user_frame(traceback.extract_stack())}")
+    raise _frozen_draws(f"{generator} at {user_line()}")
 
 
 def _frozen_draws(generators: str) -> CaptureError:
@@ -99,10 +76,10 @@ def _frozen_draws(generators: str) -> CaptureError:
 
 
 @contextlib.contextmanager
-def _refuse_changed_states(generators: Sequence[_RandomState], by_others: set[str]) -> Iterator[None]:
+def _refuse_changed_states(generators: Sequence[_RandomState]) -> Iterator[None]:
     """Raise `CaptureError` on closing if a generator's state has changed, and restore the state.
 
-    A global generator is left out if another thread has drawn from it, and if other threads are alive, which may have drawn.
+    Global generators are left out if other threads are alive, which may have drawn.
     """
     before = [(generator, generator.state()) for generator in generators]
     several = threading.active_count() > 1
@@ -110,7 +87,7 @@ def _refuse_changed_states(generators: Sequence[_RandomState], by_others: set[st
     try:
         yield
     finally:
-        left_out = _GLOBAL if several or threading.active_count() > 1 else by_others
+        left_out = _GLOBAL if several or threading.active_count() > 1 else ()
         for generator, state in before:
             if generator.name not in left_out and not _equal_states(generator.state(), state):
                 drawn.append(generator.name)

@@ -1,25 +1,14 @@
-"""The list of refusals: everything in a model that a trace would lose silently, and that would make its gradients wrong.
+"""Refusals of models whose gradients would be wrong, because a trace silently loses something.
 
-Add a new refusal here: before the trace in `check_model`, during the trace as a patch in `refuse_during_trace`, after the
-trace as a `refuse_...` function that `trace.capture` calls. Each raises `CaptureError` with the FQN or the user's line, for
-
+Contract: `CaptureError`, with the FQN or the user's line, is raised for
 - hooks on gradients of parameters, modules, forward values or their autograd nodes: the graph's gradients bypass them;
-- parameters that the forward freezes, unfreezes or assigns `.data` to; trainable tensors that are no parameters of the model;
-- a number or a size that depends on the data (no wrong gradient, but torch's own message helps nobody), also if only a
-  backward has it;
-- two parameters in one memory (tied by `.data`): each rank would train its own copy;
-- matrix products of values with different dtypes;
-- modules under torch's own data parallelism;
-- TorchScript modules, lazy modules and sparse gradients, which export or AOT Autograd cannot trace; parameters and buffers
+- parameters that the forward freezes, unfreezes or assigns `.data` to; two parameters in one memory (tied by `.data`);
+- numbers and sizes that depend on the data, in a trace for several sizes; matrix products of different dtypes;
+- modules under torch's own data parallelism, TorchScript modules, lazy modules and sparse gradients; parameters and buffers
   that the model's own lists leave out.
 
-A refusal that needs the state of another mechanism stands beside that mechanism: written attributes in `attributes/writes.py`,
-changed numbers in `attributes/decide.py`, side effects of custom Functions in `autograd_functions.py`, random numbers and
-inner gradients in `outside_state.py`, calls that communicate with other ranks in
-`_torch/parallel/in_place_collectives.py`, in-place writes into inputs and trained parameters and a loss that depends on no
-parameter in `roles.py`, a loss that is no scalar in `trace.py`, outputs that hide tensors in `outputs.py`, model, loss and
-example of `graphpp.compile` in `check_arguments.py`, all other arguments in `options/`.
-
+A refusal that needs the state of another mechanism stands beside that mechanism. A new refusal stands here: before the trace in
+`check_model`, during the trace as a patch in `refuse_during_trace`, after the trace as a function that `trace.py` calls.
 While `refuse_during_trace` is open, `torch.inference_mode` acts as `torch.no_grad` and reading `.data` as `detach()`, with
 the same numbers.
 """
@@ -27,7 +16,6 @@ the same numbers.
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -39,7 +27,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from graphpp._torch.parallel.parallel_wrappers import wrapper_of
 from graphpp._torch.symbols import SYMBOLIC, is_unknown
 from graphpp._torch.this_thread import caller, replaced
-from graphpp.capture.source_lines import is_user_file, source_line, user_frame
+from graphpp.capture.source_lines import is_user_file, source_line, user_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import own_tensors
@@ -138,34 +126,19 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             )
 
 
-def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
-    """Raise `CaptureError` for numbers and sizes that depend on the data, in a trace for several sizes of the inputs.
+def refuse_unknown_numbers(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for numbers that a trace for several sizes of the inputs cannot have as Python does.
 
-    The trace keeps source lines of forwards only: a node without one belongs to the loss or a function called from it.
-    """
-    code = getattr(loss, "__code__", None)
-    loss_line = f"the loss ({code.co_filename}:{code.co_firstlineno})" if code is not None else "the loss"
-    for node in graph.nodes:
-        value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "")
-        numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if any(map(is_unknown, numbers)):
-            raise CaptureError(
-                "a number or a size that only the data decides is used at "
-                f"{line or loss_line}, by {node.target}, which a graph for one size of the inputs can have, and a graph for "
-                "several sizes cannot."
-            )
-
-
-def refuse_float_arithmetic(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for floating-point numbers that several operations compute from sizes.
-
-    Torch computes with symbols as in algebra, `0.1*n*3.0` as `n*0.3`; Python rounds after each operation.
+    Numbers and sizes that depend on the data; floating-point numbers that several operations compute from sizes, since torch
+    computes with symbols as in algebra, `0.1*n*3.0` as `n*0.3`, and Python rounds after each operation.
     """
     for node in graph.nodes:
+        value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "") or "the loss"
+        if any(map(is_unknown, value.shape if isinstance(value, torch.Tensor) else (value,))):
+            raise CaptureError(f"only the data decides a number or a size at {line}, by {node.target}")
         chained = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.SymFloat)]
-        number = node.op == "call_function" and isinstance(node.meta.get("val"), SYMBOLIC)
+        number = node.op == "call_function" and isinstance(value, SYMBOLIC)
         if number and any(source.target is not torch.sym_float for source in chained):
-            line = source_line(node.meta.get("stack_trace") or "") or "the loss"
             raise CaptureError(f"several floating-point operations compute a number from a size at {line}")
 
 
@@ -206,7 +179,7 @@ def _for_user_code(original: Callable[..., Any], replacement: Callable[..., Any]
 
 def _refuse_grad_fn(tensor: torch.Tensor) -> NoReturn:
     raise CaptureError(
-        f"the forward asks for an autograd node (grad_fn) at {user_frame(traceback.extract_stack())}: hooks on it would be "
+        f"the forward asks for an autograd node (grad_fn) at {user_line()}: hooks on it would be "
         "passed by. Write what it is for as a differentiable operation."
     )
 
@@ -214,7 +187,7 @@ def _refuse_grad_fn(tensor: torch.Tensor) -> NoReturn:
 def _refuse_thawing(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
     if tensor.requires_grad != requires_grad and isinstance(tensor, nn.Parameter):
         raise CaptureError(
-            f"the forward switches a parameter's requires_grad at {user_frame(traceback.extract_stack())}: a captured graph "
+            f"the forward switches a parameter's requires_grad at {user_line()}: a captured graph "
             "knows one set of trained parameters. Use torch.no_grad() or detach(), or freeze before the step."
         )
     return _requires_grad_(tensor, requires_grad)
@@ -232,7 +205,7 @@ _requires_grad_ = torch.Tensor.requires_grad_
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if is_user_file(caller().co_filename):
         raise CaptureError(
-            f"the forward assigns to .data at {user_frame(traceback.extract_stack())}: the captured graph would not see it. "
+            f"the forward assigns to .data at {user_line()}: the captured graph would not see it. "
             "Copy into a buffer (buffer.copy_(new)), or assign the buffer itself."
         )
     _DATA.__set__(tensor, value)
@@ -250,7 +223,7 @@ def _exit_inference(mode: Any, *_: Any) -> None:
 
 def _refuse_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
     raise CaptureError(
-        f"the forward hooks a gradient with Tensor.register_hook at {user_frame(traceback.extract_stack())}: the captured "
+        f"the forward hooks a gradient with Tensor.register_hook at {user_line()}: the captured "
         "graph would pass the hook by. Write what it does as a differentiable operation, or on param.grad after the step."
     )
 
@@ -258,7 +231,7 @@ def _refuse_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
 def _refuse_late_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
     raise CaptureError(
         "the forward registers a hook on a gradient with Tensor.register_post_accumulate_grad_hook at "
-        f"{user_frame(traceback.extract_stack())}: the forward is traced on stand-ins of the parameters, so the hook would "
+        f"{user_line()}: the forward is traced on stand-ins of the parameters, so the hook would "
         "never be called. Register the hook on the model's parameters before the step. Where the hook sums a gradient over the "
         "ranks of tp, spread the module by torch's SequenceParallel(sequence_dim=...) over the dimension of its input that tp "
         "shards: torch sums the gradient then."

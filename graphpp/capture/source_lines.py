@@ -45,6 +45,11 @@ def user_frame(stack: traceback.StackSummary) -> str:
     return ""
 
 
+def user_line() -> str:
+    """The same of the code that is running."""
+    return user_frame(traceback.extract_stack())
+
+
 def calling_line() -> str:
     """The innermost frame of the user's own code that is running, in the form of a stack trace; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)

@@ -5,7 +5,7 @@ Contract
 - The model runs once under `torch.export` and its exported form once under AOT Autograd's joint trace. Both runs see fake
   tensors only: parameters, buffers and inputs are replaced by tensors without data, with the same shape, on the device that
   will run the step. So a capture allocates no memory and reads no data. Afterwards the model is as it was.
-- A model with `DTensor` parameters runs under the joint trace itself, without an export (`dtensors/`).
+- A model with `DTensor` parameters runs under the joint trace itself, without an export (`tensor_parallel/`).
 - FQNs are the model's own. Aliases of one tensor have one canonical FQN, the first in `named_parameters`.
 - A model whose gradients would be wrong raises `CaptureError`: for something that a trace would lose (`refusals.py` lists
   it), a loss that is no scalar or depends on no parameter.
@@ -14,8 +14,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,15 +32,12 @@ from graphpp._torch.quick_tracing import tracing_quickly
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
-from graphpp.capture.attributes.decide import same_in_every_call
-from graphpp.capture.attributes.entry_state import Accesses, EntryState, replaced_numbers
 from graphpp.capture.attributes.exported import Exported, TraceResults
-from graphpp.capture.attributes.updates import NumberUpdate
+from graphpp.capture.attributes.numbers import NumberUpdate
+from graphpp.capture.attributes.second_call import same_in_every_call
 from graphpp.capture.attributes.writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
-from graphpp.capture.dtensors.direct_trace import direct_trace
-from graphpp.capture.dtensors.local_shards import SpreadTensors
-from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
+from graphpp.capture.eager_branches import Answering, as_eager_first
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state
 from graphpp.capture.inline_modes import (
@@ -53,19 +49,15 @@ from graphpp.capture.inline_modes import (
 )
 from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
-from graphpp.capture.refusals import (
-    check_model,
-    refuse_during_trace,
-    refuse_float_arithmetic,
-    refuse_mixed_products,
-    refuse_unknown_numbers,
-)
+from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
 from graphpp.capture.repeats.copied_graph import copied_graph
 from graphpp.capture.repeats.copies import with_copies
 from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import user_line
 from graphpp.capture.stacked_rnn import unstack_rnn
+from graphpp.capture.tensor_parallel.direct_trace import direct_trace
+from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
@@ -79,7 +71,7 @@ class CapturedGraph:
     """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`.
 
     `fixed_because`: why the graph is for one size, if a graph for several sizes was asked for.
-    `updates`: the numbers in attributes that each call changes; no value of the graph depends on the change.
+    `updates`: the numbers in attributes that each call leaves; the graph holds for calls that begin with them too.
     `seconds`: the time that this process took to get the graph, the wait for the rank that captured included.
     """
 
@@ -136,27 +128,27 @@ def _capture(
     fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
-    collectives = as_functional(lambda: user_frame(traceback.extract_stack()))
+    collectives = as_functional(user_line)
     with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
-        entry = replaced_numbers(model)
         inputs = tuple(fakes.values())
         export = partial(_export, wrapper, inputs, dims, mode, trail)
         if direct:
-            _check_sizes_fixed(varying)
+            if varying:
+                raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
             if trail is not None:
                 trail.refuse("a model with DTensor parameters")
             export = partial(direct_trace, wrapper, spread, inputs, mode, device)
-        decided = same_in_every_call(export(entry), entry, export)
-        module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
+        exported = same_in_every_call(export(()), export)
+        module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
+        updates = found.writes.updates.values()
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type) and not direct:
             run_under_autocast(module, device.type)
-        inputs = decided.exported.inputs
 
         def joint_graph(calls: CallTable) -> JointGraph:
-            without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
+            without, writes = torch.autocast(device.type, enabled=False), refuse_writes(model, updates)
             trace = aot.traced_before(mode, module) if direct else aot.joint_trace(mode, module, inputs)
-            with explain_errors(), numbers, refuse_writes(model), without, operators_of(calls), trace as traced:
+            with explain_errors(), writes, without, operators_of(calls), trace as traced:
                 functions.refuse_side_effects(model)
                 refuse_generators(traced.graph)
                 joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
@@ -179,38 +171,25 @@ def _capture(
     refuse_foreign_leaves(joint.constants.values())
     refuse_written_aliases(model, joint)
     verify_joint_graph(joint)
-    return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
-
-
-def _check_sizes_fixed(varying: Mapping[str, Collection[int]]) -> None:
-    """Raise `CaptureError` if sizes are to stay open in a model with `DTensor`s."""
-    if varying:
-        raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
+    return CapturedGraph(joint, found.output_spec, found.output_leaves, tuple(updates))
 
 
 class _TracedStep(nn.Module):
     """Model and loss as one module over the microbatch's tensors; the loss is no submodule, so its FQNs do not appear."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction | None,
-        example: Microbatch,
-        training: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
-        self.begin(EntryState())
+        self.begin(())
 
-    def begin(self, entry: EntryState) -> None:
+    def begin(self, updates: Iterable[NumberUpdate]) -> None:
         """Prepare a trace with these numbers; its facts are in an object, since export resets attributes set in a forward."""
-        self.entry, self.found = entry, TraceResults()
+        self.updates, self.found = updates, TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         found = self.found
-        numbers, writes = self.entry.installed(self.model, found.accesses), undo_writes(self.model, found.writes)
-        with numbers, writes:
+        with undo_writes(self.model, found.writes, self.updates):
             results = self._results(tensors)
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
@@ -223,16 +202,10 @@ class _TracedStep(nn.Module):
         if training:
             return loss_and_metrics(loss, output, batch.target)
         leaves, self.found.output_spec = pytree.tree_flatten(output)
-        self.found.output_leaves = tuple(
-            TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        )
-        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        results: list[tuple[OutputRole, torch.Tensor]] = [
-            (program.Output(index), leaf) for index, leaf in enumerate(tensor_leaves)
-        ]
-        if has_loss(loss, output, batch.target):
-            results += loss_and_metrics(loss, output, batch.target)
-        return results
+        self.found.output_leaves = tuple(TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results: list[tuple[OutputRole, torch.Tensor]] = [(program.Output(at), leaf) for at, leaf in enumerate(tensors)]
+        return results + (loss_and_metrics(loss, output, batch.target) if has_loss(loss, output, batch.target) else [])
 
 
 def _export(
@@ -241,17 +214,10 @@ def _export(
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
     trail: CodeTrail | None,
-    entry: EntryState,
+    updates: Iterable[NumberUpdate],
 ) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
-    queries = TracingQueries()
-    try:
-        with answer_as_eager(queries):
-            return _export_once(wrapper, fakes, dims, mode, trail, entry)
-    except CaptureError:
-        if not queries.any:
-            raise
-    return _export_once(wrapper, fakes, dims, mode, trail, entry)
+    return as_eager_first(partial(_export_once, wrapper, fakes, dims, mode, trail, updates), contextlib.nullcontext)
 
 
 def _export_once(
@@ -260,12 +226,14 @@ def _export_once(
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
     trail: CodeTrail | None,
-    entry: EntryState,
+    updates: Iterable[NumberUpdate],
+    answering: Answering,
 ) -> Exported:
     functions = FunctionCalls()
-    wrapper.begin(entry)
+    wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
     patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), rounding)
+    patches = (answering(), *patches)
     with explain_errors(), contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
@@ -277,21 +245,22 @@ def _export_once(
             inputs = symbols.inputs_of(exported)
     if trail is not None:
         with mode, aot.as_under_export(), mode.shape_env.ignore_fresh_unbacked_symbols():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, inputs, trail)
+            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), updates, inputs, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
     drop_value_checks(module, of_data=dims is not None)
     if dims is not None:
-        refuse_unknown_numbers(module.graph, wrapper.inputs[0])
-        refuse_float_arithmetic(module.graph)
+        refuse_unknown_numbers(module.graph)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)
 
 
-def _note_code(wrapper: _TracedStep, entry: EntryState, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
+def _note_code(
+    wrapper: _TracedStep, updates: Iterable[NumberUpdate], fakes: tuple[torch.Tensor, ...], trail: CodeTrail
+) -> None:
     """Run the step once more on fake tensors, with the branches that the trace took, and note the code that runs."""
-    wrapper.begin(entry)
+    wrapper.begin(updates)
     marks = record_checkpoints(wrapper.found.checkpoints)
     try:
         with record_functions(FunctionCalls()), refuse_during_trace(), marks, trail.watching():

@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from graphpp.cli import cache, dump, plan, schedule, verify, written_plans
-from graphpp.cli.doctor import command as doctor
+from graphpp.cli import cache, doctor, plan, schedule, verify
 
 app = typer.Typer(
     name="graphpp",
@@ -22,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # `command.py` prints exceptions
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for each in (plan, written_plans, verify, schedule, dump, cache, doctor):  # in the order of the help page
+for each in (plan, verify, schedule, cache, doctor):  # in the order of the help page
     each.add_to(app)
 
 

@@ -1,8 +1,9 @@
-"""`graphpp plan MODEL --machines 512xH100 --batch 2048`: the fastest ways to train a model, found on this machine."""
+"""`graphpp plan MODEL --machines 512xH100 --batch 2048`: the fastest ways to train a model; `compare`, `report`."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from graphpp.cluster_planner.plans.found_plans import TrainingPlans
+    from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 
 _MACHINES_HELP = 'Machines as "<count>x<device>", e.g. 512xH100, or a JSON file with the fields of graphpp.devices.Machines.'
 _SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
@@ -26,9 +28,14 @@ _RECOMPUTE_HELP = "What the search may recompute, with commas: none, selective, 
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
 
+_FILE_HELP = "The JSON of `graphpp plan --json`, or of its --save."
+_FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE alone the best one."
+
+
 def add_to(root: typer.Typer) -> None:
-    """Add the command."""
-    add_command(root, "plan")(plan)
+    """Add the commands."""
+    for function in (plan, compare, report):
+        add_command(root, function.__name__)(function)
 
 
 def plan(  # noqa: PLR0913 - the dimensions of the search
@@ -81,16 +88,47 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     except NoPlanError as error:
         return Answer(str(error), {"plans": [], "message": str(error)}, yes=False)
     files = {"save": (save, found.best.to_json), "html": (html, found.to_html)}
-    notes = [written(f"--{name}", file, text()) for name, (file, text) in files.items() if file is not None]
-    return Answer(_front(found) if front else str(found), json.loads(found.to_json()), notes=notes)
+    notes = [_written(f"--{name}", file, text()) for name, (file, text) in files.items() if file is not None]
+    text = "\n\n".join(map(str, found.front)) if front else str(found)
+    return Answer(text, json.loads(found.to_json()), notes=notes)
 
 
-def _front(found: TrainingPlans) -> str:
-    """The plans of the front, each in full, the fastest first."""
-    return "\n\n".join(map(str, found.front))
+def compare(
+    first: Annotated[str, typer.Argument(metavar="FILE[:NUMBER]", help=_FIRST_HELP)],
+    second: Annotated[str, typer.Argument(metavar="FILE[:NUMBER]", help="The second plan, in the same form.")],
+) -> Answer:
+    """Show two plans side by side: what they choose, and the differences of their seconds, bytes and bytes sent."""
+    found = _plan(first).compare(_plan(second))
+    return Answer(str(found), found.document())
 
 
-def written(option: str, file: Path, text: str) -> str:
+def _plan(text: str) -> TrainingPlan:
+    """A plan of a file. Raises `GraphPPError` for a number that the file does not have."""
+    numbered = re.fullmatch(r"(.+):([0-9]{1,9})", text)
+    file, number = (numbered[1], int(numbered[2])) if numbered and not Path(text).exists() else (text, 1)
+    plans = _plans(Path(file)).plans
+    if not 1 <= number <= len(plans):
+        raise GraphPPError(f"{text}: the file has plans 1 to {len(plans)}")
+    return plans[number - 1]
+
+
+def _plans(file: Path) -> TrainingPlans:
+    from graphpp.cluster_planner.plans.found_plans import TrainingPlans  # loads torch, which help pages need not
+
+    return TrainingPlans.from_json(file)
+
+
+def report(
+    file: Annotated[Path, typer.Argument(help=_FILE_HELP)],
+    output: Annotated[Path, typer.Option(help="The file of the page.")] = Path("report.html"),
+) -> Answer:
+    """Write a page of plans: time against bytes, each plan in full. The page needs no network."""
+    found = _plans(file)
+    note = _written("--output", output, found.to_html())
+    return Answer(str(found.best), {"plans": len(found), "page": str(output)}, notes=[note])
+
+
+def _written(option: str, file: Path, text: str) -> str:
     """Write a file, and say so. Raises `GraphPPError` where it cannot be written."""
     try:
         file.write_text(text, encoding="utf-8")
@@ -103,7 +141,7 @@ def read_machines(text: str) -> Machines:
     """Machines from "<count>x<device>", or from a JSON file of their fields, whose device may be the name of a known one."""
     if not text.endswith(".json"):
         return Machines.read(text)
-    from graphpp.cluster_planner.plans.from_json import document, read
+    from graphpp.from_json import document, read
 
     try:
         given = document(Path(text), "machines")

@@ -23,10 +23,12 @@ from graphpp.cli.schedule_inputs import (
     table_of,
 )
 from graphpp.cli.simulated import facts_of, simulated, spell_counts
-from graphpp.cli.tables import columns
 from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.report.page_html import html
+from graphpp.report.text_table import text_table
 from graphpp.schedules.check.checker import check as check_table
-from graphpp.schedules.draw.pictures import chrome_trace, html, svg
+from graphpp.schedules.draw.chrome_trace import chrome_trace
+from graphpp.schedules.draw.svg import svg
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
@@ -44,6 +46,7 @@ Stages = Annotated[int | None, typer.Option(min=1, help="With how many stages; b
 Microbatches = Annotated[int | None, typer.Option(min=1, help="For how many microbatches.")]
 CostsFile = Annotated[Path | None, typer.Option("--costs", help="Times and bytes of the stages: graphpp.Costs as JSON.")]
 Written = Path | None
+_WIDE = 10_000  # characters: a table is read by people and by scripts, so no cell is cut
 
 
 def add_to(root: typer.Typer) -> None:
@@ -120,7 +123,8 @@ def simulate(
         (str(rank), found.time(found.timeline.busy(rank)), f"{found.timeline.bubble(rank):.1%}", found.size(rank))
         for rank in range(table.ranks)
     ]
-    text = "\n".join([f"{table.name}, {spell_counts(table)}: a step takes {found.makespan}", "", columns(heads, numbers)])
+    ranks_text = text_table(heads, numbers, width=_WIDE, lines=False)
+    text = f"{table.name}, {spell_counts(table)}: a step takes {found.makespan}\n\n{ranks_text}"
     return Answer(text, found.document())
 
 
@@ -143,7 +147,7 @@ def compare(
         table = each.timeline.schedule
         numbers = map(str, (table.ranks, table.stages, table.microbatches))
         rows.append((table.name, *numbers, each.makespan, f"{each.bubble:.1%}", each.peak))
-    lines = [columns(heads, rows, left=("schedule",))]
+    lines = [text_table(heads, rows, left=("schedule",), width=_WIDE, lines=False)]
     lines += [f"{name}: does not fit. {message}" for name, message in refused.items()]
     return Answer("\n".join(lines), {"schedules": [each.document() for each in found], "refused": refused})
 

@@ -6,9 +6,9 @@ with costs in seconds and bytes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
@@ -67,10 +67,8 @@ class Simulated:
 
 def simulated(table: Schedule, costs: Costs | None) -> Simulated:
     """Simulate a step with these costs, or with unit costs. Raises `ScheduleError`."""
-    if costs is None:
-        costs = Costs.unit(table.stages, table.ranks)
-        return Simulated(replace(simulate(table, costs), unit="units"), costs, units=True)
-    return Simulated(simulate(table, costs), costs, units=False)
+    (timeline,) = timelines_of([table], costs)
+    return Simulated(timeline, costs or Costs.unit(table.stages, table.ranks), units=costs is None)
 
 
 def facts_of(table: Schedule) -> dict[str, object]:

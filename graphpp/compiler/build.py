@@ -28,8 +28,8 @@ from graphpp.passes.stage.outline_regions import cost_with_regions
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.program import Buffer, Parameter, PipelineProgram, WovenProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
-from graphpp.schedules.check.memory_cap import check_memory
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
+from graphpp.schedules.check.step_memory import check_memory
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
@@ -69,8 +69,7 @@ class Lowered:
     def replica_facts(self) -> Facts:
         """The lines that ranks which average their gradients must have alike."""
         known = facts.of_replica([self.programs[0].stages[stage] for stage in self.local], self.table)
-        layers = facts.of_layers(self.programs, self.local) if self.programs[0].gathers_layers else Facts({})
-        return Facts({**known.lines, **layers.lines})
+        return known.adding(facts.of_layers(self.programs, self.local)) if self.programs[0].gathers_layers else known
 
 
 def lowered(

@@ -19,24 +19,21 @@ from graphpp._torch.symbols import Values, considering, hint
 from graphpp.capture.outputs import output_shapes
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
-from graphpp.compiler.checks.gathered_experts import check_gathered_experts
+from graphpp.compiler.checks.exchanged_values import check_gathered_experts
 from graphpp.compiler.dumps.dump import Dump
 from graphpp.compiler.held_state import held_by_rank, state_bytes
-from graphpp.compiler.program_variants import ProgramVariant, choices_of, variant_of
+from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_program, variant_of
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.sized_graph import sized_program
 from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import Hook, PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
-from graphpp.planner import offload_policy as offload
-from graphpp.planner.counts import stages_of
-from graphpp.planner.layer_plan import layer_bytes, layer_plan
+from graphpp.planner import offload_windows as offload
 from graphpp.planner.layers import module_calls
 from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.plan import Plan
-from graphpp.planner.shard_plan import ShardPlan
-from graphpp.planner.tables import CheckedTable
+from graphpp.planner.shard_plan import ShardPlan, layer_bytes, layer_plan
+from graphpp.planner.tables import CheckedTable, stages_of
 from graphpp.progress import working
 from graphpp.runtime.offloader import eviction_frees_memory
 from graphpp.runtime.program import Input, PipelineProgram, StageProgram

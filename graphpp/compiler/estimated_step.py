@@ -1,10 +1,7 @@
 """A step of a compiled graph, estimated: its costs, its simulated timeline, and its bytes over time. Nothing runs.
 
-Contract
-    in   the request, a compiled graph, a checked table; costs that were measured, or none
-    out  `EstimatedStep`. Without measured costs the seconds are those of single operations, from their shapes
-         (`passes/graph/op_costs.py`), or as `parallel.node_seconds` says. The bytes are those of the plan
-    Equal arguments give equal results on every rank.
+Contract: without measured costs the seconds are the sums of those of single operations, by their shapes
+(`passes/graph/op_costs.py`) or as `parallel.op_costs` says. The bytes are those of the plan. Equal on every rank.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
     return Facts(lines | {"the schedule": [table.plain.name, *table.text], "the compiled programs": programs})
 
 
-def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
+def of_copies(state: ModelState, shared: Sequence[str]) -> dict[str, list[str]]:
     """Checksums of the tensors of this rank that other ranks hold too: copies of a tied parameter must start equal."""
     sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in shared}
-    return Facts({f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
+    return {f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()}
 
 
 def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:
@@ -50,7 +50,7 @@ def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:
     return Facts({"the gradients of its stages": gradients, "the buffers that it writes": written, "the schedule": table.text})
 
 
-def of_layers(programs: Sequence[PipelineProgram], stages: Sequence[int]) -> Facts:
+def of_layers(programs: Sequence[PipelineProgram], stages: Sequence[int]) -> dict[str, list[str]]:
     """The layers that the programs of these stages gather and reduce, which the ranks that hold shards must have alike.
 
     A microbatch has lines where they differ from those of the microbatch before.
@@ -65,7 +65,7 @@ def of_layers(programs: Sequence[PipelineProgram], stages: Sequence[int]) -> Fac
         "the order in which programs gather and reduce layers, which parallel.keep=0 needs alike (give all ranks of dp_shard "
         "microbatches of one shape, or take keep=1)"
     )
-    return Facts({what: found})
+    return {what: found}
 
 
 def _code(joint: JointGraph) -> list[str]:

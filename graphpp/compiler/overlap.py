@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from graphpp.passes.graph.collectives import group_of, is_collective
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.graph.stage_graphs import PhaseGraph
-from graphpp.passes.overlap.emit_woven import emit_woven
-from graphpp.passes.overlap.weave import WovenGraph, collective_order, weave
+from graphpp.passes.overlap.weave import WovenGraph, collective_order, emit_woven, weave
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.gather_layers import is_gather
 from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, WovenProgram

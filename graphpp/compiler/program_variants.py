@@ -1,4 +1,4 @@
-"""The kinds of stage programs that tables run, and the passes that each kind takes.
+"""The kinds of stage programs that tables run, the passes that each kind takes, and the programs for one set of sizes.
 
 Contract
     in   the request, the captured joint graph, a checked table
@@ -7,8 +7,10 @@ Contract
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from graphpp._torch.symbols import Values
 from graphpp.backends.compilers import workspace_of
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.compiler.request import CompileRequest
@@ -21,6 +23,7 @@ from graphpp.planner.layers import layer_or_call, module_calls
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.fsdp.precision import Precision
+from graphpp.runtime.program import Boundary, PipelineProgram, StageProgram, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,35 @@ def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers
         named = request.model.named_parameters(remove_duplicate=False)
         others = {fqn: group for fqn, each in named if is_spread_over(each, experts.group)}
     return ShardedLayers(sharding.group.group_name, sharding.ranks, dtypes, precision.of_messages, layer_of, others)
+
+
+def sized_program(program: PipelineProgram, values: Values) -> PipelineProgram:
+    """The programs of a graph with symbolic sizes, for the sizes of one microbatch.
+
+    The programs are those of `program`, which are compiled once for all sizes. Boundaries, saved values and bytes are those of
+    the microbatch, and `sizes` has the numbers that the programs are given.
+    """
+    return replace(
+        program,
+        stages=tuple(_stage(stage, values) for stage in program.stages),
+        boundaries=tuple(
+            Boundary(each.stage, _metas(each.forward, values), _metas(each.backward, values)) for each in program.boundaries
+        ),
+        sizes={formula: values(number) for formula, number in program.sizes.items()},
+        values=values,
+    )
+
+
+def _stage(stage: StageProgram, values: Values) -> StageProgram:
+    return replace(
+        stage,
+        programs={phase: replace(item, values=values) for phase, item in stage.programs.items()},
+        saved=_metas(stage.saved, values),
+        saved_memory=_metas(stage.saved_memory, values),
+        kept_memory=_metas(stage.kept_memory, values),
+        unread_memory=_metas(stage.unread_memory, values),
+    )
+
+
+def _metas(metas: Iterable[TensorMeta], values: Values) -> tuple[TensorMeta, ...]:
+    return tuple(meta.at(values) for meta in metas)

@@ -21,10 +21,9 @@ from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.planner.auto_split import CutSearch
-from graphpp.planner.counts import stages_of
 from graphpp.planner.resolve_split import resolve
 from graphpp.planner.segments import Pricing, places, seconds_by_operations, segments_of
-from graphpp.planner.tables import CheckedTable
+from graphpp.planner.tables import CheckedTable, stages_of
 from graphpp.progress import working
 from graphpp.runtime.program import StageProgram
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes

@@ -1,24 +1,22 @@
-"""Time stage programs on this device without a pipeline: each distinct program alone, with made-up values for its inputs.
+"""Time stage programs on this device without a pipeline, for `split="auto"`: each distinct program alone, on made-up inputs.
 
 Contract
     in   programs and their graphs; the device, the ranks that time together, the cache, and an estimate
-    out  the seconds of each program, equal on all of these ranks
+    out  the seconds of each program as an action of a step (`timing/trials.py`), equal on all of these ranks
     Programs with the same operations on inputs of the same layout are timed once: 32 equal layers cost as much time as one.
-    All ranks time the same program at the same time, since they share the memory of their machine in a step too. The seconds
-    of a program are the mean over the ranks of each rank's median.
-    They are the seconds of an action of a step, with the runner's part (`timing/trials.py`).
-    Seconds that the cache of the first rank has are not measured again. A key of the cache names the program, the device, the
-    numbers of threads and of ranks, torch's version, and its settings of precision and determinism.
+    All ranks time the same program at once, since they share the memory of their machine in a step too; the seconds are the
+    mean over the ranks of each rank's median. Seconds in the first rank's cache are not measured again: a key names the
+    program, the device, the numbers of threads and ranks, torch's version, and its precision and determinism.
 
-Where sizes depend on data, or a program raises with made-up values (`timing/trials.py`), the estimate counts for all programs,
-and a line of the log says so. Where the programs have collectives, the error is raised instead, and ends the call on all ranks.
+Where sizes depend on data, or a program raises on made-up values, the estimate counts for all programs, and the log says so.
+Where the programs have collectives, the error is raised instead, and ends the call on all ranks.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
@@ -35,11 +33,9 @@ from graphpp.compiler.timing.trials import apart, medians, warmed_up
 from graphpp.errors import MismatchError
 from graphpp.parallel.agreement import Agreement
 from graphpp.passes.graph.collectives import is_collective
-from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.provenance import ProgramGraphs
-from graphpp.passes.stage.outline_regions import graph_key
+from graphpp.passes.stage.region_key import graph_key
 from graphpp.planner.segments import ProgramSeconds
-from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.program import Gradient, Phase, PipelineProgram, Program
 from graphpp.runtime.randomness import dropout_mask, seeded
 
@@ -54,53 +50,52 @@ _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 10.0, 5, 25  # all programs are timed fo
 class Stopwatch:
     """Where programs are timed. `agreement`: of the ranks that time together, which all call it with the same programs.
 
-    `cache`: None for programs that call compiled regions, whose names say nothing of the compiler.
-    `estimate` gives the seconds of programs that cannot be timed. `kernel` multiplies the gradients of fused programs.
+    `estimate` gives the seconds of programs that cannot be timed.
     """
 
     device: torch.device
     agreement: Agreement
-    cache: DiskCache | None
+    cache: DiskCache
     estimate: Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]
-    kernel: MatmulKernel | None = None
 
     def __call__(self, lowered: PipelineProgram, sources: ProgramGraphs) -> ProgramSeconds:
         """The seconds of all programs. Raises `MismatchError` where the ranks have different numbers of programs."""
         places: dict[str, list[tuple[int, Phase]]] = {}
-        items: dict[str, Program] = {}
+        items: dict[str, tuple[Program, fx.Graph]] = {}
         for stage in lowered.stages:
             for phase, item in stage.programs.items():
-                key = _key(item, sources)
+                graph = sources.of(item).graph
+                key = _key(item, graph)
                 places.setdefault(key, []).append((stage.index, phase))
-                items.setdefault(key, item)
+                items.setdefault(key, (item, graph))
         if not self.agreement.same(str(len(items)).encode()):
             raise MismatchError("the ranks have different numbers of programs to time: compile the same model on all of them")
-        if any(_depends_on_data(sources.of(item).graph) for item in items.values()):
+        if any(has_unknown_size(node.meta["val"]) for _, graph in items.values() for node in graph.nodes if "val" in node.meta):
             _LOG.warning("layers are not timed but estimated: sizes of the graph depend on data")
             return self.estimate(lowered, sources)
         with apart(self.device):
-            seconds = self._seconds(items, sources)
+            seconds = self._seconds(items)
         if seconds is None:
             return self.estimate(lowered, sources)
         return {place: each for key, each in zip(items, seconds, strict=True) for place in places[key]}
 
-    def _seconds(self, items: dict[str, Program], sources: ProgramGraphs) -> list[float] | None:
+    def _seconds(self, items: dict[str, tuple[Program, fx.Graph]]) -> list[float] | None:
         """The seconds of each item, from the cache or measured; None where a program raises."""
         names = [self._name(key) for key in items]
-        known = json.loads(self.agreement.from_first(lambda: json.dumps(self._kept(names)).encode()))
+        known = json.loads(self.agreement.from_first(lambda: json.dumps(self._cached(names)).encode()))
         new = [at for at, seconds in enumerate(known) if seconds is None]
         programs = list(items.values())
-        measured = self._measured([(programs[at], sources.of(programs[at]).graph) for at in new])
+        measured = self._measured([programs[at] for at in new])
         if measured is None:
             return None
         for at, seconds in zip(new, measured, strict=True):
             known[at] = seconds
-        if new and self.cache is not None:
+        if new:
             self.cache.write(_TABLE, {names[at]: repr(known[at]) for at in new})
         return list(map(float, known))
 
-    def _kept(self, names: Iterable[str]) -> list[float | None]:
-        table = self.cache.read(_TABLE) if self.cache is not None else {}
+    def _cached(self, names: Sequence[str]) -> list[float | None]:
+        table = self.cache.read(_TABLE)
         return [_seconds_in(table.get(name)) for name in names]
 
     def _name(self, key: str) -> str:
@@ -116,7 +111,7 @@ class Stopwatch:
         if not items:
             return []
         together = any(is_collective(node) for _, graph in items for node in graph.nodes)
-        trials = self._on_all_ranks(lambda: warmed_up(items, self.device, self.kernel), together)
+        trials = self._on_all_ranks(lambda: warmed_up(items, self.device), together)
         if trials is None:
             return None
         once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials), together)
@@ -162,13 +157,11 @@ def _settings() -> str:
     return f"precision {precision}, deterministic {exact}, benchmark {backends.cudnn.benchmark}"
 
 
-def _key(item: Program, sources: ProgramGraphs) -> str:
+def _key(item: Program, graph: fx.Graph) -> str:
     """A name of a program's operations and input layouts, and of the results that are gradients, which are added up."""
     gradients = [index for index, role in enumerate(item.outputs) if isinstance(role, Gradient)]
-    graph = sources.of(item).graph
-    regions = [node.target.region.key for node in graph.nodes if isinstance(node.target, RegionCall)]
     sizes = [hint(size) for node in graph.find_nodes(op="placeholder") for size in _symbolic_sizes(node.meta["val"])]
-    return f"{graph_key(graph, _without_number)} {gradients} {item.fused} {regions} {sizes}"
+    return f"{graph_key(graph, _without_number)} {gradients} {item.fused} {sizes}"
 
 
 def _without_number(node: fx.Node) -> Sequence[Any]:
@@ -180,7 +173,3 @@ def _symbolic_sizes(value: Any) -> list[Any]:
     """The sizes and strides of an input, or the input that is a size itself, if they are symbolic."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     return [size for size in sizes if isinstance(size, SYMBOLIC)]
-
-
-def _depends_on_data(graph: fx.Graph) -> bool:
-    return any(has_unknown_size(node.meta["val"]) for node in graph.nodes if "val" in node.meta)

@@ -1,6 +1,6 @@
 """`memory.offload`: which saved values wait for their backward in the host's memory.
 
-Contract: the option is data. `planner/offload_policy.py` finds the values of a schedule that it means.
+Contract: the option is data. `planner/offload_windows.py` finds the values of a schedule that it means.
 """
 
 from __future__ import annotations

@@ -19,12 +19,18 @@ from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
 from graphpp.options.memory import Memory, MemoryLike, read_memory
 from graphpp.options.option import Group, Option, reader_of
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
-from graphpp.options.schedule import describe_schedule
 from graphpp.options.split import Split
 from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike, load_schedule
 from graphpp.schedules.table.schedule import Schedule
 
 _MICROBATCHES = positive_up_to(16)
+
+
+def _describe_schedule(schedule: Schedule | str | ScheduleFunction) -> list[str]:
+    """The schedule as text that is the same on every rank: a name, all rows of a table, the name of a function."""
+    if isinstance(schedule, Schedule | str):
+        return str(schedule).splitlines()
+    return [f"the function {getattr(schedule, '__qualname__', type(schedule).__name__)}"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Options(Group):
     schedule: Option[ScheduleLike, Schedule | str | ScheduleFunction] = Option(
         "auto",
         read=load_schedule,
-        describe=describe_schedule,
+        describe=_describe_schedule,
         takes="a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages, "
         "microbatches) -> table",
         about='The order in which a rank runs its stages and microbatches. "auto": a plain loop in one process, 1F1B for one '

@@ -11,12 +11,11 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Set
-from functools import partial
+from collections.abc import Mapping, Sequence, Set
 
 from graphpp.options.options import Options
 from graphpp.ownership.ownership import Ownership
-from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
@@ -41,12 +40,13 @@ class InitialValues:
     def compare_shared_layers(self, pipeline: Agreement) -> None:
         """Compare with the ranks along `tp`. Called by all ranks of a pipeline, whose `Agreement` this is."""
         if self._along_layers.several and not self.known:
-            pipeline.together(lambda: self._along_layers.compare(self._of_shared_layers()), _nothing)
+            with Round(self._along_layers, pipeline) as r:
+                r.compare(self._of_shared_layers())
 
-    def of_replica(self) -> Facts:
+    def of_replica(self) -> Mapping[str, Sequence[str]]:
         """The lines that all replicas must have alike."""
         if self.known or not self._replicas.several:
-            return Facts({})
+            return {}
         return self._of_tensors() if self._broadcasts else self._checksums(self._ownership.local - self._ownership.experts)
 
     @property
@@ -63,19 +63,15 @@ class InitialValues:
 
     def finish(self, pipeline: Agreement) -> None:
         """Compare experts with the replicas that have the same ones. Called by all replicas, on all ranks of each pipeline."""
-        along = self._along_experts
-        if along is not None and not self.known:
-            compare = partial(self._replicas.together, lambda: along.compare(self._of_experts()), _nothing)
-            pipeline.together(compare, _nothing)
+        if self._along_experts is not None and not self.known:
+            with Round(self._along_experts, self._replicas, pipeline) as r:
+                r.compare(Facts(self._checksums(self._ownership.experts)))
         self.known = True
 
-    def _of_tensors(self) -> Facts:
+    def _of_tensors(self) -> Mapping[str, Sequence[str]]:
         tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
         lines = [f"{fqn}: {list(each.shape)} {each.dtype}" for fqn, each in tensors.items()]
-        return Facts({"the tensors of its stages": lines})
-
-    def _of_experts(self) -> Facts:
-        return self._checksums(self._ownership.experts)
+        return {"the tensors of its stages": lines}
 
     def _of_shared_layers(self) -> Facts:
         advice = (
@@ -84,9 +80,9 @@ class InitialValues:
         )
         tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
         whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tp_group)}
-        return _lines({fqn: checksum(local_tensor(each)) for fqn, each in whole.items()}, advice)
+        return Facts(_lines({fqn: checksum(local_tensor(each)) for fqn, each in whole.items()}, advice))
 
-    def _checksums(self, fqns: Set[str]) -> Facts:
+    def _checksums(self, fqns: Set[str]) -> Mapping[str, Sequence[str]]:
         spread = self._place.experts is not None
         experts = "; an expert, of which each rank along ep has another, is a DTensor over ep" if spread else ""
         advice = f"with which replicas must begin alike (seed all ranks alike, or load one state dict on all{experts})"
@@ -95,10 +91,5 @@ class InitialValues:
         return _lines(own, advice)
 
 
-def _lines(sums: dict[str, int], advice: str) -> Facts:
-    return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
-
-
-def _nothing(_: object) -> Facts:
-    """The facts of work whose results ranks need not compare."""
-    return Facts({})
+def _lines(sums: dict[str, int], advice: str) -> Mapping[str, Sequence[str]]:
+    return {f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()}

@@ -5,8 +5,8 @@ ranks that run different messages or collectives would hang.
 
 Contract
 --------
-- Every rank of the group calls `Agreement.together`. It returns on all of them or raises on all of them: a rank whose own work
-  failed raises its own error, every other rank raises `MismatchError`, which names the rank that differs and the difference.
+- The ranks of one or several groups enter a `Round` and leave it together, or all raise: a rank whose own work failed in the
+  body raises its own error, every other rank raises `MismatchError`, which names the rank that differs and the difference.
 - If all ranks agree, they exchange one all-reduce: a digest of their facts, a checksum of the tensors that they were given, and
   the complements of both. Where these differ, one rank of each kind sends its text, of the kinds that failed and then of the
   most frequent ones, at most `_KINDS`.
@@ -17,12 +17,13 @@ Contract
 
 from __future__ import annotations
 
-import contextlib
 import json
+import secrets
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from graphpp.parallel.facts import Facts, failure_in, hashed
 from graphpp.parallel.groups import has_gloo
 from graphpp.parallel.transport import transport_of
 
-T = TypeVar("T")
+Lines = Mapping[str, Sequence[str]]  # the text of facts by name
 
 _MADE = b"\0"  # stands before bytes that the first rank has made; an error's text stands without
 _LONG = 240  # characters of a line that an error shows
@@ -68,24 +69,6 @@ class Agreement:
         """Whether the group has more than one rank."""
         return self._group is not None
 
-    def together(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> T:
-        """Do `work`, compare the facts of its result over all ranks, return the result.
-
-        Raises the error of this rank's own `work`, or `MismatchError` if another rank failed or differs.
-        """
-        return work() if self._group is None else self.together_or_lacking(work, facts)[0]
-
-    def together_or_lacking(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> tuple[T, bool]:
-        """As `together`; also whether a rank lacks a tensor of its facts' checksums."""
-        try:
-            result = work()
-            about = facts(result)
-        except Exception as error:
-            with contextlib.suppress(MismatchError):  # the other ranks learn of the failure; this rank raises its own error
-                self.compare(Facts.of_failure(error))
-            raise
-        return result, self.compare(about)
-
     def compare(self, facts: Facts) -> bool:
         """Whether a rank lacks a tensor of its facts' checksums. Raises `MismatchError` on every rank if the facts differ."""
         if self._group is None:
@@ -98,9 +81,9 @@ class Agreement:
         most, least, lacking = found[:3], found[3:6], found[6]
         same = [high == ~low for high, low in zip(most, least, strict=True)]  # the complement of the least value is largest
         if not (same[0] and same[1] and (same[2] or most[2] == least[2] == _LEAST)):
-            by_rank = self._of_each_kind(facts)
-            self.refuse_differences(by_rank)
-            self._refuse_other_calls(by_rank)
+            kinds = self._of_each_kind(facts)
+            refuse_differences(kinds)
+            _refuse_other_calls(kinds)
         return bool(lacking)
 
     def same(self, content: bytes) -> bool:
@@ -115,23 +98,9 @@ class Agreement:
             return list(mine)
         return transport_of(self._group, self.device).largest(mine)
 
-    def refuse_differences(self, by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
-        """Raise `MismatchError` if the lines of ranks differ, which all ranks know; `by_rank`: by the number in the group."""
-        world = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
-        _refuse({self._described(world[rank]): lines for rank, lines in by_rank.items()})
-
-    def _refuse_other_calls(self, by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
-        """Raise `MismatchError` if a rank has no name of a fact in common with the first rank: it is in another call."""
-        world = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
-        first, *others = sorted(by_rank)
-        for rank in others:
-            mine, theirs = by_rank[first].keys(), by_rank[rank].keys()
-            if mine and theirs and not mine & theirs:
-                raise MismatchError(
-                    "the ranks do not agree, so nothing was run:\n"
-                    f"  {self._described(world[first])} compares {_few(mine)} with the others, {self._described(world[rank])} "
-                    f"{_few(theirs)}: call the same functions on all ranks, with mesh= on all of them or on none"
-                )
+    def name_of(self, rank: int) -> str:
+        """A rank of the group in an error."""
+        return self._described(rank if self._group is None else dist.get_global_rank(self._group, rank))
 
     def message(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.P2POp:
         """A send or receive for `batch_isend_irecv`; `peer`: a rank of the group."""
@@ -139,7 +108,12 @@ class Agreement:
 
     def of_all(self, mine: torch.Tensor) -> torch.Tensor:
         """The small tensors of all ranks, of one shape, in order of rank, [ranks, ..] on the CPU."""
-        return torch.stack(self._gather(mine)) if self._group is not None else mine[None]
+        if self._group is None:
+            return mine[None]
+        sent = mine.to(self.device)
+        received = [torch.empty_like(sent) for _ in range(self.ranks)]
+        dist.all_gather(received, sent, group=self._group)
+        return torch.stack(received).cpu()
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
         """The result of `make` on the first rank, which alone calls it, on every rank. Called by all ranks.
@@ -148,9 +122,8 @@ class Agreement:
         """
         if self._group is None:
             return make()
-        failure: Exception | None = None
-        content = b""
-        if dist.get_rank(self._group) == 0:
+        failure, content = None, b""
+        if self.rank == 0:
             try:
                 content = _MADE + make()
             except Exception as error:
@@ -159,7 +132,7 @@ class Agreement:
         if failure is not None:
             raise failure
         if not content.startswith(_MADE):
-            raise _others_failed({self._described(dist.get_global_rank(self._group, 0)): content.decode()})
+            raise _others_failed({self.name_of(0): content.decode()})
         return content.removeprefix(_MADE)
 
     def _broadcast(self, content: bytes, source: int = 0) -> bytes:
@@ -177,33 +150,58 @@ class Agreement:
 
     def shared_name(self) -> str:
         """A random name, the same on every rank of the group; empty for one process."""
-        if self._group is None:
-            return ""
-        drawn = torch.randint(2**62, (1,), generator=_fresh_generator(), device="cpu")
-        return f"{int(self._gather(drawn)[0]):x}"
+        return self.from_first(secrets.token_bytes)[:8].hex() if self.several else ""
 
-    def _of_each_kind(self, facts: Facts) -> dict[int, Mapping[str, Sequence[str]]]:
-        """The facts of every rank by its number in the group; ranks of the least frequent kinds are left out."""
+    def _of_each_kind(self, facts: Facts) -> dict[str, Lines]:
+        """The lines of every rank by its name; ranks of the least frequent kinds are left out."""
         text = json.dumps(facts.all_lines).encode()
         mine = bytearray(bytes([facts.failed]) + hashed(text))
-        digests = [bytes(each.tolist()) for each in self._gather(torch.frombuffer(mine, dtype=torch.uint8))]
+        digests = [bytes(row) for row in self.of_all(torch.frombuffer(mine, dtype=torch.uint8)).tolist()]
         frequent = sorted(Counter(digests).items(), key=lambda kind: (-kind[0][0], -kind[1], digests.index(kind[0])))
         sent = {kind: self._broadcast(text, digests.index(kind)) for kind, _ in frequent[:_KINDS]}
-        return {rank: json.loads(sent[digest]) for rank, digest in enumerate(digests) if digest in sent}
+        return {self.name_of(rank): json.loads(sent[digest]) for rank, digest in enumerate(digests) if digest in sent}
 
-    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """This small tensor of every rank, in order of rank, on the CPU."""
-        assert self._group is not None
-        sent = mine.to(self.device)
-        received = [torch.empty_like(sent) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(received, sent, group=self._group)
-        return [each.cpu() for each in received]
+
+class Round:
+    """One exchange of ranks: a `with` statement that all ranks of some groups enter, and leave together or with an error each.
+
+    with Round(pipeline, replicas) as r:
+        made = lower(...)  # an error here raises on this rank, and `MismatchError` on all others
+        r.compare(made.facts)
+
+    The groups are asked one after the other when the body ends, and learn what failed in the groups before. `lacking`:
+    afterwards, whether a rank lacks a tensor of the checksums.
+    """
+
+    def __init__(self, *groups: Agreement) -> None:
+        self._groups = groups
+        self._facts: tuple[Facts, ...] = ()
+        self.lacking = False
+
+    def compare(self, *facts: Facts) -> None:
+        """Compare facts in each group at the end of the body; groups without facts only tell each other of failures."""
+        self._facts = facts
+
+    def __enter__(self) -> Round:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Ask each group. Raises `MismatchError` where ranks differ or another rank failed."""
+        if error is not None and not isinstance(error, Exception):
+            return  # the user has interrupted this rank
+        differs: Exception | None = None
+        for group, facts in zip(self._groups, (*self._facts, *[Facts()] * len(self._groups)), strict=False):
+            failure = error or differs
+            try:
+                self.lacking |= group.compare(facts if failure is None else Facts.of_failure(failure))
+            except Exception as found:  # the next groups learn of it; this rank raises its own error, else the first one
+                differs = differs or found
+        if error is None and differs is not None:
+            raise differs
 
 
 def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable[[dist.ProcessGroup], Agreement]) -> None:
-    """Compare the collectives of a step with the other ranks of each process group.
-
-    `lines`: in order, by the group's name. `agreement`: among the ranks of a group.
+    """Compare the collectives of a step, `lines` in order by the group's name, with the other ranks of each process group.
 
     Raises `MismatchError` if ranks would run other collectives, or in another order: they would hang in the step.
     """
@@ -212,24 +210,28 @@ def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable
         agreement(group_named(name)).compare(facts)
 
 
-def _fresh_generator() -> torch.Generator:
-    """A generator of its own, so that the user's generator does not advance."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
-
-
-def _refuse(by_rank: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+def refuse_differences(by_rank: Mapping[str, Lines]) -> None:
     """Raise `MismatchError` with the ranks that failed; else with those that differ from the majority. Ranks: as in errors."""
-    errors = ((rank, failure_in(each)) for rank, each in by_rank.items())
-    failures = {rank: error for rank, error in errors if error is not None}
+    failures = {rank: error for rank, lines in by_rank.items() if (error := failure_in(lines)) is not None}
     if failures:
         raise _others_failed(failures)
-    names = dict.fromkeys(name for each in by_rank.values() for name in each)
-    values = {name: {rank: each[name] for rank, each in by_rank.items() if name in each} for name in names}
+    names = dict.fromkeys(name for lines in by_rank.values() for name in lines)
+    values = {name: {rank: lines[name] for rank, lines in by_rank.items() if name in lines} for name in names}
     faults = [line for name in names for line in _differences(name, values[name])]
     if faults:
         raise MismatchError("the ranks do not agree, so nothing was run:\n" + "\n".join(f"  {line}" for line in faults))
+
+
+def _refuse_other_calls(by_rank: Mapping[str, Lines]) -> None:
+    """Raise `MismatchError` if a rank has no name of a fact in common with the first rank: it is in another call."""
+    (first, mine), *others = by_rank.items()
+    for rank, theirs in others:
+        if mine and theirs and not mine.keys() & theirs.keys():
+            raise MismatchError(
+                "the ranks do not agree, so nothing was run:\n"
+                f"  {first} compares {_few(mine)} with the others, {rank} {_few(theirs)}: call the same functions on all "
+                "ranks, with mesh= on all of them or on none"
+            )
 
 
 def _others_failed(errors: Mapping[str, str]) -> MismatchError:

@@ -7,11 +7,9 @@ that a rank does not have is not compared on that rank.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 _ERROR = "error"
 _DIGEST_BYTES = 16
@@ -22,10 +20,12 @@ class Facts:
     """A description of the next thing that a rank does: name -> lines of text.
 
     `sums`: checksums of tensors that all ranks must have alike, by name; None for a tensor that this rank was not given.
+    `base`: facts that are also part of the description, with a digest that is known already.
     """
 
-    lines: Mapping[str, Sequence[str]]
+    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sums: Mapping[str, int | None] = field(default_factory=dict)
+    base: Facts | None = None
 
     @classmethod
     def of_failure(cls, error: BaseException) -> Facts:
@@ -37,27 +37,15 @@ class Facts:
         """Whether these are the facts of a rank whose own work failed."""
         return _ERROR in self.lines
 
-    def adding(self, lines: Mapping[str, Sequence[str]]) -> Facts:
-        """The facts with more lines under other names; the text and the digest of the facts so far are reused."""
-        return _More(self.lines, self.sums, base=self, more=Facts(lines))
-
-    def joined(self, other: Facts) -> Facts:
-        """The lines and checksums of both; under a name of both, the lines of `other`."""
-        return Facts({**json.loads(self.text), **json.loads(other.text)}, {**self.sums, **other.sums})
-
-    def with_sums(self, sums: Mapping[str, int | None]) -> Facts:
-        """The same lines, with other checksums."""
-        return replace(self, sums=sums)
-
-    @cached_property
-    def text(self) -> str:
-        """The lines as JSON."""
-        return json.dumps({name: list(lines) for name, lines in self.lines.items()})
+    def adding(self, lines: Mapping[str, Sequence[str]], sums: Mapping[str, int | None] | None = None) -> Facts:
+        """The facts with more lines and checksums; under a name of both, the new ones."""
+        return Facts(lines, {**self.sums, **(sums or {})}, self)
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of the text, 16 bytes: equal if the texts are equal."""
-        return hashed(self.text.encode())
+        """A hash of all lines, 16 bytes, equal on ranks that have made equal facts in the same way."""
+        below = b"" if self.base is None else self.base.digest
+        return hashed(below + repr([(name, *lines) for name, lines in self.lines.items()]).encode())
 
     @property
     def lacking(self) -> bool:
@@ -72,29 +60,11 @@ class Facts:
         return int.from_bytes(hashed(repr(sorted(self.sums.items())).encode())[:8], signed=True)
 
     @property
-    def all_lines(self) -> Any:
+    def all_lines(self) -> dict[str, list[str]]:
         """The lines, and a line for each checksum."""
+        below = {} if self.base is None else self.base.all_lines
         sums = {f"the values of {name}": [f"checksum {total}"] for name, total in self.sums.items() if total is not None}
-        return json.loads(self.text) | sums
-
-
-@dataclass(frozen=True, kw_only=True)
-class _More(Facts):
-    """Facts with more facts added."""
-
-    base: Facts
-    more: Facts
-
-    @cached_property
-    def text(self) -> str:
-        """All facts as JSON."""
-        return json.dumps({**json.loads(self.base.text), **json.loads(self.more.text)})
-
-    @cached_property
-    def digest(self) -> bytes:
-        """A hash of the base's digest and the added text, 16 bytes."""
-        added = {name: list(lines) for name, lines in self.more.lines.items()}
-        return hashed(self.base.digest + repr(added).encode())  # made in less time than JSON
+        return {**below, **{name: list(lines) for name, lines in self.lines.items()}, **sums}
 
 
 def hashed(content: bytes) -> bytes:

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
-from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.mesh import all_ranks, described, dimensions, pipeline_size, place_in, shard_size
@@ -130,7 +130,8 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
     if mesh.get_coordinate() is None:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the mesh: call compile on the ranks of the mesh only")
 
-    def checked() -> torch.device:
+    everyone, agreed_on = all_ranks(mesh), torch.device(mesh.device_type)
+    with FailureBoard((everyone,), "mesh").watching(), Round(Agreement(everyone, agreed_on)) as r:
         dimensions(mesh)
         found = usable_device(device if device is not None else _default_device(model, mesh.device_type))
         if found.type != mesh.device_type:
@@ -138,12 +139,7 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
                 f"mesh: its ranks exchange tensors on {mesh.device_type}, but this rank runs on {found}: make the mesh for "
                 f"{found.type}, or give parallel=graphpp.Parallel(device=...)"
             )
-        return found
-
-    everyone = all_ranks(mesh)
-    with FailureBoard((everyone,), "mesh").watching():
-        agreement = Agreement(everyone, torch.device(mesh.device_type))
-        found = agreement.together(checked, lambda _: Facts({"mesh=": [described(mesh)]}))
+        r.compare(Facts({"mesh=": [described(mesh)]}))
     return place_in(mesh, everyone, found, least_shards)
 
 

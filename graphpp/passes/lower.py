@@ -1,8 +1,8 @@
 """The recipe: the ordered list of passes that turns a joint graph into stage programs.
 
 Read `lower` from top to bottom and you know the compiler. Every pass runs through `_Passes.run`, which verifies a joint graph
-after the pass and calls one hook with the result: dumps and timing hang there and nowhere else. The names given to the hook
-are the names that dumps print.
+after the pass and calls one hook with the result: dumps and timing hang there and nowhere else. Dumps print the names of the
+functions.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
 from graphpp.passes.joint.delay_gradient_sums import delay_gradient_sums
-from graphpp.passes.joint.key_random_ops import key_random_ops
+from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.merge_views import merge_views
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.joint.snapshot_buffers import snapshot_buffers
@@ -35,6 +35,7 @@ from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_
 from graphpp.passes.stage.split_weight_grad import never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
 
+P = ParamSpec("P")
 T = TypeVar("T", JointGraph, StagedGraphs, PipelineProgram)
 
 
@@ -98,17 +99,17 @@ def assigned(
 ) -> JointGraph:
     """The first half of `lower`: every node has its stage. Changes `joint` in place."""
     passes = _Passes(hook)
-    joint = passes.run("clean_up", lambda: clean_up(joint))
-    joint = passes.run("snapshot", lambda: snapshot_buffers(joint))
-    joint = passes.run("randomize", lambda: key_random_ops(joint))
-    joint = passes.run("assign", lambda: assign_stages(joint, starts))
-    joint = passes.run("merge_views", lambda: merge_views(joint))
-    joint = passes.run("relax_views", lambda: relax_views(joint))
-    joint = passes.run("accumulate", lambda: split_tied_gradients(joint))
+    joint = passes.run(clean_up, joint)
+    joint = passes.run(snapshot_buffers, joint)
+    joint = passes.run(key_random_ops, joint)
+    joint = passes.run(assign_stages, joint, starts)
+    joint = passes.run(merge_views, joint)
+    joint = passes.run(relax_views, joint)
+    joint = passes.run(split_tied_gradients, joint)
     if options.shared_by is not None and options.layers is None:
-        joint = passes.run("delay_sums", lambda: delay_gradient_sums(joint, str(options.shared_by)))
+        joint = passes.run(delay_gradient_sums, joint, options.shared_by)
     if options.hoist_per_step or options.layers is not None:
-        joint = passes.run("find_prepared", lambda: find_step_invariants(joint))
+        joint = passes.run(find_step_invariants, joint)
     return joint
 
 
@@ -120,7 +121,7 @@ def lower_assigned(
     One captured graph is lowered several times with different options: only this half runs again.
     """
     joint, staged = staged_graphs(joint, stages, hook, options)
-    return _Passes(hook).run("emit", lambda: emit(joint, staged))
+    return _Passes(hook).run(emit, joint, staged)
 
 
 def staged_graphs(
@@ -129,21 +130,21 @@ def staged_graphs(
     """The phase graphs of the stages, before programs are emitted, and the joint graph that was cut; `joint` is not changed."""
     passes, region_of, budget, layers = _Passes(hook), options.region_of, options.recompute_budget, options.layers
     if region_of is not None and joint.training:
-        joint = passes.run("recompute", lambda: recompute_regions(joint.copy(), region_of, options.may_recompute))
+        joint = passes.run(recompute_regions, joint.copy(), region_of, options.may_recompute)
     if budget is not None and joint.training:
-        joint = passes.run("rematerialize", lambda: _rematerialized(joint.copy(), stages, budget))
+        joint = passes.run(_rematerialize, joint.copy(), stages, budget)
     if has_numbers_of_data(joint):
-        joint = passes.run("carry_numbers", lambda: carry_numbers(joint.copy()))
-    staged = passes.run("cut", lambda: cut_stages(joint, stages))
+        joint = passes.run(carry_numbers, joint.copy())
+    staged = passes.run(cut_stages, joint, stages)
     if options.hoist_per_step:
-        staged = passes.run("prepare", lambda: hoist_per_step(joint, staged, follows_parameters(joint) if layers else ()))
+        staged = passes.run(hoist_per_step, joint, staged, follows_parameters(joint) if layers else ())
     if options.split_backward and joint.training:
         may_recompute = options.weight_grad_may_recompute if layers is None else _with_step_invariants(options)
-        staged = passes.run("split_weight_grad", lambda: split_weight_grad(joint, staged, may_recompute))
+        staged = passes.run(split_weight_grad, joint, staged, may_recompute)
     if options.fuse_grad_accumulation and joint.training:
-        staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged, options.product_workspace))
+        staged = passes.run(fuse_grad_accumulation, staged, options.product_workspace)
     if layers is not None:
-        staged = passes.run("gather_layers", lambda: gather_layers(staged, layers))
+        staged = passes.run(gather_layers, staged, layers)
     return joint, staged
 
 
@@ -155,7 +156,7 @@ def _with_step_invariants(options: LoweringOptions) -> MayRecompute:
     return lambda node: bool(node.meta.get("step_invariant")) or options.weight_grad_may_recompute(node)
 
 
-def _rematerialized(joint: JointGraph, stages: int, budget: RecomputeBudget) -> JointGraph:
+def _rematerialize(joint: JointGraph, stages: int, budget: RecomputeBudget) -> JointGraph:
     return rematerialize(joint, choose_recomputed(joint, stages, budget))
 
 
@@ -163,11 +164,11 @@ def _rematerialized(joint: JointGraph, stages: int, budget: RecomputeBudget) -> 
 class _Passes:
     hook: Hook
 
-    def run(self, name: str, step: Callable[[], T]) -> T:
+    def run(self, step: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         began = time.perf_counter()
-        result = step()
+        result = step(*args, **options)
         if isinstance(result, JointGraph):
             result.module.recompile()
             verify_joint_graph(result)
-        self.hook(PassResult(name, time.perf_counter() - began, result))
+        self.hook(PassResult(step.__name__.removeprefix("_"), time.perf_counter() - began, result))
         return result

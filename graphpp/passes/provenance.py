@@ -1,9 +1,8 @@
 """Provenance: the phase graph from which each program was emitted.
 
 Contract: `ProgramGraphs.hook()` watches one run of the recipe and records, for each program of every stage, the last phase
-graph before `emit`. Compiled regions, woven programs and CUDA graphs start from these graphs. A program is known by the
-identity of its function, which programs for other sizes share: the record holds the program, so that no other object takes
-the `id`.
+graph before `emit`. Compiled regions, woven programs and CUDA graphs start from these graphs. A program is known by the `id` of
+its function, which programs for other sizes share: the record holds the program, so that no other object takes the `id`.
 """
 
 from __future__ import annotations
@@ -35,14 +34,11 @@ class ProgramGraphs:
             if isinstance(passed.result, StagedGraphs):
                 staged.append(passed.result)
             elif isinstance(passed.result, PipelineProgram):
-                self._add_all(staged[-1], passed.result)
+                for stage in passed.result.stages:
+                    for phase, item in stage.programs.items():
+                        self.add(item, staged[-1].graphs[F if phase is Phase.EVALUATE else phase, stage.index])
 
         return hook
-
-    def _add_all(self, staged: StagedGraphs, emitted: PipelineProgram) -> None:
-        for stage in emitted.stages:
-            for phase, item in stage.programs.items():
-                self.add(item, staged.graphs[F if phase is Phase.EVALUATE else phase, stage.index])
 
     def add(self, item: Program, graph: PhaseGraph) -> None:
         """Record the phase graph of a program."""

@@ -23,43 +23,42 @@ import torch.distributed as dist
 
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
-from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
-from graphpp.options.options import Options
 from graphpp.ownership.initial_values import InitialValues
-from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.groups import Timeouts, gloo_twin
 from graphpp.parallel.lost_rank import FailureBoard
-from graphpp.parallel.rank_place import RankPlace
+from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
-from graphpp.pipeline.step_call import StepCall
+from graphpp.pipeline.read_batch import Batch, BatchReader
 from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder
 
 T = TypeVar("T")
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
-MakeParts = Callable[[], list[FlatMicrobatch]]
 
 
 class Calls:
     """The calls of one pipeline on this rank."""
 
     def __init__(
-        self, options: Options, place: RankPlace, agreement: Agreement, cache: GraphCache, state: ModelState
+        self, request: CompileRequest, agreement: Agreement, cache: GraphCache, state: ModelState, reader: BatchReader
     ) -> None:
-        self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
+        place, options = request.place, request.options
+        self._options, self._place, self._agreement, self._cache = options, place, agreement, cache
+        self._state, self._reader = state, reader
         self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.cp_ep_group)
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
         self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described)
         self._every = options.parallel.check_data if agreement.several else 0
-        parallel = options.parallel
-        self._timeouts = Timeouts(place.groups, parallel.timeout, parallel.start_timeout)
+        self._timeouts = Timeouts(place.groups, options.parallel.timeout, options.parallel.start_timeout)
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
@@ -68,6 +67,8 @@ class Calls:
         self.last: PreparedStep | None = None
         self.steps = 0  # training calls that have ended
         self.saving: str | None = None
+
+    # --------------------------------------------------------------------------------------- contexts of all ranks
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -79,24 +80,6 @@ class Calls:
         with self._board.watching(), torch.inference_mode(False):
             yield
 
-    def agreed(self, call: str, read: Callable[[], tuple[T, RankGradients]]) -> tuple[T, RankGradients]:
-        """The arguments of a call, and the gradients with the codes of all ranks, if all ranks make this call.
-
-        `read` reads this rank's arguments and gradients. Ranks exchange codes only if a rank's own have changed since the call
-        before. Raises the error of this rank's `read`, and `MismatchError` where another rank failed or differs.
-        """
-
-        def facts_of(made: tuple[T, RankGradients]) -> Facts:
-            known = self._codes is not None and self._codes[0] == made[1].own_codes
-            facts_of_call = self._described(Facts({"its arguments": [str(made[0])]}), call)
-            return facts_of_call.with_sums({"the dtypes of gradients": 0 if known else None})
-
-        self.check_whole()
-        (arguments, own), changed = self._agreement.together_or_lacking(read, facts_of)
-        if changed or self._codes is None:
-            self._codes = own.own_codes, tuple(self._agreement.largest(own.own_codes))
-        return arguments, replace(own, codes=self._codes[1])
-
     @contextlib.contextmanager
     def exchanging(self, training: bool = True) -> Iterator[None]:
         """A context around messages and collectives after an agreement: if one fails, later calls are refused."""
@@ -105,54 +88,78 @@ class Calls:
         yield
         self._broken = False
 
-    def evaluation(self, make: MakeParts, weights: LossArguments) -> tuple[StepCall, PreparedStep]:
-        """Prepare an evaluation: on all replicas or on none, where they hold shards of the parameters, or other experts."""
+    @contextlib.contextmanager
+    def all_ranks(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[None]:
+        """A context around work of every rank of the pipeline: all leave it, or all raise if the work fails on one.
 
-        def prepare() -> tuple[StepCall, PreparedStep]:
-            call, lacking = self._agreed(make, weights, training=False)
-            return self._prepared(call, lacking, stack)
-
-        with contextlib.ExitStack() as stack:
-            if not self._meets_replicas:
-                return prepare()
-            return self._replicas.together(prepare, lambda made: self._of_replica(made[1], "eval"))
-
-    def training(
-        self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, asked: str = "step"
-    ) -> tuple[StepCall, PreparedStep]:
-        """Prepare a training call, on all replicas or on none, because each replica waits for the gradients of the others.
-
-        `make` makes this rank's microbatches. `asked`: the name of the call.
+        `alike`: lines that all ranks must have alike when the work is done. The timeout is that of the start, for files and
+        values take longer than a step.
         """
-
-        def prepare() -> tuple[StepCall, PreparedStep]:
-            call, lacking = self._agreed(make, weights, training=True, asked=asked)
-            made = self._prepared(call, lacking, stack)
-            self._initial.compare_shared_layers(self._agreement)
-            return made
-
-        def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
-            known, values = self._of_replica(made[1], asked), self._initial.of_replica()
-            return known.joined(values) if values.lines else known
-
         self.check_whole()
-        with contextlib.ExitStack() as stack:  # a replica that compiles faster waits for the others
-            made = self._replicas.together(prepare, facts_of)
-        if self._initial.sends:
+        with self.watched(), self._timeouts.starting(), Round(self._agreement) as r:
+            r.compare(self._described(Facts(alike), what))
+            yield
+
+    @contextlib.contextmanager
+    def all_replicas(self, what: str) -> Iterator[None]:
+        """A context around work of every replica: all leave it, or all raise if the work fails on one."""
+        with self.watched(), self._timeouts.starting(), Round(self._replicas) as r:
+            r.compare(Facts({"the call": [what]}))
+            yield
+
+    def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
+        """Do `work` in `all_ranks`; `alike` gives the lines afterwards."""
+        lines: dict[str, list[str]] = {}
+        with self.all_ranks(what, lines):
+            result = work()
+            lines.update(alike() if alike else {})
+        return result
+
+    def replicas_do(self, what: str, work: Callable[[], T]) -> T:
+        """Do `work` in `all_replicas`."""
+        with self.all_replicas(what):
+            return work()
+
+    def check_whole(self) -> None:
+        """Raise `GraphPPError` after a call that ended midway."""
+        if self._broken:
+            raise GraphPPError(
+                "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
+                "restart all ranks from the last checkpoint."
+            )
+
+    # --------------------------------------------------------------------------------------------------- a step
+
+    def prepare(
+        self, batch: Batch, weights: LossArguments = NO_WEIGHTS, *, training: bool = True, asked: str = "step"
+    ) -> tuple[StepCall, PreparedStep]:
+        """The call and its runner, on all replicas or on none where the call exchanges values with replicas.
+
+        `asked`: the name of the call. A new call has the timeout of the start, until all replicas are prepared.
+        """
+        self.check_whole()
+        meeting = [self._replicas] if training or self._meets_replicas else []
+        with contextlib.ExitStack() as starting, Round(*meeting) as r:
+            call, lacking = self._agree(batch, weights, training=training, asked=asked)
+            if not self._cache.has(call):
+                starting.enter_context(self._timeouts.starting())
+            prepared = self._cache.prepare(call)
+            if lacking:
+                call = self._with_data(call, prepared)
+            if training:
+                self._initial.compare_shared_layers(self._agreement)
+            r.compare(self._facts_of_replica(prepared, asked, self._initial.of_replica() if training else NO_LINES))
+        if training and self._initial.sends:
             with self.exchanging():
                 self._initial.send()
-        self._initial.finish(self._agreement)
-        return made
+        if training:
+            self._initial.finish(self._agreement)
+        return call, prepared
 
-    @property
-    def _meets_replicas(self) -> bool:
-        """Whether this rank exchanges values with replicas in every call, also in an evaluation."""
-        return self._place.sharding is not None or self._place.experts is not None
-
-    def compile(self, make: MakeParts, microbatches: int) -> None:
+    def compile(self, batch: Batch, microbatches: int) -> None:
         """Compile the graphs of a training call, for a table of so many microbatches, and run nothing."""
         with self._timeouts.starting():
-            call, _ = self._agreed(make, NO_WEIGHTS, training=True, asked="compile")
+            call, _ = self._agree(batch, NO_WEIGHTS, training=True, asked="compile")
             self._cache.compile(call, microbatches)
 
     def run(self, call: StepCall, prepared: PreparedStep, recorder: Recorder | None = None) -> PreparedStep:
@@ -170,6 +177,52 @@ class Calls:
         self.last = prepared
         return prepared
 
+    def _agree(self, batch: Batch, weights: LossArguments, *, training: bool, asked: str) -> tuple[StepCall, bool]:
+        """A call for which all ranks have as many microbatches, of the same shapes and data, weights and scale.
+
+        Also whether a rank lacks data.
+        """
+        self.check_whole()
+        with Round(self._agreement, self._peers) as r:
+            parts = self._reader.microbatches(batch, training=training)
+            weighting = LossWeighting.of(self._options.gradients.reduction, weights, [leading_size(part) for part in parts])
+            call = self._cache.call(parts, weighting, training=training)
+            of_pipeline, of_peers = self._cache.facts(call)
+            self._data_calls[training] += 1
+            sums = checksums(parts, self._data_calls[training], self._every)
+            lines = {"the weights of the loss": weighting.description}
+            r.compare(self._described(of_pipeline, asked, lines, sums), of_peers)
+        return call, r.lacking
+
+    def _with_data(self, call: StepCall, prepared: PreparedStep) -> StepCall:
+        """The call with the data that this rank reads, of which some ranks were not given all."""
+        number = self._data_calls[call.training]
+        holdings = holdings_of_ranks(call.parts, prepared.reads(), number, self._every, self._agreement)
+        with self.exchanging():
+            return replace(call, parts=filled(call.parts, holdings, self._agreement))
+
+    def _facts_of_replica(self, prepared: PreparedStep, asked: str, values: Mapping[str, Sequence[str]]) -> Facts:
+        """What replicas compare: their stages, their shards, the call, and their initial values."""
+        sharded = self._cache.ownership.sharded
+        layout = {} if sharded is None else {"the shards of the parameters": sharded.layout}
+        return prepared.lowered.replica_facts.adding({"the call": [asked], **layout, **values})
+
+    @property
+    def _meets_replicas(self) -> bool:
+        """Whether this rank exchanges values with replicas in every call, also in an evaluation."""
+        return self._place.sharding is not None or self._place.experts is not None
+
+    def _described(
+        self,
+        known: Facts,
+        call: str,
+        more: Mapping[str, Sequence[str]] = NO_LINES,
+        sums: Mapping[str, int | None] = MappingProxyType({}),
+    ) -> Facts:
+        """Facts of a call, with the pipeline, the name and the number of the call, `more` lines and checksums."""
+        number = f"call {self._number} of the pipeline {self._name}"
+        return known.adding({**more, "the call": [call], "the number of the call": [number]}, sums)
+
     def _seeds(self, weighting: LossWeighting, count: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """The seeds of a call's microbatches: those of the call before where they are equal, for no program writes into one."""
         if weighting.scaler is not None:
@@ -182,14 +235,36 @@ class Calls:
     def _share_buffers(self, prepared: PreparedStep) -> None:
         """Make the buffers that the forward wrote equal on all replicas, if so asked."""
         how, replicas = self._options.parallel.replica_buffers, self._place.replicas
-        if how != "own" and replicas is not None:
-            stages = [stage for program in prepared.runner.programs for stage in program.stages]
-            own = {fqn for stage in stages if stage.index in prepared.runner.stages for fqn in stage.written_buffers}
-            experts, share = self._cache.ownership.experts, broadcast_ if how == "broadcast" else average_
-            share([local_tensor(self._state.tensor(fqn)) for fqn in sorted(own - experts)], replicas)
-            if self._place.experts is not None and self._place.experts.replicas is not None:
-                tensors = [local_tensor(self._state.tensor(fqn)) for fqn in sorted(own & experts)]
-                share(tensors, self._place.experts.replicas)
+        if how == "own" or replicas is None:
+            return
+        stages = [stage for program in prepared.runner.programs for stage in program.stages]
+        own = {fqn for stage in stages if stage.index in prepared.runner.stages for fqn in stage.written_buffers}
+        experts, share = self._cache.ownership.experts, broadcast_ if how == "broadcast" else average_
+        same_experts = None if self._place.experts is None else self._place.experts.replicas
+        for group, fqns in ((replicas, own - experts), (same_experts, own & experts)):
+            if group is not None:
+                share([local_tensor(self._state.tensor(fqn)) for fqn in sorted(fqns)], group)
+
+    # --------------------------------------------------------------------------------------------------- gradients
+
+    def agreeing(self) -> Round:
+        """A round of the pipeline's ranks, for a call other than a step."""
+        self.check_whole()
+        return Round(self._agreement)
+
+    def facts_of_gradients(self, call: str, arguments: object, gradients: RankGradients) -> Facts:
+        """What ranks compare before a call over all gradients, among it whether a rank's gradients have other dtypes now."""
+        known = self._codes is not None and self._codes[0] == gradients.own_codes
+        sums = {"the dtypes of gradients": 0 if known else None}
+        return self._described(Facts({"its arguments": [str(arguments)]}), call, sums=sums)
+
+    def with_codes(self, gradients: RankGradients, *, changed: bool) -> RankGradients:
+        """The gradients with the dtypes on all ranks, exchanged where `changed`: on a rank since the call before."""
+        if changed or self._codes is None:
+            self._codes = gradients.own_codes, tuple(self._agreement.largest(gradients.own_codes))
+        return replace(gradients, codes=self._codes[1])
+
+    # --------------------------------------------------------------------------------------------------- files
 
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
@@ -200,87 +275,6 @@ class Calls:
     def file_group_of_all(self) -> dist.ProcessGroup | None:
         """The process group of all ranks of all replicas, for checkpoints."""
         return gloo_twin(self._place.everyone, self._options.parallel.start_timeout)
-
-    def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
-        """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.
-
-        `alike` gives lines that all ranks must have alike. The timeout is that of the start, for files and values take longer
-        than a step.
-        """
-        self.check_whole()
-        with self.watched(), self._timeouts.starting():
-            return self._agreement.together(work, lambda _: self._described(Facts(dict(alike() if alike else {})), what))
-
-    def replicas_do(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work` on every replica, and go on when all have done it. Raises on all replicas if it fails on one."""
-        with self.watched(), self._timeouts.starting():
-            return self._replicas.together(work, lambda _: Facts({"the call": [what]}))
-
-    def check_whole(self) -> None:
-        """Raise `GraphPPError` after a call that ended midway."""
-        if self._broken:
-            raise GraphPPError(
-                "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
-                "restart all ranks from the last checkpoint."
-            )
-
-    # ------------------------------------------------------------------------------------------------ inside
-
-    def _agreed(
-        self, make: MakeParts, weights: LossArguments, *, training: bool, asked: str = ""
-    ) -> tuple[StepCall, bool]:
-        """A call for which all ranks have as many microbatches, of the same shapes and data, weights and scale.
-
-        Also whether a rank lacks data.
-        """
-
-        def make_call() -> StepCall:
-            parts = make()
-            weighting = LossWeighting.of(self._options.gradients.reduction, weights, [leading_size(part) for part in parts])
-            return self._cache.call(parts, weighting, training=training)
-
-        def facts_of(made: StepCall) -> Facts:
-            weights = {"the weights of the loss": made.weighting.description}
-            known = self._described(self._cache.facts(made), asked, weights)
-            self._data_calls[training] += 1
-            return known.with_sums(checksums(made.parts, self._data_calls[training], self._every))
-
-        def agreed() -> tuple[StepCall, bool]:
-            return self._agreement.together_or_lacking(make_call, facts_of)
-
-        self.check_whole()
-        if not self._peers.several:
-            return agreed()
-        return self._peers.together(agreed, lambda made: self._cache.facts_of_peers(made[0]))
-
-    def _prepared(
-        self, call: StepCall, lacking: bool, stack: contextlib.ExitStack
-    ) -> tuple[StepCall, PreparedStep]:
-        """The call with its runner and the data that this rank reads.
-
-        A new call is compiled under the timeout of the start, which holds until `stack` ends.
-        """
-        if not self._cache.has(call):
-            stack.enter_context(self._timeouts.starting())
-        prepared = self._cache.prepared(call)
-        if not lacking:
-            return call, prepared
-        number = self._data_calls[call.training]
-        holdings = holdings_of_ranks(call.parts, prepared.reads(), number, self._every, self._agreement)
-        with self.exchanging():
-            parts = filled(call.parts, holdings, self._agreement)
-        return replace(call, parts=parts), prepared
-
-    def _of_replica(self, prepared: PreparedStep, asked: str) -> Facts:
-        """The lines that all replicas must have alike: about their stages, their shards, and the call."""
-        sharded = self._cache.ownership.sharded
-        layout = {} if sharded is None else {"the shards of the parameters": sharded.layout}
-        return prepared.lowered.replica_facts.adding({"the call": [asked], **layout})
-
-    def _described(self, known: Facts, call: str, more: Mapping[str, Sequence[str]] = NO_LINES) -> Facts:
-        """Facts of a call, with the pipeline, the name and the number of the call, and `more` lines."""
-        number = {"the number of the call": [f"call {self._number} of the pipeline {self._name}"]}
-        return known.adding({**more, **({"the call": [call]} if call else {}), **number})
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

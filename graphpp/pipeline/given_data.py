@@ -13,14 +13,15 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.errors import BatchError
-from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.agreement import Agreement, refuse_differences
 from graphpp.parallel.checksum import checksum, checksum_of_sample
 from graphpp.parallel.facts import Facts
 
@@ -58,28 +59,16 @@ def _drawn(call: int, count: int) -> int:
     return ((call * 0x9E3779B1) >> 16) % count
 
 
-@dataclass(frozen=True)
-class _Holding:
+class _Holding(NamedTuple):
     """The facts of one rank about one tensor: whether data were given, whether a stage reads them, and their checksum."""
 
     given: bool
     read: bool
-    total: int | None
-
-    def numbers(self) -> list[int]:
-        return [self.given, self.read, self.total is not None, self.total or 0]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> _Holding:
-        given, read, checked, total = numbers
-        return cls(bool(given), bool(read), total if checked else None)
+    checked: bool
+    total: int
 
 
 Holdings = dict[Place, list[_Holding]]  # by rank of the pipeline
-
-
-def _tensors(parts: Sequence[FlatMicrobatch]) -> dict[Place, torch.Tensor]:
-    return {(index, path): tensor for index, part in enumerate(parts) for path, tensor in part.tensors.items()}
 
 
 def holdings_of_ranks(
@@ -90,11 +79,14 @@ def holdings_of_ranks(
     `read`: the paths that this rank's stages read. `call`, `every`: as for `checksums`. Raises on all ranks: `MismatchError`
     where ranks were given different data, and `BatchError` where no rank was given data that a rank reads.
     """
-    tensors = _tensors(parts)
-    sums = _sums(parts, call, every)
-    own = [_Holding(not tensor.is_meta, place[1] in read, sums.get(place)) for place, tensor in tensors.items()]
-    everyone = agreement.of_all(torch.tensor([each.numbers() for each in own], dtype=torch.int64, device="cpu"))
-    holdings = {place: [_Holding.of(numbers) for numbers in everyone[:, at].tolist()] for at, place in enumerate(tensors)}
+    tensors, sums = _tensors(parts), _sums(parts, call, every)
+    totals = {place: sums.get(place) for place in tensors}
+    own = [
+        (not tensor.is_meta, place[1] in read, totals[place] is not None, totals[place] or 0)
+        for place, tensor in tensors.items()
+    ]
+    everyone = agreement.of_all(torch.tensor(own, dtype=torch.int64, device="cpu"))
+    holdings = {place: [_Holding(*row) for row in everyone[:, at].tolist()] for at, place in enumerate(tensors)}
     _check(holdings, agreement)
     return holdings
 
@@ -109,8 +101,11 @@ def filled(parts: Sequence[FlatMicrobatch], holdings: Holdings, agreement: Agree
 
 def _check(holdings: Holdings, agreement: Agreement) -> None:
     """Raise on all ranks where ranks hold different data, or a rank reads data that no rank was given."""
-    sums = [{_name(place): each[rank].total for place, each in holdings.items()} for rank in range(agreement.ranks)]
-    agreement.refuse_differences({rank: Facts({}, own).all_lines for rank, own in enumerate(sums)})
+    lines = {}
+    for rank in range(agreement.ranks):
+        own = {_name(place): each[rank].total for place, each in holdings.items() if each[rank].checked}
+        lines[agreement.name_of(rank)] = Facts({}, own).all_lines
+    refuse_differences(lines)
     for place, each in holdings.items():
         readers = [rank for rank, holding in enumerate(each) if holding.read]
         if readers and not any(holding.given for holding in each):
@@ -140,6 +135,10 @@ def _exchanged(
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
     return {place: _laid_out_as(tensors[place], memory) for place, memory in received.items()}
+
+
+def _tensors(parts: Sequence[FlatMicrobatch]) -> dict[Place, torch.Tensor]:
+    return {(index, path): tensor for index, part in enumerate(parts) for path, tensor in part.tensors.items()}
 
 
 def _laid_out_as(absent: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

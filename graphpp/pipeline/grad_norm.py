@@ -31,8 +31,6 @@ from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.dtensors import is_spread_over, local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
-
-
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 _NO_GRADIENT = 0
 
@@ -116,23 +114,21 @@ class Clipping:
 
 def read_clipping(max_norm: object, norm_type: object, error_if_nonfinite: bool = False) -> Clipping:
     """The arguments of `clip_grad_norm_` as numbers. Raises `GraphPPError` for numbers that are no norm or no order."""
-    most = _number(max_norm)
-    if most is None or math.isnan(most) or most < 0:
-        raise GraphPPError(f"max_norm: take a number of 0 or more, got {max_norm!r}")
-    order = _number(norm_type)
-    if order is None or math.isnan(order) or order < 0:
-        raise GraphPPError(f"norm_type: take the order of a norm, a number of 0 or more, or float('inf'), got {norm_type!r}")
+    most = _number("max_norm", "a number of 0 or more", max_norm)
+    order = _number("norm_type", "the order of a norm, a number of 0 or more, or float('inf')", norm_type)
     require(GraphPPError, "error_if_nonfinite", FLAG, error_if_nonfinite)
     return Clipping(most, order, error_if_nonfinite)
 
 
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str | torch.Tensor):
-        return None
+def _number(name: str, takes: str, value: object) -> float:
     try:
-        return float(value)
+        known = isinstance(value, int | float | str | torch.Tensor) and not isinstance(value, bool)
+        found = float(value) if known else math.nan  # type: ignore[arg-type]
     except (ValueError, RuntimeError, OverflowError):
-        return None
+        found = math.nan
+    if math.isnan(found) or found < 0:
+        raise GraphPPError(f"{name}: take {takes}, got {value!r}")
+    return found
 
 
 def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
@@ -140,7 +136,12 @@ def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     norms = _own_norms(gradients, norm_type)
     if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
         dist.all_reduce(norms, group=gradients.group)
-    return _total(norms, gradients.codes, norm_type)
+    order = _order_of_torch(gradients.codes, norms.device)
+    if order is None:
+        return torch.tensor(0.0, device=norms.device)
+    dtype, places = order
+    total: torch.Tensor = torch.linalg.vector_norm(norms[places].to(dtype), norm_type)
+    return total
 
 
 def _own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
@@ -184,16 +185,6 @@ def _part_of(parameter: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-def _total(norms: torch.Tensor, codes: tuple[int, ...], norm_type: float) -> torch.Tensor:
-    """The norm of the norms, 0-dim, joined in the order and the dtype of `torch.nn.utils.get_total_norm`."""
-    order = _order_of_torch(codes, norms.device)
-    if order is None:
-        return torch.tensor(0.0, device=norms.device)
-    dtype, places = order
-    total: torch.Tensor = torch.linalg.vector_norm(norms[places].to(dtype), norm_type)
-    return total
-
-
 @lru_cache(16)
 def _order_of_torch(codes: tuple[int, ...], device: torch.device) -> tuple[torch.dtype, torch.Tensor] | None:
     """The dtype of the total norm and the order in which torch joins the norms; None without a gradient."""
@@ -212,31 +203,23 @@ def _places(positions: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def share_overflow_(gradients: RankGradients) -> None:
-    """Give every rank an infinite gradient if any rank has one that is not finite: each rank's own scaler then finds it."""
-    found = _overflow(gradients).to(torch.int32)
+    """Make the first number of every gradient infinite on every rank, if any rank has a gradient that is not finite.
+
+    Each rank's own scaler then finds it. Of every gradient, because the parameters may belong to several optimizers, which the
+    scaler checks one by one.
+    """
+    mine = [gradient for gradient in gradients.present() if gradient.numel()]
+    finite = [norm.isfinite().to(gradients.device) for norm in (foreach_norm(mine, math.inf) if mine else [])]
+    found = torch.zeros((), dtype=torch.int32, device=gradients.device)
+    if finite:
+        found += ~torch.stack(finite).all()
     if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.group)
     for parts in gradients.parts:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=parts.group)
-    _mark_overflow_(gradients, found)
-
-
-def _overflow(gradients: RankGradients) -> torch.Tensor:
-    """Whether a gradient of this rank is not finite: bool, 0-dim, on its device."""
-    mine = [gradient for gradient in gradients.present() if gradient.numel()]
-    finite = [norm.isfinite().to(gradients.device) for norm in (foreach_norm(mine, math.inf) if mine else [])]
-    return ~torch.stack(finite).all() if finite else torch.tensor(False, device=gradients.device)
-
-
-def _mark_overflow_(gradients: RankGradients, found: torch.Tensor) -> None:
-    """Where `found` is above 0, make the first number of every gradient of this rank infinite.
-
-    In every gradient, because the parameters may belong to several optimizers, which the scaler checks one by one.
-    """
-    for gradient in gradients.present():
-        if gradient.numel():
-            first = (0,) * gradient.dim()
-            gradient[first] = torch.where(found.to(gradient.device) > 0, math.inf, gradient[first])
+    for gradient in mine:
+        first = (0,) * gradient.dim()
+        gradient[first] = torch.where(found.to(gradient.device) > 0, math.inf, gradient[first])
 
 
 def clip_(gradients: RankGradients, max_norm: float, norm: torch.Tensor, foreach: bool | None = None) -> None:

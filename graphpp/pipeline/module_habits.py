@@ -1,8 +1,7 @@
-"""The names of `nn.Module`, of the caller's model and of containers that a pipeline does not have.
+"""The names of `nn.Module` and of the caller's model that a pipeline does not have, each with the call that does the same.
 
-Contract: each use raises a `UsageError` that names the call which does the same. The error is an `AttributeError` and a
-`TypeError` too, so `hasattr(pipe, "module")` is False and `getattr(pipe, "module", pipe)` is the pipeline, and code that asks
-whether it got a wrapper goes on.
+Contract: each use raises a `UsageError`. The error is an `AttributeError` and a `TypeError` too, so `hasattr(pipe, "module")`
+is False and `getattr(pipe, "module", pipe)` is the pipeline, and code that asks whether it got a wrapper goes on.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ _FLAGS = "the model has the flags: call model.train(), or model.eval() around pi
 _SAVE = "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a training; pipe.gather() has the whole state dict"
 _MEMORY = "pipe.materialize(init) or pipe.materialize(weights=folder) gives this rank's parameters memory and values"
 _MODULE = "a pipeline is no module: use the model that was given to graphpp.compile, which stays the caller's"
-_CONTAINER = "a pipeline is no container: pipe.parameters() has this rank's parameters, pipe.plan.stages has the stages"
 
 _INSTEAD = {
     **dict.fromkeys(("forward", "backward", "train_batch", "eval_batch"), _RUN),
-    **dict.fromkeys(("to", "cuda", "cpu", "xpu", "mtia"), _DEVICE),
+    **dict.fromkeys(("to", "cuda", "cpu"), _DEVICE),
     **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
     **dict.fromkeys(("train", "training"), _FLAGS),
     **dict.fromkeys(("save", "save_checkpoint", "save_pretrained", "load_checkpoint"), _SAVE),
@@ -36,7 +34,7 @@ _INSTEAD = {
 
 
 class UsageError(GraphPPError, AttributeError, TypeError):
-    """A pipeline was used as a module or as a container."""
+    """A pipeline was used as a module."""
 
 
 class ModuleHabits:
@@ -53,25 +51,10 @@ class ModuleHabits:
             raise UsageError(f"pipe.{name}: {_INSTEAD.get(name, _MODULE)}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
-    def __bool__(self) -> bool:
-        """True: without this method `bool` would ask for the length."""
-        return True
-
-    def __len__(self) -> int:
-        """Refused, as are items and iteration."""
-        raise UsageError(_CONTAINER)
-
     def __iter__(self) -> NoReturn:
-        """Refused: an optimizer takes `pipe.parameters()`."""
-        raise UsageError(_CONTAINER)
-
-    def __getitem__(self, key: object) -> NoReturn:
-        """Refused: the layers belong to the model."""
-        raise UsageError(_CONTAINER)
+        """Refused: an optimizer takes the parameters."""
+        raise UsageError("a pipeline is no container: pipe.parameters() has this rank's parameters")
 
     def __reduce__(self) -> NoReturn:
-        """Refused: a pipeline cannot be copied or pickled."""
-        raise UsageError(
-            "a pipeline cannot be copied or pickled, for it holds its ranks' connections: save pipe.state_dict(), and load it "
-            "into a pipeline compiled anew"
-        )
+        """Refused: a pipeline holds its ranks' connections."""
+        raise UsageError("a pipeline cannot be copied or pickled: save pipe.state_dict(), and load it into a new pipeline")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,28 @@ from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
-from graphpp.batch.cut_batch import BatchCutter, leading_size
+from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
-from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
-from graphpp.capture.loss import LossFunction, takes_target
+from graphpp.batch.microbatch import Microbatch, flatten_microbatch
+from graphpp.capture.loss import LossFunction
 from graphpp.capture.outputs import mean_metrics, merge_outputs
 from graphpp.compiler.request import CompileRequest
-from graphpp.errors import BatchError, GraphPPError
+from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.calls import Calls, MakeParts
+from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
-from graphpp.pipeline.page.step_record import StepRecord
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
+from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
-from graphpp.planner.counts import microbatches_for, usual_microbatches
+from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.plan import Plan
+from graphpp.planner.tables import usual_microbatches
 from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState, TensorReader
@@ -54,7 +55,6 @@ from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
 from graphpp.verification.whole_batch import AGAINST, Against
 
-_MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 _PROFILE = one_of(Profile, takes="a graphpp.Profile, which pipe.profile returns")
 
 
@@ -71,18 +71,17 @@ class Pipeline(RankPart):
         example: Microbatch | None = None,
     ) -> None:
         self._model, self._loss, self._options, self._place = model, loss, options, place
-        self._cutter, self._reads_target = BatchCutter(example), loss is not None and takes_target(loss)
-        self._state = ModelState(model)
-        self._request, self._record = CompileRequest(model, loss, options, place), StepRecord()
+        self._request, self._record, self._state = CompileRequest(model, loss, options, place), StepRecord(), ModelState(model)
         for group in dict.fromkeys((place.group, place.model_parallel)):
             connect(group)  # the plan of bytes depends on how messages travel
         keep_freed_memory(place.device)
         self._cache = GraphCache(self._request, self._state, agreement)
-        self._calls = Calls(options, place, agreement, self._cache, self._state)
+        self._reader = BatchReader(self._request, example, self._cache.tables.admits)
+        self._calls = Calls(self._request, agreement, self._cache, self._state, self._reader)
         self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
         if example is not None:
             with self._calls.watched():
-                self._calls.compile(self._parts([example]), usual_microbatches(options, place.ranks))
+                self._calls.compile(OneByOne([example]), usual_microbatches(options, place.ranks))
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -98,8 +97,8 @@ class Pipeline(RankPart):
         """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
 
         Tensors whose first dimension is the batch's are cut into microbatches along it, the last one smaller where the
-        batch does not divide; wrap a tensor in `graphpp.whole` to pass it whole. A batch of fewer rows than microbatches is cut
-        into fewer microbatches, where the schedule has a table for them.
+        batch does not divide, and fewer ones where the batch has fewer rows and the schedule has a table for them; wrap a
+        tensor in `graphpp.whole` to pass it whole.
 
         `loss_weight`: the factor of each microbatch's loss (one number each, or one for all), in place of the mean or sum.
         With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch.
@@ -108,11 +107,10 @@ class Pipeline(RankPart):
         `accumulation_steps`: the number of steps before the optimizer's, by which the gradients are divided, as in
         `(loss / accumulation_steps).backward()`. Losses are reported undivided.
 
-        At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters. The tensors of
-        the batch may be written again when the call has returned, also those in pinned memory.
+        At the end, hooks of `register_post_accumulate_grad_hook` are called. The batch's memory may be written again then.
         """
         weights = LossArguments(loss_weight, scaler, accumulation_steps)
-        return self._step(self._parts_of(args, kwargs, target), weights)
+        return self._step(Microbatch(args, kwargs, target), weights)
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
@@ -130,7 +128,7 @@ class Pipeline(RankPart):
         accumulation_steps: int = 1,
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
-        return self._step(self._parts(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
+        return self._step(OneByOne(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
 
     def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
@@ -139,14 +137,9 @@ class Pipeline(RankPart):
         tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given, the loss function
         needs none, or the output has its own `.loss`; `loss_weight` as in `step`.
         """
-
-        def parts() -> list[FlatMicrobatch]:
-            if not args and not kwargs and target is None:
-                raise BatchError("pipe.eval runs a batch: pipe.eval(x). To switch the flags of the model, call model.eval()")
-            return self._parts_of(args, kwargs, target)()
-
+        batch, weights = Microbatch(args, kwargs, target), LossArguments(loss_weight)
         with self._calls.watched(), _eval_mode(self._model):
-            call, prepared = self._calls.evaluation(parts, LossArguments(loss_weight))
+            call, prepared = self._calls.prepare(batch, weights, training=False, asked="eval")
             self._calls.run(call, prepared)
             with self._calls.exchanging(training=False):
                 losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
@@ -171,7 +164,7 @@ class Pipeline(RankPart):
         refuse_spread(self._model, "pipe.verify takes models without DTensors: call graphpp.verify before parallelize_module")
         require(GraphPPError, "against", AGAINST, against)
         batch = Microbatch(args, kwargs, target)
-        parts = self._with_targets(self._cut(batch))
+        parts = self._reader.microbatches(batch)
         whole = flatten_microbatch(batch) if against == "whole batch" else None
         self._state.move([*self._state.parameters, *self._state.buffers], self._place.device)
         return verified(self._model, self._loss, self._options, self._place, parts, whole=whole)
@@ -179,18 +172,14 @@ class Pipeline(RankPart):
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure a step over this batch: run it `repeat` times on all ranks, after one step to warm up.
 
-        Called by every rank, with the arguments of `step`. Every rank gets the same profile: the start and end of each action
-        (seconds), their means as `Costs` for the simulator, and the times of the messages. Parameters, gradients, buffers and
+        Called by every rank, with the arguments of `step`. Every rank gets the same profile. Parameters, gradients, buffers and
         random state are restored. Raises `GraphPPError` if `repeat` is not positive.
         """
-
-        def parts() -> list[FlatMicrobatch]:
-            require(GraphPPError, "repeat", COUNT, repeat)
-            return self._parts_of(args, kwargs, target)()
-
+        batch = Microbatch(args, kwargs, target)
         with self._calls.watched():
-            call, prepared = self._calls.training(parts, asked=f"a profile of {repeat} steps")
-            trials = Trials(self._model, self._cache, partial(self._trained, parts), partial(self._calls.run, call))
+            call, prepared = self._calls.prepare(batch, asked=f"a profile of {repeat} steps")
+            require(GraphPPError, "repeat", COUNT, repeat)  # equal on all ranks
+            trials = Trials(self._model, self._cache, partial(self._run_step, batch), partial(self._calls.run, call))
             return trials.profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
@@ -208,16 +197,15 @@ class Pipeline(RankPart):
     ) -> Path:
         """Write the page `report.html` into a folder; returns its path. Called by every rank, and rank 0 writes.
 
-        The page has the plan, the timeline of a step, memory over time, the values between stages, and the run so far. It is
-        one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of each step
-        of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for a
-        profile of another pipeline, and where the folder cannot be written.
+        The page is one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of
+        each step of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for
+        a profile of another pipeline, and where the folder cannot be written.
         """
-        from graphpp.pipeline.page.write_report import write_report  # loaded by the first page
+        from graphpp.pipeline.report_page import write_report  # loaded by the first page
 
-        run = partial(self._record.view, losses, seconds)
-        work = partial(write_report, Path(folder).expanduser().resolve(), self._request, self._cache, profile, run)
-        return self._calls.replicas_do("report", partial(self._calls.all_do, "report", work))
+        path, run = Path(folder).expanduser().resolve(), partial(self._record.view, losses, seconds)
+        with self._calls.all_replicas("report"), self._calls.all_ranks("report"):
+            return write_report(path, self._request, self._cache, profile, run)
 
     def clip_grad_norm_(
         self,
@@ -233,12 +221,12 @@ class Pipeline(RankPart):
         `RuntimeError` on all ranks for a total norm that is not finite if `error_if_nonfinite`.
         """
 
-        def read() -> tuple[norms.Clipping, norms.RankGradients]:
-            require(GraphPPError, "foreach", or_none(FLAG), foreach)
-            return norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
-
         with self._calls.watched(), torch.no_grad():
-            clipping, gradients = self._calls.agreed("clip_grad_norm_", read)
+            with self._calls.agreeing() as r:
+                require(GraphPPError, "foreach", or_none(FLAG), foreach)
+                clipping, own = norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
+                r.compare(self._calls.facts_of_gradients("clip_grad_norm_", clipping, own))
+            gradients = self._calls.with_codes(own, changed=r.lacking)
             with self._calls.exchanging():
                 norm = norms.total_norm(gradients, clipping.norm_type)
         if clipping.error_if_nonfinite and not bool(norm.isfinite()):
@@ -300,52 +288,30 @@ class Pipeline(RankPart):
         first = self._cache.first
         if first is None:
             return "Pipeline(nothing captured yet: give example=, or run a step)"
-        return "\n".join(filter(None, (str(first.plan), self._cutter.describe())))
+        return "\n".join(filter(None, (str(first.plan), self._reader.describe())))
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _step(self, make: MakeParts, weights: LossArguments) -> StepResult:
+    def _step(self, batch: Batch, weights: LossArguments) -> StepResult:
         with self._calls.watched():
-            result, hooked = self._trained(make, weights)
+            result, hooked = self._run_step(batch, weights)
             if hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in hooked)
             self._calls.steps += 1
             self._record.add(result.loss)
         return result
 
-    def _trained(
-        self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, recorder: Recorder | None = None
+    def _run_step(
+        self, batch: Batch, weights: LossArguments = NO_WEIGHTS, recorder: Recorder | None = None
     ) -> tuple[StepResult, Collection[str]]:
         """The result of a training call, and the FQNs of this rank's parameters with hooks on gradients."""
-        call, prepared = self._calls.training(make, weights)
+        call, prepared = self._calls.prepare(batch, weights)
         runner = self._calls.run(call, prepared, recorder).runner
         with self._calls.exchanging():
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics)), runner.hooked
-
-    def _parts(self, microbatches: Sequence[Microbatch]) -> MakeParts:
-        return lambda: self._with_targets(_flattened(microbatches))
-
-    def _parts_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> MakeParts:
-        return lambda: self._with_targets(self._cut(Microbatch(args, kwargs, target)))
-
-    def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
-        flat = self._cutter.flat(batch)
-        count = microbatches_for(self._options, self._place.ranks, flat, self._cache.tables.admits)
-        return self._cutter.cut(flat, count)
-
-    def _with_targets(self, parts: list[FlatMicrobatch]) -> list[FlatMicrobatch]:
-        """The parts. Raises `BatchError` where nothing reads the target."""
-        if not self._reads_target and any(map(_has_target, parts)):
-            own = "with loss=None the model's output brings its own loss"
-            reason = own if self._loss is None else "the loss takes no second positional argument"
-            raise BatchError(
-                f"a target was given, but {reason} and nothing reads the target. Pass a loss(output, target) to "
-                "graphpp.compile, or give the target as an argument of the model."
-            )
-        return parts
 
     def _gradients(self) -> norms.RankGradients:
         """The gradients of this rank's parameters."""
@@ -357,18 +323,6 @@ class Pipeline(RankPart):
             self._own = self._state.reader(own), held
         read, held = self._own
         return norms.RankGradients.of(read(), held, self._place)
-
-
-def _has_target(part: FlatMicrobatch) -> bool:
-    pairs = zip(part.paths, part.values, strict=True)
-    return any(value is not None for path, value in pairs if path.startswith("target"))
-
-
-def _flattened(microbatches: Sequence[Microbatch]) -> list[FlatMicrobatch]:
-    require(BatchError, "microbatches", _MICROBATCHES, microbatches)
-    if not microbatches:
-        raise BatchError("a step needs at least one microbatch, got an empty list")
-    return [flatten_microbatch(part) for part in microbatches]
 
 
 @contextlib.contextmanager

@@ -3,10 +3,9 @@
 Contract
     Every function with a `place` argument is called by all ranks, and returns the same on all of them. The ranks' clocks are
     compared at several barriers; the median offset corrects their times, as precisely as the ranks leave a barrier together.
-    A stage's times are means over the microbatches of a step, for a step takes the slow actions too, and of these the median
-    over repetitions, in seconds: a disturbance of one repetition is none of the others. A message's time is, likewise, the mean
-    time from its send to its arrival, of the messages for which a rank waited: ranks that compute delay messages. At least,
-    and where no rank waited, it is half of a round trip of its tensors while all other ranks are idle.
+    A stage's times are means over the microbatches of a step, and of these the median over repetitions, in seconds. A message's
+    time is, likewise, the mean from its send to its arrival, of the messages for which a rank waited: ranks that compute delay
+    messages. At least, and where no rank waited, it is half of a round trip of its tensors between ranks that are idle.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from graphpp.parallel.groups import has_gloo
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.report.text_table import text_table
 from graphpp.runtime.messages.mailbox import Mailbox, message_flow
 from graphpp.runtime.messages.wire_layout import layout_of
 from graphpp.runtime.program import PipelineProgram, TensorMeta
@@ -41,15 +41,14 @@ from graphpp.units import spell_bytes, spell_time
 K = TypeVar("K", bound=Hashable)
 
 _ROUNDS = 9
-Spans = Sequence[tuple[Action, float, float]]
+_BY_KIND = ("peak_bytes", "received_bytes", "sent_bytes")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """`timeline`: the repetition of median length, on all ranks. `steps`: the length of each repetition, in seconds.
+    """`timeline`: the repetition of median length, on all ranks. `steps`: the seconds of each from first to last action.
 
-    A length is that from the first action to the last one. `outside`: the seconds of a step before and after them, in which the
-    ranks compare their data, draw keys for random numbers and hand out losses.
+    `outside`: the seconds of a step before and after them, in which ranks compare data, draw random keys and hand out losses.
     """
 
     timeline: Timeline
@@ -63,17 +62,13 @@ class Profile:
         A schedule should have sends and receives (`graphpp.schedules.add_send_recv`), before each of which the runner takes its
         time too. Raises `ScheduleError` for another number of stages.
         """
-        makespan = simulate(self.timeline.schedule if schedule is None else schedule, self.costs).makespan
-        seconds: float = makespan + self.outside
-        return seconds
+        return float(simulate(self.timeline.schedule if schedule is None else schedule, self.costs).makespan + self.outside)
 
     def __str__(self) -> str:
         """A table: each stage's times and saved bytes, and the times of its messages to the next and the previous stage."""
         head = f"{self.timeline.schedule.name}: {spell_time(self.timeline.makespan, 's')} for a step"
         names = ("stage", "F", "I", "W", "B", "saved", "sends on", "sends back")
-        rows = [names, *(self._row(stage) for stage in range(len(self.costs.stages)))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join([head, *("  ".join(map(str.rjust, row, widths)) for row in rows)])
+        return "\n".join([head, text_table(names, map(self._row, range(len(self.costs.stages))), lines=False)])
 
     def _row(self, stage: int) -> tuple[str, ...]:
         each, last = self.costs.stages[stage], len(self.costs.stages) - 1
@@ -116,10 +111,7 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Prof
 
 
 def seconds_outside(own: RecordedSteps, steps: Sequence[float]) -> float:
-    """The seconds of a step from the call to the last rank's return in which no rank runs an action, the median over steps.
-
-    `steps`: for how long the ranks ran actions in each step.
-    """
+    """The median seconds from the call to the last rank's return, without those of the actions (`steps`)."""
     mine = torch.tensor(own.seconds, dtype=torch.float64)
     whole = torch.stack(gather_tensors(mine, own.runner.place)).amax(0).tolist()
     return float(median(max(each - actions, 0.0) for each, actions in zip(whole, steps, strict=True)))
@@ -185,22 +177,12 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
 
 
 def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[StageCosts, ...]:
-    """Each stage's times: means over the microbatches of a run, medians over runs; 0 for a kind that never ran.
-
-    `measured`: the runs of each table. The first table that runs a kind of action on a stage says how long it takes.
-    """
+    """Each stage's times; 0 for a kind that never ran. `measured`: the runs of each table; the first with a kind counts."""
     known: dict[tuple[int, Kind], float] = {}
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
-    return tuple(
-        StageCosts(
-            forward=known.get((stage, Kind.F), 0.0),
-            input_grad=known.get((stage, Kind.I), 0.0),
-            weight_grad=known.get((stage, Kind.W), 0.0),
-            backward=known.get((stage, Kind.B)),
-        )
-        for stage in range(stages)
-    )
+    times = ([known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W)] for stage in range(stages))
+    return tuple(StageCosts(*each, backward=known.get((stage, Kind.B))) for stage, each in enumerate(times))
 
 
 def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
@@ -230,18 +212,10 @@ def _with_bytes(
     found = []
     for index, each in enumerate(costs):
         known = [costs_of_stage(program, index) for program in distinct.values()]
+        by_kind = {name: _largest([getattr(one, name) for one in known]) for name in _BY_KIND}
         saved = max(program.stages[index].saved_bytes for program in own)
         kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
-        found.append(
-            replace(
-                each,
-                saved_bytes=saved,
-                kept_bytes=kept,
-                peak_bytes=_largest([one.peak_bytes for one in known]),
-                received_bytes=_largest([one.received_bytes for one in known]),
-                sent_bytes=_largest([one.sent_bytes for one in known]),
-            )
-        )
+        found.append(replace(each, saved_bytes=saved, kept_bytes=kept, **by_kind))
     return tuple(found)
 
 
@@ -265,10 +239,7 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
 def message_times(
     program: PipelineProgram, schedule: Schedule, place: RankPlace, runs: Sequence[Timeline] = ()
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of one message over each boundary, forward and backward; 0 where both stages are on one rank.
-
-    `runs`: recorded steps, whose messages count where a rank waited for them.
-    """
+    """Seconds of one message over each boundary, forward and backward; 0 where both stages are on one rank."""
     idle = idle_message_times(program, schedule, place)
     found = median_of_means(
         ((send._replace(microbatch=None), seconds) for send, seconds in waited_for(run)) for run in runs
@@ -283,10 +254,7 @@ def message_times(
 
 
 def waited_for(run: Timeline) -> Iterator[tuple[Action, float]]:
-    """Each send whose receiver waited already when the send began, and the seconds from its end until the message was there.
-
-    The send itself takes the sender's time, as every action does (`Costs.overhead`).
-    """
+    """Each send whose receiver waited already when the send began, and the seconds from its end until the message was there."""
     events = {leaf: event for event in run.events for leaf in event.action.leaves if leaf.is_communication}
     for send, event in events.items():
         arrival = events.get(peer(send)) if send.kind in SENDS else None

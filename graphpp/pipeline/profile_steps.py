@@ -1,13 +1,9 @@
 """Runs the steps that `Pipeline.profile` times, without a trace in the model.
 
-Contract
---------
-- All functions are called by all ranks.
-- A schedule has whole backwards (B), split ones (I and W), or both. The kinds that the pipeline's own schedule does not run are
-  measured under the same schedule with its backwards split, or merged.
-- A step of the pipeline's own schedule is the whole of `Pipeline.step`: the batch is cut, the ranks compare it, and losses
-  reach all ranks. The seconds around the actions are those of a training step, in which other work has emptied the caches.
-- Each step starts without gradients, and gradients, buffers and random states are restored after it.
+Contract: all functions are called by all ranks. Kinds of backward (B, or I and W) that the pipeline's own schedule does not run
+are measured under the same schedule with its backwards split, or merged. A step of the own schedule is the whole of
+`Pipeline.step`, with the seconds around its actions. Each step starts without gradients; gradients, buffers and random states
+are restored after it.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import nn
@@ -23,8 +20,7 @@ from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.profile import Profile, RecordedSteps, barrier, profile_of
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.recorder import Recorder, clock_of
-from graphpp.schedules.rewrite.merge_backward import merge_backward, without_overlaps
-from graphpp.schedules.rewrite.split_backward import split_backward
+from graphpp.schedules.rewrite.split_backward import merge_backward, split_backward, without_overlaps
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import wait_for_device
@@ -49,12 +45,12 @@ class Trials:
     def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
         """The profile of the call's runner, `prepared`, from `repeat` steps after one to warm up."""
         tables = list(_counterparts(prepared.runner.schedule))
-        others = [self._under(self.cache.under(prepared, table), repeat) for table in tables]
+        others = [
+            self._measured(other, partial(self.run, other), repeat)
+            for other in (self.cache.under(prepared, table) for table in tables)
+        ]
         own = self._measured(prepared, lambda recorder: self.step(recorder=recorder), repeat)
         return profile_of(own, others)
-
-    def _under(self, prepared: PreparedStep, repeat: int) -> RecordedSteps:
-        return self._measured(prepared, lambda recorder: self.run(prepared, recorder), repeat)
 
     def _measured(
         self, prepared: PreparedStep, step: Callable[[Recorder | None], object], repeat: int

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from graphpp.checkpoint.folder import Checkpoint
     from graphpp.checkpoint.optimizer_state import Part
-    from graphpp.ownership.lent_memory import ShardValues
 
 
 _FUNCTION = or_none(FUNCTION)
@@ -67,11 +66,10 @@ class RankPart(ModuleHabits):
     def flat_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
         """(FQNs, parameter [elements]): this rank's parameters in a few plain tensors, where `mesh=` has `dp_shard`.
 
-        Each has this rank's rows of several parameters, those of one stage and dtype, vectors apart from all others. An
-        optimizer that treats every element alike (SGD, Adam, AdamW) steps them in place of `pipe.parameters()`, and faster: it
-        sees few plain tensors instead of many `DTensor`s. Values and gradients are those of `pipe.parameters()`, in one memory;
-        a parameter without a gradient in a step has gradient 0 here. Checkpoints name the state by FQN. Clip with
-        `pipe.clip_grad_norm_`. Raises `GraphPPError` without `dp_shard`, and before the parameters are sharded.
+        Each has this rank's rows of several parameters of one stage and dtype, vectors apart from all others. An optimizer that
+        treats every element alike (SGD, Adam, AdamW) steps them faster than `pipe.parameters()`, whose memory they share; a
+        parameter without a gradient has gradient 0 here. Checkpoints name the state by FQN. Clip with `pipe.clip_grad_norm_`.
+        Raises `GraphPPError` without `dp_shard`, and before the parameters are sharded.
         """
         self._cache.captured()
         sharded = self._cache.ownership.sharded
@@ -126,11 +124,10 @@ class RankPart(ModuleHabits):
         belong to the model, and every entry of this rank must be there; otherwise a warning is logged, and `init` writes those
         that are missing. Buffers on the meta device that no state dict holds are written by `init`, with `seed` or 0.
 
-        `init` runs without gradients. Tensors that have memory already keep it: `init` and `weights` write them too. Dtypes are
-        the model's, the device is the rank's. A parameter on the meta device is replaced by a new object, so make the optimizer
-        afterwards. Other ranks' tensors become stand-ins without memory, as by `release`. Raises `GraphPPError` before anything
-        is captured and for a tensor that nothing writes, `CheckpointError` for files that do not fit; then all tensors on the
-        meta device and the generators of random numbers are as before.
+        `init` runs without gradients. Tensors with memory keep it, and are written too. A parameter on the meta device is
+        replaced by a new object, so make the optimizer afterwards. Other ranks' tensors become stand-ins without memory, as by
+        `release`. Raises `GraphPPError` before anything is captured and for a tensor that nothing writes, `CheckpointError` for
+        files that do not fit; then all tensors on the meta device and the generators of random numbers are as before.
         """
         # safetensors and the files' part of torch: a second that `import graphpp` must not cost.
         from graphpp.ownership.materialize import Materials, Source
@@ -148,16 +145,10 @@ class RankPart(ModuleHabits):
         needed = [fqn for fqn in everything if fqn in local]
         unread = [fqn for fqn in everything if fqn not in held]
 
-        def values() -> ShardValues | None:
-            shards = owned.shards_to_fill()
-            materials.fill(needed, unread, source, shards)
-            return shards
-
-        def fill() -> ShardValues | None:
-            return self._calls.all_do("materialize", values, lambda: lines)
-
         try:
-            shards = self._calls.replicas_do("materialize", fill)
+            with self._calls.all_replicas("materialize"), self._calls.all_ranks("materialize", lines):
+                shards = owned.shards_to_fill()
+                materials.fill(needed, unread, source, shards)
         except BaseException:
             materials.undo()
             raise
@@ -183,16 +174,13 @@ class RankPart(ModuleHabits):
         """
         from graphpp.ownership.export import gathered, keys_of  # imports safetensors
 
-        entries: dict[str, torch.Tensor] = {}
         known = {key: value for key, value in self._state.entries().items() if isinstance(value, torch.Tensor)}
 
-        def read() -> None:
+        with self._calls.all_ranks("gather", {"its arguments": [f"names={names!r}", f"rank={rank}"]}):
             if rank is not None and rank >= self._place.ranks:
                 raise GraphPPError(f"rank: the pipeline has ranks 0..{self._place.ranks - 1}, got {rank}")
-            entries.update((key, known[key]) for key in keys_of(names, known))
+            entries = {key: known[key] for key in keys_of(names, known)}
             self._check_entries()
-
-        self._calls.all_do("gather", read, lambda: {"its arguments": [f"names={names!r}", f"rank={rank}"]})
         with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
             return gathered(entries, self._holders(), self._place, rank)
 
@@ -216,8 +204,8 @@ class RankPart(ModuleHabits):
 
         path = Path(folder).expanduser().resolve()
         export = Export(self._state.entries(), self._holders(), names, dtype, max_file_bytes)
-        save = partial(export.save, path, self._place, self._calls, self._check_entries)
-        self._calls.replicas_do(f"save_weights {path}", save)
+        with self._calls.all_replicas(f"save_weights {path}"):
+            export.save(path, self._place, self._calls, self._check_entries)
 
     def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
         """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.

@@ -7,8 +7,8 @@ Contract
 - A kind of microbatch is its structure with the dtypes of its tensors, under one state of the model. Floating tensors whose
   elements do not lie in order, and dimensions of size 1 or 0, are never open: such sizes take other branches in torch.
 - If model or loss fix every open size, or cannot be captured with open sizes, each size is captured by itself, and one warning
-  names the reason. Two states of the model whose captures refuse the same dimensions speak for all states. After `_MOST`
-  graphs of a kind, each of them for a part of the sizes, no further one is made.
+  names the reason. After two captures refused the same dimensions, no further one is tried. After `_MOST` graphs of a kind,
+  each of them for a part of the sizes, no further one is made.
 - All ranks decide alike: a decision depends on the microbatches and captured graphs alone, which ranks compare.
 """
 
@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from graphpp._torch.symbols import Values
 from graphpp.batch.microbatch import FlatMicrobatch, is_unordered_integers
 from graphpp.compiler.compile_graph import CompiledGraph
-from graphpp.pipeline.graph_keys import Recent
-from graphpp.pipeline.step_call import GraphKey
+from graphpp.pipeline.cache_key import GraphKey
 
 _LOG = logging.getLogger("graphpp")
 _MOST = 4  # graphs with open sizes for one kind of microbatch
@@ -34,45 +32,37 @@ class VaryingSizes:
     """The sizes that have been seen, and the graphs with open sizes. `dynamic`: None opens sizes that vary, True all sizes."""
 
     def __init__(self, dynamic: bool | None, limit: int, warns: bool) -> None:
-        self._dynamic, self._warns = dynamic, warns
+        self._dynamic, self._limit, self._warns = dynamic, limit, warns
         self._first: dict[Kind, dict[str, tuple[int, ...]]] = {}
         self._varied: dict[Kind, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         self._fixed: dict[Kind, Mapping[str, tuple[int, ...]]] = {}
-        self._graphs: Recent[int, tuple[Kind, CompiledGraph]] = Recent(limit)
+        self._graphs: list[tuple[Kind, CompiledGraph]] = []  # the one used last at the end
         self._told: set[str] = set()
 
-    def graphs(self) -> Iterator[CompiledGraph]:
+    @property
+    def graphs(self) -> list[CompiledGraph]:
         """The graphs with open sizes that are kept."""
-        yield from (graph for _, graph in self._graphs.values())
-
-    def serves(self, key: GraphKey, part: FlatMicrobatch) -> bool:
-        """Whether a kept graph holds for the sizes of this microbatch."""
-        return self._find(key, part) is not None
+        return [graph for _, graph in self._graphs]
 
     def find(self, key: GraphKey, part: FlatMicrobatch) -> CompiledGraph | None:
         """A kept graph for the sizes of this microbatch, with its programs for these sizes."""
-        found = self._find(key, part)
-        if found is None:
-            return None
-        number, values = found
-        return self._graphs.use(number)[-1].at(values)
-
-    def _find(self, key: GraphKey, part: FlatMicrobatch) -> tuple[int, Values] | None:
-        """The number of a kept graph that holds for the sizes of this microbatch, and the sizes."""
-        kind = _kind(key, part)
-        for number, (other, graph) in self._graphs.items():
+        for kind, graph in self._graphs:
             symbols = graph.captured.joint.symbols
             assert symbols is not None, "a graph with open sizes has symbols"
-            values = symbols.values(part.shapes) if other == kind else None
+            values = symbols.values(part.shapes) if kind == key.of_kind(part) else None
             if values is not None:
-                return number, values
+                return graph.at(values)
         return None
+
+    def use(self, graph: CompiledGraph) -> None:
+        """Note that a graph with open sizes was used."""
+        self._graphs.sort(key=lambda pair: pair[1] is graph)
 
     def open(self, key: GraphKey, part: FlatMicrobatch) -> dict[str, tuple[int, ...]]:
         """The dimensions to leave open in a capture of this microbatch, by path of the tensor."""
         if self._dynamic is False:
             return {}
-        kind, seen = _kind(key, part), _structure(key, part)
+        kind, seen = key.of_kind(part), _structure(key, part)
         varied = self._varied[seen] if self._dynamic is None else {}
         for path, shape in self._first.get(seen, {}).items() if self._dynamic is None else ():
             new = part.tensors[path].shape
@@ -83,20 +73,21 @@ class VaryingSizes:
             dims = tuple(dim for dim in wanted if tensor.shape[dim] > 1)
             if dims and (tensor.is_contiguous() or is_unordered_integers(tensor)):
                 found[path] = dims
-        graphs = sum(other == kind for other, _ in self._graphs.values())
-        refused = sum(_structure(key, part) == other[:-1] and dims == found for other, dims in self._fixed.items())
+        graphs = sum(other == kind for other, _ in self._graphs)
+        refused = sum(seen == other[:-1] and dims == found for other, dims in self._fixed.items())
         return {} if self._fixed.get(kind) == found or refused >= 2 or graphs >= _MOST else found
 
     def keep(self, key: GraphKey, part: FlatMicrobatch, graph: CompiledGraph) -> None:
         """Note a graph that all ranks have, and the sizes of its microbatch."""
-        kind, seen = _kind(key, part), _structure(key, part)
-        self._first.setdefault(seen, {path: tuple(tensor.shape) for path, tensor in part.tensors.items()})
-        if graph.general is not None and all(graph.general is not other for other in self.graphs()):
-            number = 1 + max(self._graphs, default=0)
-            self._graphs.keep(number, (kind, graph.general))
+        shapes = {path: tuple(tensor.shape) for path, tensor in part.tensors.items()}
+        self._first.setdefault(_structure(key, part), shapes)
+        if graph.general is not None:
+            self.use(graph.general)
+            if all(graph.general is not other for other in self.graphs):
+                self._graphs = [*self._graphs, (key.of_kind(part), graph.general)][-self._limit :]
         reason = graph.captured.fixed_because
         if reason:
-            self._fixed[kind] = self.open(key, part)
+            self._fixed[key.of_kind(part)] = self.open(key, part)
             if self._warns and reason not in self._told:
                 _LOG.warning("each size of a microbatch is captured by itself, because %s", reason)
             self._told.add(reason)
@@ -104,7 +95,3 @@ class VaryingSizes:
 
 def _structure(key: GraphKey, part: FlatMicrobatch) -> Kind:
     return key.training, part.kind
-
-
-def _kind(key: GraphKey, part: FlatMicrobatch) -> Kind:
-    return *_structure(key, part), key.around

@@ -11,7 +11,6 @@ Contract
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.report.memory_view import MemoryView, RankBytes
+from graphpp.report.text_table import text_table
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.program import StageProgram, TensorMeta
 from graphpp.schedules.check.step_memory import StepPeak
@@ -106,21 +106,14 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """A table: a line for each rank."""
-        from rich import box  # loaded by the first plan that is printed
-        from rich.console import Console
-        from rich.table import Table
-
         kinds = [kind for kind in _KINDS if kind in _USED or any(getattr(each, kind) for each in self.ranks)]
-        table = Table(title="memory in a training step", box=box.SIMPLE, title_justify="left")
-        for column in ("rank", *kinds, "together"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for each in self.ranks:
-            table.add_row(str(each.rank), *(spell_bytes(getattr(each, kind)) for kind in kinds), spell_bytes(each.peak))
+        rows = [
+            (str(each.rank), *(spell_bytes(getattr(each, kind)) for kind in kinds), spell_bytes(each.peak))
+            for each in self.ranks
+        ]
         said = f"; memory.optimizer={self.optimizer!r}" if self.optimizer is not None else ""
-        table.caption = f"together: the most at one time{said}"
-        out = io.StringIO()
-        Console(file=out, width=110, no_color=True).print(table)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        caption = f"together: the most at one time{said}"
+        return text_table(("rank", *kinds, "together"), rows, title="memory in a training step", caption=caption)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""When each offloaded value of a table is copied away and back: the one policy of pipelines that run and of predictions.
+"""The saved values that wait for their backward in the host's memory, and when each is copied away and back.
 
 Contract
-    in   a table; for each stage and microbatch the bytes that it saves and the values that may leave, the largest first; the
-         fraction of the bytes that leaves, and the actions by which a value comes back ahead of its first read
-    out  the offload windows of all ranks. Of each stage and microbatch values leave in their order until the fraction is
-         reached. A value stays if its backward comes before the device's memory would have been free for at least one action
+    `windows_of`, for pipelines that run and for predictions: of each stage and microbatch, values leave in the given order
+    until the fraction of the saved bytes is reached. A value stays if its backward comes before the device's memory would have
+    been free for at least one action
+    `choose_windows`, for programs and the graphs from which they were emitted: the largest values leave first. A value stays if
+    an operation needs it on the device (`passes/graph/offloadable.py`), or if the option does not want it
 """
 
 from __future__ import annotations
@@ -13,9 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import fx
+
+from graphpp._torch.symbols import Values, considering
+from graphpp.options.offload import Offload
+from graphpp.passes.graph.offloadable import LocalNeighbours, offloadable
+from graphpp.runtime.program import Phase, PipelineProgram, Program, Saved, StageProgram
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
+
+GraphOf = Callable[[Program], fx.Graph]
+
+_BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
 class Leaving(NamedTuple):
@@ -77,9 +88,6 @@ def windows_of(
                 )
 
 
-_BACKWARDS = (Kind.B, Kind.I, Kind.W)
-
-
 def _leaving(
     budget: float, values: Sequence[Leaving], there: Sequence[Kind], late: frozenset[Kind]
 ) -> Mapping[Kind, Sequence[Leaving]]:
@@ -93,3 +101,51 @@ def _leaving(
             leaving.setdefault(reader, []).append(value)
             budget -= value.nbytes
     return leaving
+
+
+# ---------------------------------------------------------------------------------- of a pipeline
+
+
+def choose_windows(
+    choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf
+) -> tuple[OffloadWindow, ...]:
+    """The offload windows of all ranks under a table, with or without communication; `programs`: one per microbatch.
+
+    A stage's values are examined once for all microbatches that share its programs.
+    """
+    known: dict[int, SavedValues] = {}
+
+    def saved(index: int, microbatch: int) -> SavedValues:
+        pipeline = programs[microbatch]
+        stage = pipeline.stages[index]
+        if id(stage) not in known:
+            with considering(pipeline.values):
+                values = _values(choice, stage, _local_neighbours(schedule, index), graph_of, pipeline.values)
+                known[id(stage)] = SavedValues(stage.saved_bytes, values)
+        return known[id(stage)]
+
+    return tuple(windows_of(schedule, choice.fraction, choice.ahead, saved))
+
+
+def _values(
+    choice: Offload, stage: StageProgram, beside: LocalNeighbours, graph_of: GraphOf, sizes: Values | None
+) -> list[Leaving]:
+    """The values of a stage that `choice` offloads, the largest first; `sizes`: the numbers for symbolic sizes."""
+    item = stage.programs.get(Phase.FORWARD)
+    if item is None:
+        return []
+    found = offloadable(graph_of(item), beside)
+    found = [each._replace(meta=each.meta.at(sizes)) for each in found] if sizes is not None else found
+    inputs = {kind: set(stage.programs[Phase(kind.value)].inputs) for kind in _BACKWARDS if Phase(kind.value) in stage.programs}
+    values = [value for value in found if choice.wants(value.meta, value.nbytes)]
+    return [
+        Leaving(
+            value.meta.name, value.nbytes, tuple(kind for kind, roles in inputs.items() if Saved(value.meta.name) in roles)
+        )
+        for value in sorted(values, key=lambda value: -value.nbytes)
+    ]
+
+
+def _local_neighbours(schedule: Schedule, stage: int) -> LocalNeighbours:
+    rank_of = schedule.rank_of_stage
+    return LocalNeighbours(rank_of.get(stage - 1) == rank_of[stage], rank_of.get(stage + 1) == rank_of[stage])

@@ -5,9 +5,8 @@ Contract: a `Plan` holds no tensor and no graph; it can be printed, saved and co
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from graphpp.capture import activation_checkpoints as checkpoints
@@ -15,10 +14,10 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.shard_plan import ShardPlan
 from graphpp.report.page import BoundaryView, Page, StageView
+from graphpp.report.text_table import text_table
 from graphpp.report.timeline_view import TimelineView
 from graphpp.runtime.program import PipelineProgram, StageProgram
-from graphpp.schedules.simulate.simulator import simulate
-from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes
@@ -42,6 +41,12 @@ class StagePlan:
         """The stage as data of a report page."""
         sizes = self.parameters, self.parameter_bytes, self.saved_bytes
         return StageView(self.stage, self.rank, self.modules, *sizes)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The stage as cells of a table."""
+        sizes = map(spell_bytes, (self.sent_forward_bytes, self.sent_backward_bytes, self.saved_bytes))
+        return str(self.stage), str(self.rank), ", ".join(self.modules) or "(empty)", f"{self.parameters:,}", *sizes
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Plan:
 
     def _page(self) -> Page:
         table = self.schedule
-        unit = replace(simulate(table, Costs.unit(table.stages, table.ranks)), unit="units")
+        (unit,) = timelines_of([table])
         pairs = zip(self.stages, self.stages[1:], strict=False)
         return Page(
             title=f"The plan of {table.name}",
@@ -97,36 +102,24 @@ class Plan:
 
     def __str__(self) -> str:
         """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved; then the memory of each rank, and the shards."""
-        from rich import box  # loaded by the first plan that is printed
-        from rich.console import Console
-        from rich.table import Table
-
-        ranks, name = self.schedule.ranks, self.schedule.name
+        ranks, away = self.schedule.ranks, bool(self.offload_windows)
         place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
-        title = f"{place}, {name}, {self.schedule.microbatches} microbatches"
-        table = Table(title=title, box=box.SIMPLE, title_justify="left")
-        columns = ["stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"]
-        for column in [*columns, "offloaded"] if self.offload_windows else columns:
-            table.add_column(column, justify="left" if column == "modules" else "right", no_wrap=column != "modules")
-        for stage in self.stages:
-            sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
-            modules = ", ".join(stage.modules) or "(empty)"
-            cells = [str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes)]
-            table.add_row(*cells, *(self._offloaded(stage.stage) if self.offload_windows else ()))
+        heads = ("stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved", *(["offloaded"] if away else []))
+        rows = [(*stage.cells, *([self._offloaded(stage.stage)] if away else [])) for stage in self.stages]
         calls = f"; the model checkpoints {self.checkpoints} call{'s' * (self.checkpoints > 1)}" if self.checkpoints else ""
-        table.caption = f"bytes per microbatch{calls}"
-        out = io.StringIO()
-        Console(file=out, width=110, no_color=True).print(table)
-        lines = [line.rstrip() for line in out.getvalue().splitlines()]
-        return "\n".join([*lines, *(str(part) for part in (self.memory, self.sharding) if part is not None)])
+        table = text_table(
+            heads, rows, left=("modules",), wraps=("modules",), caption=f"bytes per microbatch{calls}",
+            title=f"{place}, {self.schedule.name}, {self.schedule.microbatches} microbatches",
+        )  # fmt: skip
+        return "\n".join([table, *(str(part) for part in (self.memory, self.sharding) if part is not None)])
 
-    def _offloaded(self, stage: int) -> list[str]:
+    def _offloaded(self, stage: int) -> str:
         """`1.2 MiB, 5 of 8`: the largest number of bytes that a microbatch offloads, and how many microbatches offload any."""
         away: Counter[int] = Counter()
         for window in self.offload_windows:
             if window.stage == stage:
                 away[window.microbatch] += window.nbytes
-        return [f"{spell_bytes(max(away.values()))}, {len(away)} of {self.schedule.microbatches}" if away else "-"]
+        return f"{spell_bytes(max(away.values()))}, {len(away)} of {self.schedule.microbatches}" if away else "-"
 
 
 def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:

@@ -1,26 +1,31 @@
-"""The data of a page as its script takes them: JSON with the places of columns, and the columns.
+"""The data of a page as its script takes them: JSON with the places of columns, and the columns, packed.
 
 Contract: `chart_data(page)` is (a value for JSON, the columns' text). Every number that a chart shows stands in it; a part that
-the page lacks is None or empty, and the script then draws no chart. Numbers that are not finite stand only in columns.
+the page lacks is None or empty, and the script then draws no chart. Numbers that are not finite stand only in columns. Columns
+are one compressed block of bytes as base64 text, which needs no escape in HTML; the script reads `{"type", "at", "count"}` back
+as a typed array (little-endian, `at` in bytes, a multiple of 8). Equal pages give equal data.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
+from collections.abc import Sequence
 from typing import Any
 
-from graphpp.report.columns import Columns
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.page import Page, pareto_front
 from graphpp.report.run_view import Curve
 from graphpp.report.timeline_view import KINDS, TimelineView
 
-_BOX = (("kind", "u1"), ("stage", "u2"), ("microbatch", "i4"), ("chunk", "u2"), ("lane", "u1"), ("lanes", "u1"))
-_TIMES = (("start", "f4"), ("duration", "f4"))
+_SIZES = {"u1": 1, "u2": 2, "i4": 4, "f4": 4, "f8": 8}
+_BOX = {"kind": "u1", "stage": "u2", "microbatch": "i4", "chunk": "u2", "lane": "u1", "lanes": "u1"}
+_BOX |= {"start": "f4", "duration": "f4"}
 
 
 def chart_data(page: Page) -> tuple[dict[str, Any], str]:
     """The page's data."""
-    columns = Columns()
+    columns = _Columns()
     data = {
         "kinds": KINDS,
         "timelines": [_timeline(each, columns) for each in page.timelines],
@@ -43,7 +48,26 @@ def chart_data(page: Page) -> tuple[dict[str, Any], str]:
     return data, columns.text()
 
 
-def _timeline(view: TimelineView, columns: Columns) -> dict[str, Any]:
+class _Columns:
+    """The columns of one page."""
+
+    def __init__(self) -> None:
+        self._block = bytearray()
+
+    def add(self, type_: str, values: Sequence[float]) -> dict[str, str | int]:
+        """The place of a column. Raises `OverflowError` for integers that do not fit the type."""
+        import numpy  # loaded by the first page
+
+        data = numpy.array(values, dtype=f"<{type_}").tobytes()
+        place: dict[str, str | int] = {"type": type_, "at": len(self._block), "count": len(data) // _SIZES[type_]}
+        self._block += data + bytes(-len(data) % 8)
+        return place
+
+    def text(self) -> str:
+        return base64.b64encode(gzip.compress(self._block, compresslevel=6, mtime=0)).decode("ascii")
+
+
+def _timeline(view: TimelineView, columns: _Columns) -> dict[str, Any]:
     """`rows`: the first box of each rank, and the number of boxes at the end."""
     rows, at = [0] * (len(view.ranks) + 1), 0
     for rank in range(len(view.ranks)):
@@ -51,18 +75,14 @@ def _timeline(view: TimelineView, columns: Columns) -> dict[str, Any]:
             at += 1
         rows[rank + 1] = at
     return {
-        "name": view.name,
-        "schedule": view.schedule,
-        "unit": view.unit,
-        "makespan": view.makespan,
-        "microbatches": view.microbatches,
+        **{name: getattr(view, name) for name in ("name", "schedule", "unit", "makespan", "microbatches")},
         "chunks": max(len(each.stages) for each in view.ranks),
         "rows": rows,
-        "columns": {name: columns.add(type_, [getattr(box, name) for box in view.boxes]) for name, type_ in _BOX + _TIMES},
+        "columns": {name: columns.add(type_, [getattr(box, name) for box in view.boxes]) for name, type_ in _BOX.items()},
     }
 
 
-def _memory(view: MemoryView, columns: Columns) -> dict[str, Any]:
+def _memory(view: MemoryView, columns: _Columns) -> dict[str, Any]:
     return {
         "kinds": view.kinds,
         "unit": view.unit,
@@ -73,5 +93,5 @@ def _memory(view: MemoryView, columns: Columns) -> dict[str, Any]:
     }
 
 
-def _curve(curve: Curve, columns: Columns) -> dict[str, Any]:
+def _curve(curve: Curve, columns: _Columns) -> dict[str, Any]:
     return {"every": curve.every, "values": columns.add("f8", curve.values)}

@@ -5,11 +5,11 @@ Contract: `PlanComparison` is data, and prints as a table; the difference of a n
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from graphpp.report.text_table import text_table
 from graphpp.units import spell_bytes, spell_time
 
 Unit = Literal["seconds", "bytes", "share", "per second"]
@@ -24,77 +24,31 @@ _SPELL: Mapping[Unit, Callable[[float], str]] = {
 
 
 @dataclass(frozen=True)
-class ComparedChoice:
-    """What two plans chose, as text."""
-
-    name: str
-    first: str
-    second: str
-
-
-@dataclass(frozen=True)
-class ComparedNumber:
-    """A number of two plans."""
-
-    name: str
-    unit: Unit
-    first: float
-    second: float
-
-    @property
-    def difference(self) -> float:
-        """How much more the second plan has."""
-        return self.second - self.first
-
-    def texts(self) -> tuple[str, str, str, str]:
-        """The name, both numbers, and the difference with its sign."""
-        spell, more = _SPELL[self.unit], self.difference
-        difference = f"{'+' if more > 0 else '-'}{spell(abs(more))}" if more else "equal"
-        return self.name, spell(self.first), spell(self.second), difference
-
-
-@dataclass(frozen=True)
 class PlanComparison:
-    """What two plans chose, and what that costs by their predictions."""
+    """The choices of two plans by name, and their predictions by name and unit; a number that a plan lacks is 0."""
 
-    choices: tuple[ComparedChoice, ...]
-    numbers: tuple[ComparedNumber, ...]
-
-    @classmethod
-    def of(cls, choices: tuple[Choices, Choices], first: Numbers, second: Numbers) -> PlanComparison:
-        """The comparison of two plans' choices by name, and of their numbers by name and unit.
-
-        A number that a plan lacks is 0; one that is 0 in both plans is left out.
-        """
-        one, two = choices
-        found = (ComparedNumber(*key, first.get(key, 0), second.get(key, 0)) for key in {**first, **second})
-        return cls(
-            tuple(ComparedChoice(name, one[name], two[name]) for name in one),
-            tuple(each for each in found if each.first or each.second),
-        )
+    choices: tuple[Choices, Choices]
+    numbers: tuple[Numbers, Numbers]
 
     def document(self) -> dict[str, Any]:
-        """The comparison as data for JSON."""
-        numbers = [{**asdict(each), "difference": each.difference} for each in self.numbers]
-        return {"choices": [asdict(each) for each in self.choices], "numbers": numbers}
+        """The comparison as data for JSON. A number that is 0 in both plans is left out."""
+        one, two = self.choices
+        choices = [{"name": name, "first": one[name], "second": two[name]} for name in one]
+        first, second = self.numbers
+        pairs = {key: (first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
+        numbers = [
+            {"name": name, "unit": unit, "first": low, "second": high, "difference": high - low}
+            for (name, unit), (low, high) in pairs.items()
+            if low or high
+        ]
+        return {"choices": choices, "numbers": numbers}
 
     def __str__(self) -> str:
         """A table: a line for each choice and each number."""
-        from rich import box  # loaded by the first comparison that is printed
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=box.SIMPLE)
-        table.add_column("")
-        for head in ("first", "second", "difference"):
-            table.add_column(head, justify="right")
-        for choice in self.choices:
-            same = choice.first == choice.second
-            table.add_row(*map(Text, (choice.name, choice.first, choice.second, "equal" if same else "differs")))
-        table.add_section()
-        for number in self.numbers:
-            table.add_row(*map(Text, number.texts()))
-        out = io.StringIO()
-        Console(file=out, width=140, no_color=True).print(table)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+        found, heads = self.document(), ("", "first", "second", "difference")
+        rows = [(*each.values(), "equal" if each["first"] == each["second"] else "differs") for each in found["choices"]]
+        for each in found["numbers"]:
+            spell, more = _SPELL[each["unit"]], each["difference"]
+            difference = f"{'+' if more > 0 else '-'}{spell(abs(more))}" if more else "equal"
+            rows.append((each["name"], spell(each["first"]), spell(each["second"]), difference))
+        return text_table(heads, rows, left=("",), wraps=heads, width=140)

@@ -1,10 +1,7 @@
 """The memory of a step as data: bytes by kind at each rank's peak, and over time, beside the cap.
 
-Contract
-    in   for each rank (time, bytes by kind) pairs, as `bytes_over_time` gives them; a cap for each rank, or none
-    out  `MemoryView`. Of a long curve, one moment for each of equal spans of time is there, the one with the most bytes, so
-         the peak is always there. Kinds without bytes on any rank are left out
-    Raises `GraphPPError` for another number of caps than ranks, and for curves without a moment.
+Contract: of (time, bytes by kind) pairs of each rank, as `bytes_over_time` gives them. Of a long curve the moment with the most
+bytes of each of equal spans of time is there, so the peak is always there. Kinds without bytes on any rank are left out.
 """
 
 from __future__ import annotations
@@ -48,13 +45,9 @@ class MemoryView:
 
     @classmethod
     def of(
-        cls,
-        moments: Sequence[Iterable[Moment]],
-        caps: Sequence[int] | None = None,
-        unit: str = "s",
-        note: str = "",
+        cls, moments: Sequence[Iterable[Moment]], caps: Sequence[int] | None = None, unit: str = "s", note: str = ""
     ) -> MemoryView:
-        """The view of each rank's moments."""
+        """The view of each rank's moments. Raises `GraphPPError` for other numbers of caps than ranks, and for no moment."""
         if caps is not None and len(caps) != len(moments):
             raise GraphPPError(f"caps: give the bytes of each of {len(moments)} ranks, got {len(caps)} numbers")
         most = max(_MOST_MOMENTS // max(len(moments), 1), _FEWEST)

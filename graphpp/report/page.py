@@ -1,8 +1,7 @@
-"""The data of a report page: what stands on it, as frozen dataclasses.
+"""The data of a report page, as frozen dataclasses.
 
 Contract: plain numbers, texts and tuples of them, so `json.dumps(dataclasses.asdict(page))` works. Bytes are integers, times
-are seconds unless the part has a unit of its own. Texts may hold any characters: `page_html.py` escapes them. A part that is
-None or empty leaves its section out.
+seconds unless the part has a unit. Texts may hold any characters. A part that is None or empty leaves its section out.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from graphpp.errors import GraphPPError
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.run_view import RunView
 from graphpp.report.timeline_view import TimelineView
-
-_TITLE = "graphpp report"
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Page:
     above the other, on one axis where their units are equal. `cap`: the bytes that the plans may take, drawn in their chart.
     """
 
-    title: str = _TITLE
+    title: str = "graphpp report"
     facts: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     timelines: tuple[TimelineView, ...] = ()

@@ -1,7 +1,8 @@
 """A page as one HTML file: the template, the style, the script, the chart library and the data, all inline.
 
 Contract
-    in   a `Page`
+    in   a `Page`; for `graphpp.html` schedules and timelines: a `Schedule` is simulated first, with `costs`, else with
+         F = I = W = 1 for each rank and microbatch
     out  the text of the file. It loads nothing: the page's own policy forbids the browser to. All texts of the page's data are
          escaped. Headings, facts and tables are there without a script; a script draws the charts
     Equal pages give equal text.
@@ -15,19 +16,42 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphpp.errors import GraphPPError
+from graphpp.arguments import checked, or_none
+from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.report import tables
 from graphpp.report.chart_data import chart_data
+from graphpp.report.memory_view import MemoryView
 from graphpp.report.page import Page
+from graphpp.report.timeline_view import TimelineView
+from graphpp.schedules.simulate.simulator import timelines_of
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.table.costs import COSTS, Costs
+from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 _ASSETS = Path(__file__).parent / "assets"
-_STYLES = ("page.css",)
 _PARTS = ("base", "actions", "timeline", "memory", "bars", "plans", "run", "main")
 _SCRIPTS = ("echarts/echarts.min.js", *(f"{part}.js" for part in _PARTS))
+
+
+@checked(ScheduleError, costs=or_none(COSTS))
+def html(*drawn: Schedule | Timeline, costs: Costs | None = None) -> str:
+    """A page with the timelines one above the other, on one axis where their units of time are equal; write it as UTF-8.
+
+    The page of a single timeline has its memory too. Raises `ScheduleError` for a table that cannot run, `GraphPPError` for a
+    timeline without events.
+    """
+    timelines = timelines_of(drawn, costs)
+    names = dict.fromkeys(timeline.schedule.name for timeline in timelines)
+    memory = None
+    if len(timelines) == 1 and timelines[0].memory:
+        moments = [[(time, {"alive": nbytes}) for time, nbytes in curve] for curve in timelines[0].memory]
+        note = "Activations of microbatches, and messages between stages."
+        memory = MemoryView.of(moments, unit=timelines[0].unit, note=note)
+    return page_html(Page(", ".join(names), timelines=tuple(map(TimelineView.of, timelines)), memory=memory))
 
 
 def page_html(page: Page) -> str:
@@ -37,7 +61,7 @@ def page_html(page: Page) -> str:
         page=page,
         data=data,
         columns=columns,
-        styles=[_asset(name) for name in _STYLES],
+        styles=[_asset("page.css")],
         theme=_asset("theme.js"),
         scripts=[_asset(name) for name in _SCRIPTS],
         licences=[_asset(f"echarts/{name}") for name in ("NOTICE", "LICENSE-zrender", "LICENSE-d3")],

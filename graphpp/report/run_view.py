@@ -1,8 +1,7 @@
 """The steps of a run so far: losses and seconds, as plain numbers.
 
-Contract: of a long run every n-th step is there (`every`), at most `_MOST` of them, so a page stays small. Losses may be nan or
-infinite: the chart has a gap there, and the table names them. Raises `GraphPPError` for values that are no numbers, and for
-seconds that are negative.
+Contract: of a long run every n-th step is there (`every`), at most `_MOST`. Losses may be nan or infinite: the chart has a gap
+there, and the table names them. Raises `GraphPPError` for values that are no numbers, and for negative seconds.
 """
 
 from __future__ import annotations

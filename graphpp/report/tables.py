@@ -82,15 +82,11 @@ def stage_table(stages: Sequence[StageView]) -> Table:
     """A row for each stage: modules, parameters, bytes."""
     rows = (
         (
-            str(each.stage),
-            str(each.rank),
-            ", ".join(each.modules) or "(empty)",
-            f"{each.parameters:,}",
-            spell_bytes(each.parameter_bytes),
-            spell_bytes(each.saved_bytes),
+            str(each.stage), str(each.rank), ", ".join(each.modules) or "(empty)", f"{each.parameters:,}",
+            spell_bytes(each.parameter_bytes), spell_bytes(each.saved_bytes),
         )
         for each in stages
-    )
+    )  # fmt: skip
     columns = ("stage", "rank", "modules", "parameters", "parameter bytes", "saved by a microbatch")
     return _table("Stages", columns, rows, ("modules",))
 
@@ -98,12 +94,7 @@ def stage_table(stages: Sequence[StageView]) -> Table:
 def boundary_table(boundaries: Sequence[BoundaryView]) -> Table:
     """A row for each boundary: bytes in both directions for one microbatch."""
     rows = (
-        (
-            _boundary(each.stage),
-            spell_bytes(each.forward_bytes),
-            spell_bytes(each.backward_bytes),
-            spell_bytes(each.relayed_bytes),
-        )
+        (_boundary(each.stage), *map(spell_bytes, (each.forward_bytes, each.backward_bytes, each.relayed_bytes)))
         for each in boundaries
     )
     return _table("Bytes over each boundary, for one microbatch", ("boundary", "forward", "backward", "of relays"), rows)
@@ -124,12 +115,7 @@ def value_table(boundaries: Sequence[BoundaryView]) -> Table:
 def relay_table(relays: Sequence[RelayView]) -> Table:
     """A row for each relay, the one that costs most first."""
     rows = (
-        (
-            *_value(each.value),
-            f"{each.source} → {each.target}",
-            _stages(each.unused) or "none",
-            spell_bytes(each.nbytes),
-        )
+        (*_value(each.value), f"{each.source} → {each.target}", _stages(each.unused) or "none", spell_bytes(each.nbytes))
         for each in sorted(relays, key=lambda each: -each.nbytes)
     )
     columns = ("value", "shape", "made in", "bytes", "stages", "only passed on by", "bytes over all boundaries")

@@ -16,9 +16,8 @@ from heapq import nlargest
 from typing import NamedTuple
 
 from graphpp.errors import GraphPPError
-from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.simulate.timeline import Event, Timeline, stages_of_ranks
 from graphpp.schedules.table.actions import SENDS, Action
-from graphpp.schedules.table.schedule import Schedule
 
 KINDS = ("F", "B", "I", "W", "send", "receive", "collective")
 """The kinds of boxes; a box has the position of its kind here."""
@@ -76,35 +75,21 @@ class TimelineView:
                 f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events, so there is nothing to draw: "
                 "take pipe.timeline(...) or graphpp.simulate(schedule, costs), or leave the timeline out"
             )
-        homes = _stages_of_ranks(timeline.schedule)
+        homes = stages_of_ranks(timeline.schedule)
         chunks = {stage: chunk for stages in homes for chunk, stage in enumerate(stages)}
         others = [event for event in timeline.events if not event.action.is_compute and event.duration > 0]
         shown = nlargest(_MOST_MESSAGES, others, key=lambda event: event.duration) if len(others) > _MOST_MESSAGES else others
         computations = [event for event in timeline.events if event.action.is_compute]
         boxes = sorted(_boxes((*computations, *shown), chunks), key=lambda box: (box.rank, box.start))
-        counts = timeline.schedule.stages, timeline.schedule.microbatches
-        span = timeline.makespan
-        return cls(
-            timeline.name,
-            timeline.schedule.name,
-            timeline.unit,
-            span,
-            *counts,
-            tuple(_lines(homes, computations, span)),
-            tuple(boxes),
-            len(others) - len(shown),
-            note,
-        )
+        table, span = timeline.schedule, timeline.makespan
+        lines, left_out = tuple(_lines(homes, computations, span)), len(others) - len(shown)
+        head = timeline.name, table.name, timeline.unit, span, table.stages, table.microbatches
+        return cls(*head, lines, tuple(boxes), left_out, note)
 
     @property
     def idle(self) -> float:
         """The mean share of the step in which ranks are idle, 0 to 1."""
         return sum(each.idle for each in self.ranks) / len(self.ranks)
-
-
-def _stages_of_ranks(schedule: Schedule) -> list[tuple[int, ...]]:
-    homes = schedule.rank_of_stage
-    return [tuple(sorted(stage for stage, home in homes.items() if home == rank)) for rank in range(schedule.ranks)]
 
 
 def _lines(homes: Sequence[tuple[int, ...]], computations: Sequence[Event], span: float) -> Iterable[RankLine]:

@@ -153,8 +153,8 @@ class Phase(StrEnum):
 
     @property
     def label(self) -> str:
-        """The phase in titles, file names and messages: `forward`, `weight_grad`; `prepare` for HOIST, as in all dumps."""
-        return "prepare" if self is Phase.HOIST else self.name.lower()
+        """The phase in titles, file names and messages: `forward`, `weight_grad`."""
+        return self.name.lower()
 
     @property
     def is_backward(self) -> bool:
@@ -166,8 +166,7 @@ class Phase(StrEnum):
 class TensorMeta:
     """Shape, strides (elements), dtype and needs-grad of a value that crosses a boundary or is saved.
 
-    In the programs of a graph for several sizes (`compiler/sized_graph.py`) sizes and strides may be symbolic integers, which
-    torch types as integers too.
+    In the programs of a graph for several sizes, sizes and strides may be symbolic integers, which torch types as integers too.
     """
 
     name: str

@@ -10,10 +10,10 @@ This package never imports torch. Its packages, each importing only those before
 
 from graphpp.schedules.any_form import check
 from graphpp.schedules.check.step_memory import peak_bytes
-from graphpp.schedules.generate.combined_1f1b import combined_1f1b
-from graphpp.schedules.generate.forward_only import forward_only
 from graphpp.schedules.generate.gpipe_1f1b import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, plain_loop
 from graphpp.schedules.generate.megatron_interleaved import (
+    combined_1f1b,
+    forward_only,
     from_orders,
     is_recomputed,
     megatron_interleaved,

@@ -1,8 +1,4 @@
-"""`check` and `simulate` for every form of a schedule that `graphpp.compile` takes: a name, a file, rows, a function.
-
-Contract: a form that is no table is made into one for the given numbers of ranks, stages and microbatches. Then the functions
-of `check/checker.py` and `simulate/simulator.py` run.
-"""
+"""`check` and `simulate` for every form of a schedule that `graphpp.compile` takes: a name, a file, rows, a function."""
 
 from __future__ import annotations
 

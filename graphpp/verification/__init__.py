@@ -2,5 +2,5 @@
 
 `subject.py` compiles, `runs.py` runs the step, `tolerances.py` measures the effect of rounding, `first_difference.py` finds the
 first value that differs, `report.py` is the result, `verify.py` puts them together. `whole_batch.py` compares the step with a
-step over the uncut batch, and `row_mixing.py` finds the module by which they differ.
+step over the uncut batch.
 """

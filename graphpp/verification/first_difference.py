@@ -2,13 +2,11 @@
 
 Contract
 --------
-- `first_in_stages` traces the stage programs line by line while the runner runs them. It sees the computed, received and saved
-  values themselves, so it finds the place whichever pass, program or part of the runtime is wrong. Values have the names of
-  the joint graph.
+- `first_in_stages` traces the stage programs line by line while the runner runs them, so it finds the place whichever pass,
+  program or part of the runtime is wrong. Values have the names of the joint graph.
 - `first_in_eager` hooks the module calls of eager. A call differs if its input, or every one of its outputs, is missing among
   the values that the joint graph has in that call (same shape, dtype and bits). The difference names the nearest value.
-- `first_in_results` is for runs in which no value differs but a result does: it names the result and the operation that
-  makes it.
+- `first_in_results` is for runs in which only a result differs: it names the result and the operation that makes it.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -84,8 +82,7 @@ def _of_role(role: program.OutputRole, comparison: Comparison) -> list[tuple[int
 def _stage_of(role: program.OutputRole, compiled: PipelineProgram | None) -> int | None:
     """The first stage whose programs make a result; None where no program does."""
     stages = compiled.stages if compiled is not None else ()
-    makers = (stage.index for stage in stages if any(role in item.outputs for item in stage.programs.values()))
-    return next(makers, None)
+    return next((each.index for each in stages if any(role in item.outputs for item in each.programs.values())), None)
 
 
 def first_line(function: Any) -> str:
@@ -124,8 +121,7 @@ def first_in_stages(
 class _Lines:
     """A trace function (`sys.settrace`) that compares the local variables of stage programs with the joint graph's values.
 
-    `actions`: the computations of the schedule in the order in which they run. `names`: for each phase of a stage the graph's
-    nodes by their names in the program's text.
+    `actions`: the computations of the schedule in order. `names`: by phase of a stage, the nodes by their names in the text.
     """
 
     values: Values
@@ -163,7 +159,6 @@ class _Lines:
         self.first = _first_difference(what, node, difference(value, known, 0.0), slot[1], microbatch)
 
     def _nodes(self, slot: PhaseKey) -> dict[str, fx.Node]:
-        """The nodes of a phase's graph by their names in the program's text."""
         if slot not in self.names:
             graph = self.staged.graphs[slot].graph
             self.names[slot] = {name: node for node, name in PythonNames(graph).values.items()}
@@ -175,33 +170,22 @@ class _Lines:
 
 def first_in_eager(step: Step, joint: JointGraph, values: Values) -> FirstDifference | None:
     """The first module call whose input or outputs in eager differ from the joint graph's. None: no call does."""
-    calls = _Calls(step.model, _Spans(joint), values)
+    calls = _Calls(step.model, joint, values)
     with step.restored(), calls.watching():
         run_eager(step, joint)
     return calls.first
 
 
-class _Spans:
-    """For each module call the nodes in it (`inside`), and the nodes outside of it that they read (`reads`)."""
-
-    def __init__(self, joint: JointGraph) -> None:
-        self.inside: dict[str, list[fx.Node]] = {}
-        self.reads: dict[str, list[fx.Node]] = {}
-        for node in (node for node in joint.computed() if not node.meta["backward"]):
-            for call in ("", *node.meta["calls"]):
-                self.inside.setdefault(call, []).append(node)
-        for call, nodes in self.inside.items():
-            own = set(nodes)
-            read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own)
-            self.reads[call] = list(read)
-
-
 class _Calls:
     """Compares the inputs and outputs of module calls with the values of the joint graph, while they run."""
 
-    def __init__(self, model: nn.Module, spans: _Spans, values: Values) -> None:
+    def __init__(self, model: nn.Module, joint: JointGraph, values: Values) -> None:
         self.first: FirstDifference | None = None
-        self._model, self._spans, self._values = model, spans, values
+        self._model, self._values = model, values
+        self._inside: dict[str, list[fx.Node]] = defaultdict(list)  # by module call
+        for node in (node for node in joint.computed() if not node.meta["backward"]):
+            for call in ("", *node.meta["calls"]):
+                self._inside[call].append(node)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._microbatch = -1
         self._counts: Counter[str] = Counter()
@@ -227,17 +211,22 @@ class _Calls:
         self._counts[name] += 1
         self._open.append(f"{name}@{number}" if number else name)
         given = [leaf for leaf in _tensors(args) if leaf.is_floating_point()]
-        self._judge(given[:1], self._spans.reads.get(self._open[-1], []), f"what enters {self._open[-1]}")
+        self._judge(given[:1], self._read_by(self._open[-1]), f"what enters {self._open[-1]}")
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._names or not self._open:
             return
         call = self._open.pop()
-        inside, reads = self._spans.inside.get(call, []), self._spans.reads.get(call, [])
+        inside = self._inside[call]
         own = [node for node in inside if (node.meta["calls"] or ("",))[-1] == call]
-        found = self._judge(_tensors(output), [*own, *inside, *reads], f"what {call or 'the model'} returns")
+        found = self._judge(_tensors(output), [*own, *inside, *self._read_by(call)], f"what {call or 'the model'} returns")
         if found is not None:
-            self.first = FirstDifference(found.what, call, found.source, found.difference, found.value, None, found.microbatch)
+            self.first = replace(found, fqn=call)
+
+    def _read_by(self, call: str) -> list[fx.Node]:
+        """The nodes outside of a call that the call reads."""
+        own = dict.fromkeys(self._inside[call])
+        return list(dict.fromkeys(source for node in own for source in node.all_input_nodes if source not in own))
 
     def _judge(self, tensors: list[torch.Tensor], nodes: list[fx.Node], what: str) -> FirstDifference | None:
         """Note and return the first difference: tensors of which some could be values of `nodes`, and none is."""

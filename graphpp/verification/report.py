@@ -35,17 +35,16 @@ class Difference:
     verdict: Verdict = "equal"
 
     def __str__(self) -> str:
-        return (
-            "equal" if self.verdict == "equal" else f"{self.verdict}: {self.largest:.2e}, relative {self.relative:.2e}"
-        )
+        sizes = "" if self.verdict == "equal" else f": {self.largest:.2e}, relative {self.relative:.2e}"
+        return f"{self.verdict}{sizes}"
 
 
 @dataclass(frozen=True)
 class FirstDifference:
     """The first value in which two runs differ.
 
-    `what` is the value in words, `value` its name in the joint graph (as in a dump), `fqn` the module call ("" outside of
-    all modules), `source` the user's `file:line`. `stage` and `microbatch` are None where they are not known.
+    `what`: the value in words; `value`: its name in the joint graph, as in a dump; `fqn`: the module call, "" outside of all
+    modules; `source`: the user's `file:line`; `stage` and `microbatch`: None where they are not known.
     """
 
     what: str
@@ -171,10 +170,8 @@ class Verification:
             raise GraphPPError(str(self))
 
     def __str__(self) -> str:
-        table = self.plan.schedule
-        checked = (
-            f"schedule {table.name}: complete, in order, cannot deadlock on {table.ranks} rank{'s' * (table.ranks > 1)}"
-        )
+        name, ranks = self.plan.schedule.name, self.plan.schedule.ranks
+        checked = f"schedule {name}: complete, in order, cannot deadlock on {ranks} rank{'s' * (ranks > 1)}"
         return "\n".join([str(self.plan), "", checked, *map(str, self._comparisons), "", self._last_line()])
 
     def _last_line(self) -> str:

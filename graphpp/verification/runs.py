@@ -3,10 +3,9 @@
 Contract
 --------
 - All three start from the same parameters, buffers and random state, without gradients, and run the same microbatches with
-  the same seeds (the gradient of the step's loss by each microbatch's loss). `state_restored` restores the model afterwards.
-- Random operators draw the numbers of the microbatch's key in all three; `Eager.matched` is False where eager's random
+  the same seeds (the gradient of the step's loss by each microbatch's loss).
+- Random operators draw the numbers of the microbatch's key in all three; `EagerRun.matched` is False where eager's random
   operators are not those of the joint graph, in order.
-- `watch(index of the microbatch, values by name)` is called by the uncut run with every value of the joint graph.
 - With `jitter` every value of the uncut run is moved by units in the last place, up or down at random, as soon as it is
   computed (Monte Carlo arithmetic, Parker 1997). The results then show the effect of rounding alone on this step.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -26,7 +25,7 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction, loss_and_metrics
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
-from graphpp.passes.joint.key_random_ops import draws_random_numbers, key_random_ops
+from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers, key_random_ops
 from graphpp.passes.joint.relax_views import memory_order, relax_views
 from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
@@ -106,7 +105,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
 def run_uncut(
     step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: Jitter | None = None
 ) -> Numbers:
-    """Interpret the joint graph for one microbatch after the other."""
+    """Interpret the joint graph for one microbatch after the other; `watch` gets a microbatch's index and values by name."""
     numbers = Numbers(buffers=step.buffers())
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
     known |= {program.Parameter(name): value.detach() for name, value in step.model.named_parameters()}
@@ -175,8 +174,7 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
 # ---------------------------------------------------------------------------------------------------------- eager
 
 
-@dataclass(frozen=True)
-class EagerRun:
+class EagerRun(NamedTuple):
     """The results of eager; `matched`: its random operators were those of the joint graph, in order."""
 
     numbers: Numbers
@@ -186,17 +184,14 @@ class EagerRun:
 def run_eager(step: Step, joint: JointGraph) -> EagerRun:
     """Run the plain loop over the microbatches with autograd."""
     expected = [_Draw.of(node) for node in joint.computed() if node.target is seeded]
-    keys = step_keys(len(step.parts), None, step.device)
-    losses: list[torch.Tensor] = []
-    matched = True
-    for index, part in enumerate(step.parts):
-        batch = part.microbatch()
-        keyed = _Keyed(keys[index], expected)
+    losses, matched = list[torch.Tensor](), True
+    for part, seed, key in zip(step.parts, step.seeds, step_keys(len(step.parts), None, step.device), strict=True):
+        batch, keyed = part.microbatch(), _Keyed(key, expected)
         with keyed if expected else contextlib.nullcontext():
             (_, loss), *_ = loss_and_metrics(step.loss, step.model(*batch.args, **batch.kwargs), batch.target)
             keyed.forward = False
             with torch.autocast(step.device.type, enabled=False):
-                loss.backward(step.seeds[index])
+                loss.backward(seed)
         losses.append(loss.detach())
         matched = matched and keyed.matched
     return EagerRun(step.left_behind(losses), matched)

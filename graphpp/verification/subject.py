@@ -5,7 +5,7 @@ Contract
 - A schedule for several ranks is checked with all its rows and messages. Then its computations are put on one rank, in an
   order in which the ranks could have run them.
 - The programs are those for the shape of microbatch 0. Where the caller gives one microbatch, the others have its rows in other
-  orders, so that a microbatch taken for another one changes the numbers. A whole batch is cut as `Pipeline.step` cuts it.
+  orders, so that a microbatch taken for another one changes the numbers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.lower import PassResult
-from graphpp.planner.counts import microbatches_for
-from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
+from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables, microbatches_for
 from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
@@ -150,34 +149,18 @@ def ranks_of(given: int | None, options: Options) -> int:
         return given
     if isinstance(options.schedule, Schedule):
         return options.schedule.ranks
-    stages, each = _stages(options.split), default_stages(options.schedule, 1)
-    if stages is None:
+    split, each = options.split, default_stages(options.schedule, 1)
+    stages: int | None = split if isinstance(split, int) else getattr(split, "num_stages", None)
+    if isinstance(split, Sequence) and not isinstance(split, str):
+        stages = len(split) + all(isinstance(name, str) for name in split)
+    if stages is None:  # only the captured graph can tell
         return 2
     return stages // each if stages % each == 0 else stages
 
 
-def _stages(split: Any) -> int | None:
-    """The number of stages that a split asks for; None where only the captured graph can tell."""
-    if isinstance(split, str):
-        return None
-    if isinstance(split, Sequence):
-        return len(split) + all(isinstance(name, str) for name in split)
-    number = split if split is None or isinstance(split, int) else getattr(split, "num_stages", None)
-    return number if number is None else int(number)
-
-
-def check_one_shape(parts: Sequence[FlatMicrobatch]) -> None:
-    """Raise `BatchError` unless all microbatches have one shape and structure."""
-    other = next((index for index, part in enumerate(parts) if part.signature != parts[0].signature), None)
-    if other is not None:
-        raise BatchError(
-            f"microbatch {other} differs in shape or structure from microbatch 0: verify microbatches of one shape at a time."
-        )
-
-
-def of_one_shape(parts: Sequence[FlatMicrobatch]) -> list[FlatMicrobatch]:
-    """The microbatches, with microbatch 0 in the place of each that differs from it in shape or structure."""
-    return [part if part.signature == parts[0].signature else parts[0] for part in parts]
+def of_other_shapes(parts: Sequence[FlatMicrobatch]) -> list[int]:
+    """The indices of the microbatches that differ from microbatch 0 in shape or structure."""
+    return [index for index, part in enumerate(parts) if part.signature != parts[0].signature]
 
 
 def cut_as_in_a_step(batch: Microbatch, ranks: int, options: Options) -> list[FlatMicrobatch]:

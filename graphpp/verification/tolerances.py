@@ -2,15 +2,13 @@
 
 Contract
 --------
-- A difference is relative: the norm of the difference divided by the norm of the reference. For a gradient the divisor is at
-  least a thousandth of the norm of a gradient with average elements, because the gradient of a bias before a norm consists
-  of rounding alone.
+- A difference is relative, as `report.py` defines it.
 - `rounding` measures the effect of rounding on this step: one unit in the last place is added to or taken from every value of
   the uncut graph at random. The tolerance of a result is ten times the distance by which it then moves.
 - Rounding also changes decisions: whether a ReLU lets an element through, which expert a token goes to. One other decision
-  moves gradients by up to some percent, and few runs meet it. The tolerances do not grow for that. A result that differs is
-  compared with `OtherDecisions` instead: runs of the uncut graph, each moved by rounding alone, until it is within its
-  tolerance of one of them. A fault that is no other decision is as far from all of them, unless the result has few elements.
+  moves gradients by up to some percent, and few runs meet it. A result that differs is compared with `OtherDecisions`: runs of
+  the uncut graph, each moved by rounding alone, until it is within its tolerance of one of them. A fault is as far from all of
+  them, unless the result has few elements.
 - A sum of n terms in another order is off by up to sqrt(n) roundings (Higham and Mary 2019) of the dtype in which a kernel
   adds, float32 for narrower dtypes. `growth_of_sums` is the factor by which this exceeds the ten.
 """
@@ -58,7 +56,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class OtherDecisions:
-    """The results of a step's uncut graph, rounded otherwise in each run, which is made when it is asked for."""
+    """The results of a step's uncut graph, rounded otherwise in each run; a run is made when it is asked for."""
 
     step: Step
     joint: JointGraph
@@ -138,10 +136,7 @@ def _coarsest(joint: JointGraph) -> float:
 def rounding(
     step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str, growth: float = 1.0
 ) -> Tolerances:
-    """Tolerances for results that are summed in other orders: `growth` times the measured effect of rounding.
-
-    At least `growth` times `tolerance`.
-    """
+    """Tolerances for results that are summed in other orders: `growth` times the effect of rounding, or times `tolerance`."""
     noise = _noise(step, joint, uncut)
     named = {name: min(growth * max(tolerance, _OF_JITTER * moved), _MOST) for name, moved in noise.items()}
     most = max(noise, key=lambda name: noise[name])
@@ -157,6 +152,5 @@ def _noise(step: Step, joint: JointGraph, uncut: Numbers) -> dict[str, float]:
 
 
 def _moved(step: Step, joint: JointGraph, jitter: Jitter) -> Numbers:
-    """The results of the uncut graph of a step with every value moved."""
     with step.restored():
         return run_uncut(step, joint, jitter=jitter)

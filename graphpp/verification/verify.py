@@ -5,11 +5,8 @@ Contract
 - The stage programs, run by the pipeline's own runner, are compared with the uncut joint graph. On the CPU the bits must be
   equal; the tolerance holds for a tied parameter's sum, with fused accumulation for every gradient, under a backend for every
   result. The joint graph is compared with plain eager, within the tolerance.
-- A backend sums in other orders. The effect on a gradient depends on the model: 2e-7 in a transformer, 1e-4 in a network whose
-  batch norm sees two rows. So the tolerance of each result is measured (`verification/tolerances.py`).
-- A schedule for several ranks is checked with all its rows and messages. Then its actions run on one rank, in an order in
-  which the ranks could run them.
-- Given a whole batch, eager over its microbatches is compared with eager over the batch (`verification/whole_batch.py`).
+- A backend sums in other orders, with an effect that depends on the model. So the tolerance of each result is measured.
+- Given a whole batch, eager over its microbatches is compared with eager over the batch.
 - No process group is needed. The model (parameters, gradients, buffers, attributes) and the random state are restored.
 """
 
@@ -21,16 +18,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction
-from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.compiler.request import CompileRequest
-from graphpp.options.gradients import Reduction
+from graphpp.errors import BatchError
 from graphpp.options.options import Options
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.model_state import ModelState, state_restored
@@ -43,7 +38,7 @@ from graphpp.verification.first_difference import (
 )
 from graphpp.verification.report import Comparison, FirstDifference, Verification
 from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut
-from graphpp.verification.subject import Subject, check_one_shape, moved_to, of_one_shape, subject_of, uncut_graph
+from graphpp.verification.subject import Subject, moved_to, of_other_shapes, subject_of, uncut_graph
 from graphpp.verification.tolerances import Tolerances, compared, rounding, usual_tolerance
 from graphpp.verification.whole_batch import WholeBatch, of_whole_batch
 
@@ -63,14 +58,19 @@ def verified(
     `whole`: the batch that the microbatches were cut out of; the step is then compared with a step over it as well.
     """
     began = time.perf_counter()
-    if whole is None:
-        check_one_shape(parts)
+    other = of_other_shapes(parts)
+    if whole is None and other:
+        raise BatchError(
+            f"microbatch {other[0]} differs in shape or structure from microbatch 0: verify microbatches of one shape at a time"
+        )
     device = place.device
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
     with state_restored(model, device):
         compiled = subject_of(model, loss, options, place, parts, dumps)
-        seeds = _seeds(compiled.graph, options.gradients.reduction, parts, device)
+        assert compiled.graph.program.loss is not None
+        weighting = LossWeighting.of(options.gradients.reduction, NO_WEIGHTS, [leading_size(part) for part in parts])
+        seeds = weighting.seeds(len(parts), compiled.graph.program.loss.dtype, device)
         step = Step(model, loss, parts, seeds, device, options.gradients.dtype, compiled.uncut.written())
         allowed = usual_tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
@@ -83,25 +83,24 @@ def verified(
     return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began, against)
 
 
-def _seeds(
-    graph: CompiledGraph, reduction: Reduction, parts: Sequence[FlatMicrobatch], device: torch.device
-) -> list[torch.Tensor]:
-    assert graph.program.loss is not None
-    weighting = LossWeighting.of(reduction, NO_WEIGHTS, [leading_size(part) for part in parts])
-    return weighting.seeds(len(parts), graph.program.loss.dtype, device)
-
-
 # ------------------------------------------------------------------------------------------------------ compare
+
+_CUT = "stage programs against the uncut joint graph"
+_EAGER = "joint graph against eager"
+_OTHER_NUMBERS = (
+    "The model draws other random numbers in eager than under a trace, so no bits can be compared. Verify it with its dropout "
+    "set to 0 as well."
+)
 
 
 def _three_ways(step: Step, compiled: Subject, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
-    """The comparisons of a step whose microbatches have one shape; of others, microbatch 0 runs in their place."""
-    uniform = replace(step, parts=of_one_shape(step.parts))
-    cut, eager = _of_one_shape(uniform, compiled, tolerance, measured)
-    others = [str(at) for at, (a, b) in enumerate(zip(step.parts, uniform.parts, strict=True)) if a is not b]
+    """The two comparisons; microbatch 0 runs in the place of microbatches of other shapes."""
+    others = of_other_shapes(step.parts)
+    uniform = [step.parts[0] if at in others else part for at, part in enumerate(step.parts)]
+    cut, eager = _of_one_shape(replace(step, parts=uniform), compiled, tolerance, measured)
     if not others:
         return cut, eager
-    said = f"Microbatch 0 ran in the place of microbatch {', '.join(others)}, which has another shape. "
+    said = f"Microbatch 0 ran in the place of microbatch {', '.join(map(str, others))}, which has another shape. "
     return replace(cut, note=f"{said}{cut.note}"), replace(eager, note=f"{said}{eager.note}")
 
 
@@ -136,14 +135,6 @@ def _against_eager(
     return second if second.ok else found
 
 
-_CUT = "stage programs against the uncut joint graph"
-_EAGER = "joint graph against eager"
-_OTHER_NUMBERS = (
-    "The model draws other random numbers in eager than under a trace, so no bits can be compared. Verify it with its dropout "
-    "set to 0 as well."
-)
-
-
 def _tolerances(step: Step, compiled: Subject, uncut: Numbers, tolerance: float, measured: bool) -> Tolerances:
     """The tolerances of the stage programs against the uncut graph."""
     stages = compiled.graph.program.stages
@@ -165,14 +156,13 @@ def _of_cut(step: Step, compiled: Subject, uncut: Numbers, tolerances: Tolerance
         ours = run_cut(step, compiled.programs, compiled.row)
     found = compared(_CUT, ours, uncut, tolerances)
     if found.verdict == "differs":
-        first = _first_in_cut(step, compiled) if not compiled.backend else None  # a compiled program's values differ anyway
+        first = None
+        if not compiled.backend:  # a compiled program's values differ anyway
+            values = values_of(step, compiled.uncut)
+            first = first_in_stages(step, values, compiled.staged, compiled.programs, compiled.row)
         first = first or first_in_results(found, compiled.uncut, compiled.graph.program)
         found = replace(found, first=_placed(first, step.loss))
     return found
-
-
-def _first_in_cut(step: Step, compiled: Subject) -> FirstDifference | None:
-    return first_in_stages(step, values_of(step, compiled.uncut), compiled.staged, compiled.programs, compiled.row)
 
 
 def _placed(first: FirstDifference | None, loss: Any) -> FirstDifference | None:

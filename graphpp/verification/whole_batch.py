@@ -5,20 +5,25 @@ Contract
 - The reference is `loss(model(x), target)` of the whole batch with its gradients, whatever `gradients.reduction` says: a
   training loop without microbatches computes these. The step adds losses and gradients up as that option says.
 - Kernels round otherwise for another number of rows, and sums over rows are added in another order. So results that differ are
-  compared once more within the measured effect of rounding on the whole batch (`verification/tolerances.py`).
-- If the loss or a gradient differs, the comparison names the first module call that mixes rows (`row_mixing.py`), else the
-  loss, and says in its note what to do.
+  compared once more within the measured effect of rounding on the whole batch (`tolerances.py`).
+- If the loss or a gradient differs, the comparison names the first module call that mixes rows, as batch norm does, else the
+  loss, and says in its note what to do. A call mixes rows if for a microbatch it gets the inputs that it gets for the whole
+  batch, and returns other rows. Calls are compared in the order in which they end, so the innermost one is found first.
 - A model with random operators is not compared: they draw other numbers for another number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from graphpp._torch import pytree
+from graphpp._torch.autograd import module_calls_watched
 from graphpp.arguments import one_word
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
@@ -26,11 +31,13 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.options.gradients import Reduction
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.randomness import seeded
+from graphpp.verification.first_difference import first_line
 from graphpp.verification.report import Comparison, Difference, FirstDifference, difference
-from graphpp.verification.row_mixing import first_mixing_call
 from graphpp.verification.runs import Numbers, Step, run_eager, run_uncut
 from graphpp.verification.tolerances import Tolerances, compared, growth_of_sums, rounding, usual_tolerance
 
+Tensors = list[torch.Tensor]
+CallHook = Callable[[str, nn.Module, Tensors, Tensors], None]
 Against = Literal["microbatches", "whole batch"]
 AGAINST = one_word("microbatches", "whole batch")
 _OF_TOLERANCE = 10  # a module call mixes rows if they differ by more than ten times the tolerance: rounding grows on its way
@@ -62,7 +69,7 @@ def of_whole_batch(step: Step, whole: WholeBatch, joint: JointGraph, tolerance: 
     if measured and not compared(_TITLE, ours, theirs, allowed).ok:
         allowed = _rounding(once, whole.capture(whole.batch), tolerance)
     found = compared(_TITLE, ours, theirs, allowed)
-    found = replace(found, largest=_largest_first(found.largest))
+    found = replace(found, largest=dict(sorted(found.largest.items(), key=lambda pair: -pair[1].relative)))
     if found.ok:
         return found
     gaps = {each: difference(loss, theirs.losses[0], allowed.of("loss")) for each, loss in losses.items()}
@@ -89,10 +96,6 @@ def _rounding(once: Step, joint: JointGraph, tolerance: float) -> Tolerances:
     return rounding(once, joint, uncut, tolerance, note, growth_of_sums(joint, terms))
 
 
-def _largest_first(differences: Mapping[str, Difference]) -> dict[str, Difference]:
-    return dict(sorted(differences.items(), key=lambda pair: -pair[1].relative))
-
-
 def _explained(
     found: Comparison, step: Step, whole: WholeBatch, fitting: Sequence[Reduction], limit: float
 ) -> Comparison:
@@ -112,6 +115,90 @@ def _explained(
     fits = fitting and whole.reduction not in fitting
     advice = _FITS.format(fitting[0]) if fits else _FITS_NOT
     return replace(found, first=wrong[0], note=_LOSS.format(_MEANS[whole.reduction], advice))
+
+
+# -------------------------------------------------------------------------------------------------- rows that are mixed
+
+
+def first_mixing_call(step: Step, whole: FlatMicrobatch, limit: float) -> FirstDifference | None:
+    """The first module call that mixes rows, None if there is none. `limit`: the relative difference of equal rows."""
+    calls = _Calls(limit)
+    with step.restored():
+        _forward(step.model, whole, calls.keep)
+    with step.restored():
+        for calls.microbatch, part in enumerate(step.parts):
+            calls.rows = leading_size(part) or 1
+            _forward(step.model, part, calls.compare)
+            calls.start += calls.rows
+    return calls.first
+
+
+@dataclass
+class _Calls:
+    """The inputs and outputs of each module call for the whole batch (`known`), with which those of microbatches are compared.
+
+    `start`, `rows`: the first row of the batch that the microbatch has, and the number of its rows. A row of the batch may be
+    several rows of a tensor ([batch * seq, d_model]). A tensor that has no rows, such as a loss, is not counted as an output.
+    """
+
+    limit: float
+    first: FirstDifference | None = None
+    microbatch: int = 0
+    start: int = 0
+    rows: int = 0
+    known: dict[str, tuple[Tensors, Tensors]] = field(default_factory=dict)
+
+    def keep(self, call: str, module: nn.Module, inputs: Tensors, outputs: Tensors) -> None:
+        """Keep a call for the whole batch."""
+        self.known[call] = ([each.clone() for each in inputs], [each.clone() for each in outputs])
+
+    def compare(self, call: str, module: nn.Module, inputs: Tensors, outputs: Tensors) -> None:
+        """Compare a call for a microbatch."""
+        if self.first is not None or call not in self.known:
+            return
+        known_inputs, known_outputs = self.known[call]
+        with_rows = [(each, whole) for each, whole in zip(outputs, known_outputs, strict=False) if each.shape != whole.shape]
+        wrong = [gap for gap in self._gaps(with_rows) if gap.verdict == "differs"]
+        if wrong and all(gap.verdict != "differs" for gap in self._gaps(zip(inputs, known_inputs, strict=False))):
+            kind = type(module)
+            what, source = f"the rows that {kind.__name__} returns", first_line(kind.forward)
+            self.first = FirstDifference(what, call, source, wrong[0], microbatch=self.microbatch)
+
+    def _gaps(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Difference]:
+        aligned = ((each, self._rows_of(whole, each)) for each, whole in pairs)
+        return [difference(each, rows, self.limit) for each, rows in aligned if rows is not None]
+
+    def _rows_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """The microbatch's rows of a tensor of the whole batch. None where the shapes do not tell which these are."""
+        if whole.dim() != like.dim():
+            return None
+        differing = [dim for dim in range(like.dim()) if whole.shape[dim] != like.shape[dim]]
+        if not differing:
+            return whole
+        each, rest = divmod(like.shape[differing[0]], self.rows)
+        if len(differing) > 1 or rest or (self.start + self.rows) * each > whole.shape[differing[0]]:
+            return None
+        return whole.narrow(differing[0], self.start * each, self.rows * each)
+
+
+def _forward(model: nn.Module, part: FlatMicrobatch, seen: CallHook) -> None:
+    """Run a forward; `seen` gets each module call when it ends: its FQN (`fqn@n` if repeated), module, inputs and outputs."""
+    batch, names, counts = part.microbatch(), {id(module): name for name, module in model.named_modules()}, Counter[str]()
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = names.get(id(module))
+        if name is not None:
+            number = counts[name]
+            counts[name] += 1
+            seen(f"{name}@{number}" if number else name, module, _floats((args, kwargs)), _floats(output))
+
+    with module_calls_watched(leave), torch.no_grad():
+        model(*batch.args, **batch.kwargs)
+
+
+def _floats(structure: Any) -> Tensors:
+    leaves = pytree.tree_flatten(structure)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 # ------------------------------------------------------------------------------------------------------- in words

@@ -20,7 +20,7 @@ from graphpp.backends.kernels import Convolutions
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.options.backend import describe_backend
 from graphpp.passes.graph.region import Region
-from graphpp.passes.stage.outline_regions import graph_key
+from graphpp.passes.stage.region_key import graph_key
 from tests.backends.vector_units import copy_vector_units
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch 2.13's own, as it imports Inductor

@@ -30,7 +30,7 @@ COMMANDS = dict(leaves(typer.main.get_command(app)))
 
 def test_the_commands() -> None:
     assert {" ".join(path) for path in COMMANDS} >= {
-        "verify", "schedule show", "schedule check", "schedule simulate", "schedule compare", "dump diff",
+        "verify", "schedule show", "schedule check", "schedule simulate", "schedule compare",
         "cache list", "cache size", "cache empty", "doctor",
     }  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_any_other_exception_is_a_defect_and_shows_its_traceback() -> None:
     assert "KeyError: 'defect'" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", ["nothing", "schedule shw", "verify", "schedule show --ranks x 1F1B", "dump diff a"])
+@pytest.mark.parametrize("arguments", ["nothing", "schedule shw", "verify", "schedule show --ranks x 1F1B"])
 def test_wrong_usage(arguments: str) -> None:
     result = run(*arguments.split())
     assert (result.exit_code, result.stdout) == (2, "")

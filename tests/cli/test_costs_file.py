@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpp.cli.costs_file import read_costs
-from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 
@@ -55,29 +55,24 @@ def stage(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (json.dumps(WHOLE | {"stage": []}), "there is no field 'stage', did you mean stages?"),
-        (stage(forwards=1), r"stages\[1\]: there is no field 'forwards', did you mean forward?"),
-        (stage(peak_bytes={"G": 1}), r"stages\[1\]\.peak_bytes: there is no field 'G'\. The fields are F, B, I, W"),
-        (stage(peak_bytes={"F": 1.5}), "F: take a whole number of bytes"),
-        (stage(peak_bytes=[]), "peak_bytes: take an object"),
-        (stage(forward="1"), r"stages\[1\]: forward: take a number from 0 to 1e300, got '1'"),
-        (stage(forward=True), "forward: take a number"),
-        (stage(forward=-1), "forward: take a number"),
-        (stage(forward=None), "forward: take a number"),
-        (stage(saved_bytes=1.0), "saved_bytes: take a whole number"),
-        (stage(saved_bytes=10**40), "saved_bytes: take a whole number"),
-        (json.dumps({"overlap": 1}), "the field stages is missing"),
-        (json.dumps({"stages": []}), "stages: take a list of objects"),
-        (json.dumps({"stages": [1]}), r"stages\[0\]: take an object"),
+        (json.dumps(WHOLE | {"stage": []}), r"take an object with stages, .*; got \['stage'\]"),
+        (stage(forwards=1), r"stages\[1\]: take an object with forward, .*; got \['forwards'\]"),
+        (stage(peak_bytes={"G": 1}), r"stages\[1\]\.peak_bytes: take F, B, I, W, .* as names, got 'G'"),
+        (stage(peak_bytes={"F": 1.5}), r"peak_bytes\.F: take int"),
+        (stage(peak_bytes={"F": -1}), "no negative number"),
+        (stage(forward="1"), r"stages\[1\]\.forward: take float, got '1'"),
+        (stage(forward=True), "forward: take float"),
+        (stage(forward=-1), "0 or more"),
+        (stage(saved_bytes=1.0), "saved_bytes: take int"),
+        (json.dumps({"overlap": 1}), "missing stages"),
+        (json.dumps({"stages": []}), "one stage or more"),
         (json.dumps({"stages": [{}], "sends_forward": [1, 2]}), "sends_forward has the times of 2 messages"),
-        (json.dumps({"stages": [{}], "gathers": 1}), "gathers: take a list of numbers"),
-        (json.dumps({"stages": [{}], "blocking": 1}), "blocking: take True or False"),
-        ('{"stages": [{}], "overlap": NaN}', "NaN is no number of JSON"),
-        ('{"stages": [{"forward": 1e999}]}', "forward: take a number"),
-        ('{"stages": [{"forward": 1, "forward": 2}]}', "the field 'forward' stands twice"),
-        ("[]", "take an object"),
-        ("", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        (json.dumps({"stages": [{}], "blocking": 1}), "blocking: take bool"),
+        ('{"stages": [{}], "overlap": NaN}', "overlap: take float, got nan"),
+        ('{"stages": [{"forward": 1e999}]}', "forward: take float, got inf"),
+        ('{"stages": [{"forward": 1, "forward": 2}]}', "a field stands twice"),
+        ("[]", "take a JSON object"),
+        ("[" * 100_000, "recursion"),
         ('{"stages": [{"forward": ' + "9" * 5000 + "}]}", "costs.json"),
     ],
 )
@@ -90,5 +85,5 @@ def test_what_is_refused(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(GraphPPError, match="cannot be read: No such file"):
+    with pytest.raises(ScheduleError, match="No such file"):
         read_costs(tmp_path / "none.json")

@@ -79,11 +79,6 @@ def test_the_loss_may_be_the_model_s_own(file: str) -> None:
     assert load_model(f"{file}:without_loss").loss is None
 
 
-def test_the_random_numbers_are_the_same_in_every_run(file: str) -> None:
-    first, second = (load_model(f"{file}:build").example for _ in range(2))
-    assert torch.equal(first.args[0], second.args[0])
-
-
 def test_on_the_meta_device_nothing_has_memory(file: str) -> None:
     found = load_model(f"{file}:build", meta=True)
     assert {each.device.type for each in (*found.model.parameters(), found.example.args[0])} == {"meta"}
@@ -121,19 +116,15 @@ def test_a_file_may_import_its_neighbours_and_have_the_name_of_a_library(
 
 WRONG = {
     "raises": r"models_to_load\.py:raises raised ValueError: no data\n  at .*models_to_load\.py:\d+",
-    "exits": "raised SystemExit: 3",
     "number": r"returned 7: return \(model, loss, example\), or an object with",
     "pair": "returned a tuple of 2",
-    "lacking": "returned a tuple of 2",
     "alone": "returned a Linear alone",
     "class_for_model": r"the model must be an nn\.Module, got the class Linear",
     "number_for_loss": r"the loss must be a function of \(output, target\), or None, got 3",
-    "class_for_loss": "the loss must be a function",
     "tensor_for_example": r"the example must be a graphpp\.Microbatch\(args, kwargs, target\), got a tensor \[2, 4\]",
     "needs": "must take no arguments: missing a required argument: 'x'",
     "model": "is a Linear: name a function",
     "nothing": "has no nothing; its functions: example, build",
-    "build.nothing": r"has no build\.nothing",
     "": "take package.module:function",
 }
 
@@ -150,9 +141,7 @@ def test_what_is_refused_by_name(file: str, name: str) -> None:
     [
         ("nothing.py:build", r"there is no file nothing\.py"),
         ("nothing_such:build", "there is no module 'nothing_such'"),
-        ("nothing.such:build", "importing nothing.such raised ModuleNotFoundError"),
         ("nothing", "got 'nothing', and there is no such file or folder"),
-        (":build", "take package.module:function"),
         ("models.txt", r"name a function of the file too: models\.txt:FUNCTION"),
         ("./models.txt:build", r"models\.txt is no file of Python code"),
         ("broken.py:build", r"importing broken\.py raised NameError: .*\n  at .*broken\.py:1"),

@@ -74,7 +74,6 @@ CALLS = {
     "schedule simulate": f"schedule simulate {TABLE}",
     "schedule compare": f"schedule compare {TABLE}",
     "doctor": "doctor",
-    "dump diff": "dump diff before before",
     "cache list": "cache list",
     "cache empty": "cache empty",
     "cache size": "cache size",
@@ -89,8 +88,6 @@ def test_the_fields_of_each_document(words: str, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    (tmp_path / "before").mkdir()
-    (tmp_path / "before" / "passes.txt").write_text("")
     Path("model_of_the_page.py").write_text(next(block for kind, block in BLOCK.findall(PAGE.read_text()) if kind == "python"))
     Path("planned.py").write_text(textwrap.dedent(PLANNED))
     if words in ("compare", "report"):

@@ -41,12 +41,6 @@ def test_a_table_is_shown_saved_and_read_back(name: str) -> None:
         assert document("schedule", "check", file)["accepted"]
 
 
-def test_stages_by_default_and_as_asked() -> None:
-    assert document("schedule", "show", "zbvzerobubble", *FOUR)["stages"] == 8
-    assert document("schedule", "show", "Interleaved1F1B", *FOUR, "--stages", "12")["stages"] == 12
-    assert document("schedule", "show", "ZB-H1", *FOUR)["name"] == "ZB1P"
-
-
 def test_pictures() -> None:
     files = {"--svg": "a.svg", "--html": "a.html", "--chrome-trace": "a.json"}
     words = [word for pair in files.items() for word in pair]

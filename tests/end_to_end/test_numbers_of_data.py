@@ -163,7 +163,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "written buffer": written_buffer,
     "number that is checked": checked,
     "variance": lambda m, x: x + x[chosen(x)].var(0).nan_to_num(1.0),
-    "numbers": lambda m, x: x * (1.0 - x.detach().mean().item()) + chosen(x).sum().item() / 3,
+    "numbers": lambda m, x: x * (2 * chosen(x).sum().item() - 1) + chosen(x).sum().item() / 3,
     "truth value": lambda m, x: x + chosen(x).any().item(),
 }
 
@@ -350,9 +350,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "branch": (lambda m, x: x * 2 if x.sum() > 0 else x, "Values of tensors must not steer Python"),
     "branch on a size": (lambda m, x: x * 2 if x[chosen(x)].shape[0] > 3 else x, "Values of tensors must not steer Python"),
     "rounding": (lambda m, x: x * ((x.mean().item() + 1e16) - 1e16), r"as in algebra.*leave \.item\(\) out"),
-    "difference of a number and itself": (lambda m, x: x * (x.mean().item() - x.mean().item()), "as in algebra"),
-    "product with zero": (lambda m, x: x * (x.mean().item() * 0.0 + 1), "as in algebra"),
-    "power": (lambda m, x: x * x.mean().item() ** 2, "as in algebra"),
+    "product": (lambda m, x: x * (x.mean().item() * 0.5), "as in algebra"),
     "output": (lambda m, x: x[chosen(x)], "only the data decides the size of the output"),
 }
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
@@ -22,12 +21,11 @@ from graphpp.backends.regions import Regions, SizedCall
 from graphpp.batch import microbatch as signature
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
-from graphpp.errors import CaptureError
 from graphpp.options.recompute import Recompute
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
-from graphpp.passes.joint.key_random_ops import key_random_ops
+from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.passes.provenance import ProgramGraphs
@@ -57,7 +55,6 @@ ANYTHING = 1.0  # seconds that a byte is worth: whatever is cheap runs again, ho
 SAVINGS = (None, "free", "selective", 0.7, 0.3, 0.01)
 ONE_PER_RANK = ("1F1B", "GPipe", "ZB1P", "ZB2P")
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "MegatronInterleaved", "auto")
-ON_A_V = ("V-Half", "V-Min", "ZBVZeroBubble")
 
 
 @dataclass(frozen=True)
@@ -124,18 +121,6 @@ class Numbers:
     losses: list[Tensor] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-
-
-def on_two_ranks() -> st.SearchStrategy[Cut]:
-    """Cuts and schedules that two ranks can run: one or two stages each."""
-
-    def cut(name: str) -> st.SearchStrategy[Cut]:
-        stages = 2 if name in ONE_PER_RANK else 4
-        at = st.lists(st.integers(0, 1000), min_size=stages - 1, max_size=stages - 1).map(tuple)
-        count, either = st.sampled_from([2, 4]), st.booleans()
-        return st.builds(Cut, at, st.just(name), count, prepare=either, outlined=either)
-
-    return st.sampled_from(ONE_PER_RANK + SEVERAL + ON_A_V).flatmap(cut)
 
 
 def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
@@ -250,27 +235,6 @@ def run_cut(net: Net, compiled: PipelineProgram, cut: Cut) -> Numbers:
     """All stages in this process; changes `net`."""
     runner = GraphPPRunner(compiled, cut.table(), ModelState(net), RankPlace(CPU, None))
     return run_steps(net, runner, cut.microbatches)
-
-
-def run_ranks_part(rank: int, cases: Sequence[tuple[Program, Cut]]) -> list[Numbers | None]:
-    """What one of two ranks is left with, for each case; None where the cut is refused. Called in its process."""
-    return [_on_rank(rank, program, cut) for program, cut in cases]
-
-
-def _on_rank(rank: int, program: Program, cut: Cut) -> Numbers | None:
-    net = Net(program)
-    try:
-        compiled = lowered(captured(net), cut)
-    except CaptureError:
-        return None
-    table = cut.table(ranks=2)
-    runner = GraphPPRunner(compiled, table, ModelState(net), RankPlace(CPU, dist.group.WORLD))
-    numbers = run_steps(net, runner, cut.microbatches)
-    local = [stage for stage in compiled.stages if table.rank_of_stage[stage.index] == rank]
-    held = {name for stage in local for name in (*stage.parameters, *stage.buffers)}
-    numbers.grads = {name: value for name, value in numbers.grads.items() if name in held}
-    numbers.buffers = {name: value for name, value in numbers.buffers.items() if name in held}
-    return numbers
 
 
 def run_steps(net: Net, runner: GraphPPRunner, microbatches: int) -> Numbers:

@@ -1,5 +1,4 @@
 """Random programs on random meshes: the dimensions `pp`, `dp_replicate` and `dp_shard` over 2 to 4 ranks, and one process.
-Random cuts of one mixture of experts on meshes with `ep`.
 
 Contract: each replica trains on microbatches of its own for `STEPS` steps, gradients set to None in between, buffers carried
 over. `run_on_mesh` returns what one rank has, with whole gradients. `run_alone` runs the same cut in one process, one replica
@@ -167,11 +166,11 @@ def _steps(pipe: graphpp.Pipeline, parts: list[Microbatch]) -> Ran:
 
 
 @st.composite
-def cases_on_mesh(draw: st.DrawFn, meshes: Sequence[tuple[tuple[int, ...], tuple[str, ...]]] = MESHES) -> OnMesh:
+def cases_on_mesh(draw: st.DrawFn) -> OnMesh:
     """A mesh of 2 to 4 ranks with one to three dimensions, a schedule, for shards a `keep`, for replicas a `sum_order`."""
-    sizes, names = draw(st.sampled_from(meshes))
+    sizes, names = draw(st.sampled_from(MESHES))
     mesh = Mesh(sizes, names)
-    ranks, sharded = mesh.size("pp"), "dp_shard" in names and mesh.size("dp_shard") * mesh.size("ep") > 1
+    ranks, sharded = mesh.size("pp"), mesh.size("dp_shard") > 1
     several = ranks <= 2 and (ranks == 1 or draw(st.booleans()))
     per_rank = draw(st.integers(2, 4)) if ranks == 1 else 2 if several else 1
     schedule = draw(st.sampled_from(SEVERAL if several and ranks > 1 else ("LoopedBFS",) if several else ONCE))
@@ -193,20 +192,3 @@ def tied_programs(draw: st.DrawFn) -> Program:
 def on_meshes() -> st.SearchStrategy[tuple[Program, OnMesh]]:
     return st.tuples(programs() | tied_programs(), cases_on_mesh())
 
-
-EXPERT_MESHES: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
-    ((2,), ("ep",)), ((4,), ("ep",)), ((2, 2), ("pp", "ep")), ((2, 2), ("ep", "pp")), ((2, 2), ("dp_replicate", "ep")),
-    ((2, 2), ("dp_shard", "ep")), ((2, 2), ("ep", "dp_shard")), ((1, 2), ("dp_shard", "ep")),
-    ((2, 1, 2), ("pp", "dp_shard", "ep")),
-)  # fmt: skip
-IN_MIXTURE = [*(f"layers.{layer}{part}" for layer in range(4) for part in ("", ".router", ".experts")), "head"][1:]
-"""Calls of the mixture at which stages can begin, in order."""
-
-
-@st.composite
-def with_experts(draw: st.DrawFn) -> tuple[Mesh, dict[str, Any]]:
-    """A mesh with `ep` for the mixture of tests/expert_parallel.py, and options of `graphpp.compile`."""
-    case = draw(cases_on_mesh(EXPERT_MESHES))
-    memory = draw(st.sampled_from((None, None, "full")))
-    split = sorted(chosen(IN_MIXTURE, case), key=IN_MIXTURE.index)
-    return case.mesh, case.options(split) | ({} if memory is None else {"memory": memory})

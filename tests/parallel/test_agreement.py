@@ -21,6 +21,8 @@ import graphpp
 from graphpp import GraphPPError, Microbatch, MismatchError, RankFailure
 from graphpp._torch.distributed import default_store
 from graphpp.parallel import lost_rank
+from graphpp.parallel.agreement import Round
+from graphpp.parallel.facts import Facts
 from tests import internals
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 from tests.special_models import CUTS, Plain
@@ -243,6 +245,38 @@ def test_a_rank_that_fails_alone_tells_the_others() -> None:
     good, bad = run_ranks(bad_split_alone, 2)
     assert bad == "SplitError: this rank cannot"
     assert good.startswith("MismatchError") and "rank 1: SplitError: this rank cannot" in good
+
+
+class Asked:
+    """A group that notes the facts of each comparison, and differs if so asked."""
+
+    def __init__(self, *, differs: bool = False) -> None:
+        self.differs, self.facts = differs, list[Any]()
+
+    def compare(self, facts: Facts) -> bool:
+        self.facts.append(facts.all_lines)
+        if self.differs:
+            raise MismatchError("the ranks do not agree")
+        return facts.lacking
+
+
+def test_a_round_asks_each_group_once() -> None:
+    first, second = Asked(), Asked()
+    with Round(first, second) as r:  # type: ignore[arg-type]
+        r.compare(Facts({"split=": ["2"]}, {"x": None}))
+    assert (first.facts, second.facts, r.lacking) == ([{"split=": ["2"]}], [{}], True)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_each_group_of_a_round_learns_of_a_failure_once(differs: bool) -> None:
+    first, second, failure = Asked(differs=True), Asked(), {"error": ["MismatchError: the ranks do not agree"]}
+    with pytest.raises(MismatchError if differs else ValueError), Round(first, second) as r:  # type: ignore[arg-type]
+        r.compare(Facts({"split=": ["2"]}))
+        if not differs:
+            failure = {"error": ["ValueError: this rank cannot"]}
+            raise ValueError("this rank cannot")
+    assert first.facts == [{"split=": ["2"]} if differs else failure]
+    assert second.facts == [failure]
 
 
 # --------------------------------------------------------------------------------------------- in the middle of a step

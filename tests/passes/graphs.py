@@ -19,7 +19,7 @@ from graphpp.capture.trace import capture
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
-from graphpp.passes.joint.key_random_ops import key_random_ops
+from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.snapshot_buffers import snapshot_buffers
 from graphpp.runtime import program as p
 

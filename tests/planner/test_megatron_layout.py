@@ -100,33 +100,20 @@ class TestFaults:
             ("E(t|L\n ^", "never closed"),
             ("Et)*2L\n  ^", "closes no group"),
             ("E(t|)L\n    ^", "a group is repeated: write (...)*n"),
-            ("E()*2L\n ^", "this group is empty"),
             ("E(,)*2L\n ^", "this group is empty"),
             ("Et*L\n  ^", "a number must stand behind *"),
-            ("E(t*)*2L\n   ^", "a number must stand behind *"),
-            ("E(t)*L\n   ^", "a group is repeated"),
             ("Et*2*3L\n    ^", "repeated already"),
-            ("E(t)*2*3L\n      ^", "repeated already"),
             ("*3\n^", "nothing to repeat"),
-            ("E(*3)*1L\n  ^", "nothing to repeat"),
             ("Et3L\n  ^", "a number stands only behind *"),
-            ("Et²L\n  ^", "the letters are E, t, m, L"),
             ("Et*٣L\n  ^", "a number must stand behind *"),
             ("Ed|L\n ^", "the letters are E, t, m, L"),
-            ("ET|L\n ^", "the letters are E, t, m, L"),
-            ("E,t,,x|L\n     ^", "the letters are E, t, m, L"),
             ("Et*99999999999999999999L\n ^", "more than 10000"),
-            ("E(t*5000|)*3L\n ^", "more than 10000"),
-            ("Et*100000L\n ^", "more than 10000"),
             ("tE|L\n^", "the first letter is E"),
             ("|t|L\n ^", "the first letter is E"),
             ("\n^", "the first letter is E"),
-            (",\n ^", "the first letter is E"),
             ("Et|E|L\n   ^", "only one E"),
-            ("E*2t|L\n^", "only one E"),
             ("Et|t\n    ^", "the last letter is L"),
             ("EtL|t\n    ^", "nothing stands behind L"),
-            ("EtLL\n   ^", "nothing stands behind L"),
             ("Et|L|\n    ^", "the last stage cannot be empty"),
             ("Et|m|tL\n     ^", "decoder layers t run before the MTP layers m"),
             ("Et|m|mL\n     ^", "all MTP layers m are in the same stage"),
@@ -199,12 +186,8 @@ class TestStarts:
         [
             ("model.embed_tokens", "model.layers.{0:6}", ["model.norm", "lm_head"]),
             ("transformer.wte", "transformer.h.{0:6}", ["transformer.ln_f", "lm_head"]),
-            ("bert.embeddings", "bert.encoder.layer.{0:6}", ["cls"]),
             ("vit.embeddings", "vit.encoder.layer.{0:6}", ["vit.layernorm", "classifier"]),
-            ("vit.embeddings", "vit.layers.{0:6}", ["vit.layernorm", "classifier"]),
-            ("gpt_neox.embed_in", "gpt_neox.layers.{0:6}", ["embed_out"]),
             ("patch_embed", "blocks.{0:6}", ["head"]),
-            ("distilbert.embeddings", "distilbert.transformer.layer.{0:6}", ["classifier"]),
             ("embed", "cells.{0:6}", ["readout"]),  # no name that is known: what repeats
         ],
     )
@@ -220,11 +203,6 @@ class TestStarts:
         calls = forward("model.vision.layers.{0:3}", "model.embed", "model.layers.{0:4}", "lm_head")
         assert Layout("Ett|ttL").starts(calls) == (0, 51)
         assert Layout("Et|t|tL", decoder="model.vision.layers.{}").starts(calls) == (0, 10, 20)
-
-    def test_calls_of_a_shared_layer(self) -> None:
-        calls = forward("embed", "layers.{0:1}", "x")
-        again = [ModuleCall(f"layers.0@{k}", 12 + LAYER * k, 22 + LAYER * k) for k in range(3)]
-        assert Layout("Ett|ttL").starts([*calls, *again]) == (0, 22)
 
     def test_mtp(self) -> None:
         assert Layout("Et|tt|tm|L").starts(DEEPSEEK) == after(1, 3, 5)
@@ -243,13 +221,10 @@ class TestStarts:
         ("layout", "says"),
         [
             (Layout("Et*4|L"), "has 4 't', but the model runs 6 decoder layers (layers.0 to layers.5)"),
-            (Layout("Et*4|L", decoder="block.{}"), "has 4 't', but the model runs 0 decoder layers."),
             (Layout("Et*4|L", decoder="block.{}"), "decoder='<FQN with {} for the number>'"),
             (Layout("Et*6m|L"), "has 1 'm', but the model runs 0 mtp layers."),
             (Layout("Et*2|L", mtp="layers.{}"), "has 2 't', but the model runs 0 decoder layers."),
-            (Layout("Et*3m*3|L", decoder="layers.{}", mtp=["norm"]), "but the model runs 6 decoder layers"),
             (Layout("Et*6|L", embedding="norm"), "embedding='norm' fits no module that runs before the first layer"),
-            (Layout("Et*6|L", embedding="wte"), "embedding='wte' fits no module"),
             (Layout("Et*6|L", loss="tok_embeddings"), "loss='tok_embeddings' fits no module that runs after"),
             (Layout("Et*2mm|L", decoder=["norm", "layers.{}"], mtp=[]), "runs 1 decoder layers (norm to norm)"),
         ],
@@ -257,10 +232,6 @@ class TestStarts:
     def test_errors(self, layout: Layout, says: str) -> None:
         with pytest.raises(SplitError, match=re.escape(says)):
             layout.starts(LLAMA)
-
-    def test_the_schedule_wants_other_stages(self) -> None:
-        with pytest.raises(SplitError, match="split= makes 2 stages, schedule and ranks ask for 4"):
-            resolve(Layout("Et*6|L"), LLAMA, 4)
 
     def test_nothing_to_run_in_a_stage(self) -> None:
         with pytest.raises(SplitError, match="stage 0 would be empty: no operation runs between 'E' and 'tt'"):

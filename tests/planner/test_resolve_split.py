@@ -94,9 +94,6 @@ class TestSplitPoints:
     def test_examples(self, layers: int, stages: int, weights: tuple[int, int], first: list[int]) -> None:
         assert split_points(layers, stages, *weights) == [f"layers.{k}" for k in first]
 
-    def test_names(self) -> None:
-        assert split_points(4, 2, layer="model.layers.{}") == ["model.layers.2"]
-
     @given(st.integers(1, 150), st.data())
     def test_balance(self, layers: int, data: st.DataObject) -> None:
         stages = data.draw(st.integers(1, layers))
@@ -139,9 +136,6 @@ class TestNames:
     def test_a_stage_starts_before_the_call(self) -> None:
         assert resolve(["layers.2", "layers.5.ffn", "norm"], TORCHTITAN) == (0, 21, 57, 81)
 
-    def test_split_points(self) -> None:
-        assert resolve(split_points(8, 3), TORCHTITAN, 3) == cut(TORCHTITAN, "layers.2", "layers.6")
-
     def test_no_names_make_one_stage(self) -> None:
         assert resolve([], TORCHTITAN, 1) == (0,)
 
@@ -159,19 +153,10 @@ class TestNames:
         assert resolve([" layers.2", "norm\t\n"], TORCHTITAN) == cut(TORCHTITAN, "layers.2", "norm")
         assert resolve([["layers.1 "], [" layers.4"]], TORCHTITAN) == cut(TORCHTITAN, "layers.4")
 
-    def test_a_module_and_one_inside_it(self) -> None:
-        nested = ["layers.2", "layers.2.attn", "layers.2.ffn"]
-        assert resolve(nested, TORCHTITAN) == cut(TORCHTITAN, *nested)
-
     def test_a_call_without_operations_is_a_place_like_any_other(self) -> None:
         calls = sorted([*TORCHTITAN, ModuleCall("identity", 21, 21)], key=lambda call: call.position)
         assert resolve(["identity"], calls) == resolve(["layers.2"], calls) == cut(TORCHTITAN, "layers.2")
         assert resolve(4, calls) == resolve(4, TORCHTITAN)
-
-    @given(st.sets(st.sampled_from([call.fqn for call in TORCHTITAN if call.position > 0 and "norm" not in call.fqn])))
-    def test_names_in_order_give_their_positions(self, names: set[str]) -> None:
-        split = [call.fqn for call in TORCHTITAN if call.fqn in names]
-        assert resolve(split, TORCHTITAN) == cut(TORCHTITAN, *split)
 
 
 class TestLists:
@@ -246,9 +231,6 @@ class TestNumbers:
     def test_encoder_and_decoder_are_joined(self) -> None:
         assert resolve(4, T5) == cut(T5, "encoder.block.2", "decoder.block.0", "decoder.block.2")
 
-    def test_calls_of_a_shared_layer(self) -> None:
-        assert resolve(3, ALBERT) == cut(ALBERT, "albert.layer@2", "albert.layer@4")
-
     @pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array, torch.tensor])
     def test_what_stands_for_an_int(self, kind: Callable[[int], SupportsIndex]) -> None:
         assert resolve(kind(4), TORCHTITAN, 4) == resolve(4, TORCHTITAN)
@@ -294,84 +276,39 @@ T = TORCHTITAN
     ("split", "calls", "stages", "says"),
     [
         (["layer.3"], T, None, "no module 'layer.3'; nearest: 'layers.3'"),
-        (["zzz"], T, None, "no module 'zzz'"),
         (["aux_head"], T, None, "'aux_head' exists, but the forward never calls it"),
         (["layers"], T, None, "'layers' is never called itself; modules inside it are: layers.0, layers.0.norm"),
-        (["layers"], T, None, "layers.7.ffn: name one of these"),
-        ([["layers"], ["norm"]], T, None, "'layers' is never called itself"),
-        (
-            ["identity"],
-            T,
-            None,
-            "(like nn.Identity, or nn.Dropout in evaluation): leave it out, or name a module that runs",
-        ),
-        ([["identity", "layers.0"], ["norm"]], T, None, "'identity' exists, but the forward never calls it"),
-        ([["layers.0"], ["identity"]], T, None, "(under this name)"),
+        (["identity"], T, None, "(like nn.Identity, or nn.Dropout in evaluation): leave it out, or name a module that runs"),
         (["model.layers.3"], T, None, "no module 'model.layers.3'; nearest: 'layers.3'"),
-        (["module._orig_mod.layers.3.ffn"], T, None, "'module._orig_mod.layers.3.ffn'; nearest: 'layers.3.ffn'"),
         (["layers.3"], LLAMA, None, "no module 'layers.3'; nearest: 'model.layers.3'"),
-        (["layers.3."], T, None, "no module 'layers.3.'; nearest: 'layers.3'"),
-        (["Layers[3]"], T, None, "no module 'Layers[3]'; nearest: 'layers."),
         (["zzz"], T, None, "; it calls: tok_embeddings, layers.0, layers.0.norm, "),
         ([""], T, None, "a name is empty, which would be the whole model: name a module inside it, or leave it out"),
-        (["  "], T, None, "a name is empty"),
-        ([["layers.0", ""], ["layers.4"]], T, None, "a name is empty"),
         ([" layers.4 ", "layers.4"], T, None, "'layers.4' is listed twice"),
         (["layers.3@1"], T, None, "'layers.3' is called 1 time: layers.3"),
-        (["layers.3@0"], T, None, "'layers.3' is called 1 time: layers.3"),
         (["albert.layer@7"], ALBERT, None, "is called 6 times: albert.layer, albert.layer@1,"),
         (["layers.4", "layers.2"], T, None, "out of execution order: 'layers.4', listed for stage 1, runs after"),
-        (["layers.4", "layers.2"], T, None, "in this order: the start, layers.2, layers.4"),
-        (["layers.4", "layers.4"], T, None, "'layers.4' is listed twice"),
         ([["layers.4"], ["layers.5", "layers.4"]], T, None, "'layers.4' is listed twice"),
         (["tok_embeddings"], T, None, "stage 0 would be empty: no operation runs between the start and tok_embeddings"),
         (["layers.1", "layers.1.norm"], T, None, "stage 1 would be empty: no operation runs between layers.1 and"),
-        (["layers.1", "layers.1.norm"], T, None, "layers.1 and layers.1.norm; do not cut between them"),
-        (["layers.1.norm", "layers.1"], T, None, "out of execution order: 'layers.1.norm', listed for stage 1, runs"),
         ([["layers.1.ffn"], ["layers.1"]], T, None, "order: 'layers.1.ffn', listed for stage 0, runs after 'layers.1'"),
         ([["layers.0", "layers.1"], ["layers.1.norm"]], T, None, "'layers.1.norm': list both for one stage"),
-        ([["norm"], ["tok_embeddings"]], T, None, "out of execution order: 'norm', listed for stage 0"),
-        (
-            [["tok_embeddings", "norm"], ["layers.4"]],
-            T,
-            None,
-            "order: 'norm', listed for stage 0, runs after 'layers.4'",
-        ),
-        (
-            [["layers.0"], ["layers.0.norm"], [], ["norm"]],
-            T,
-            None,
-            "'layers.0', listed for stage 0, starts together with",
-        ),
-        ([["tok_embeddings"], ["layers.0"], ["layers.0.norm"]], T, None, "stage 1 would be empty"),
+        ([["layers.0"], ["layers.0.norm"], [], ["norm"]], T, None, "'layers.0', listed for stage 0, starts together with"),
         ([["layers.0"], []], T, None, "stage 1, the last, cannot be empty: the loss is computed there"),
-        ([[], []], T, None, "stage 1, the last, cannot be empty"),
         (["layers.4"], T, 4, "split= makes 2 stages, schedule and ranks ask for 4"),
-        ([["layers.4"]], T, 4, "split= makes 1 stage, schedule and ranks ask for 4"),
         (2, T, 4, "split= makes 2 stages, schedule and ranks ask for 4"),
         (9, T, None, "9 stages of equal numbers of layers do not fit: the model has 8 repeated layers: layers.0"),
         (None, T, 16, "Ask for at most 8, or list the FQNs"),
         (2, forward("a", "b"), None, "the model has 0 repeated layers. Ask for at most 1"),
         (0, T, None, "give a number of 1 or more"),
-        (-3, T, None, "give a number of 1 or more"),
         (True, T, None, "give a number of 1 or more"),
-        (False, T, None, "give a number of 1 or more"),
         (np.int64(0), T, None, "split=0 does not say how many stages there are: give a number of 1 or more"),
-        (np.int64(-1), T, None, "give a number of 1 or more"),
         (np.True_, T, None, "split= takes an int, a list of FQNs, a list of lists of FQNs, or a Layout, not bool"),
-        (np.array(["layers.1"]), T, None, "not ndarray"),
         ((name for name in ["layers.1"]), T, None, "not generator"),
-        ({0: ["layers.0"], 1: ["layers.4"]}, T, None, "not dict"),
         ([np.int64(4)], T, None, "mixes forms"),
-        ([b"layers.1"], T, None, "mixes forms"),
-        ([[]], T, None, "stage 0, the last, cannot be empty"),
         (None, T, None, "does not say how many stages"),
         ("Et|L", T, None, "write graphpp.Layout('Et|L'), ['Et|L'] if it is an FQN, or "),
-        ("4", T, None, "split='4' is a string"),
         (["layers.1", ["layers.2"]], T, None, "mixes forms"),
-        ([["layers.1"], [2]], T, None, "mixes forms"),
         ([1, 2], T, None, "mixes forms"),
-        ({"layers.1"}, T, None, "not set"),
         (2.0, T, None, "not float"),
     ],
 )
@@ -448,22 +385,14 @@ class TestCaptured:
         calls, known = odd(training)
         assert resolve(split, calls, None, known) == cut(calls, *first)
 
-    def test_numbers(self, training: bool) -> None:
-        calls, known = odd(training)
-        assert resolve(2, calls, 2, known) == cut(calls, "layers.2")
-
     @pytest.mark.parametrize(
         ("split", "says"),
         [
             (["identity"], "'identity' exists, but the forward never calls it (under this name), or it does nothing"),
             (["nothing"], "leave it out, or name a module that runs"),
-            (["nothing.1"], "leave it out, or name a module that runs"),
-            ([["embed"], ["nothing"]], "leave it out, or name a module that runs"),
-            (["unused"], "'unused' exists, but the forward never calls it"),
             (["layers.1"], "'layers.1' exists, but the forward never calls it (under this name)"),
             (["layers"], "'layers' is never called itself; modules inside it are: layers.0, layers.0.0"),
             (["layers.2@2"], "'layers.2' is called 2 times: layers.2, layers.2@1"),
-            (["model.second"], "no module 'model.second'; nearest: 'second'"),
             (["embed"], "no operation runs between the start and embed; do not cut between them"),
         ],
     )

@@ -15,12 +15,14 @@ from typing import Any
 import numpy
 import pytest
 
+import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.report.page import Page
 from graphpp.report.page_html import page_html, write_page
 from graphpp.report.run_view import RunView
 from graphpp.report.timeline_view import KINDS, TimelineView
-from tests.report.samples import NASTY, full_page, timeline
+from graphpp.schedules.generate.read import make_table
+from tests.report.samples import NASTY, costs, full_page, timeline
 
 SECTIONS = ["timeline", "memory", "stages", "boundaries", "plans", "run"]
 CLOSED = {"table", "caption", "thead", "tbody", "tr", "th", "td", "section", "details", "summary", "div", "dl", "main", "nav"}
@@ -138,6 +140,16 @@ def test_the_boxes_of_a_timeline_read_back() -> None:
     for name, place in data["columns"].items():
         assert column(text, place) == pytest.approx([getattr(box, name) for box in view.boxes], rel=1e-6)
     assert data_of(text)["kinds"] == list(KINDS)
+
+
+def test_schedules_and_timelines_make_a_page() -> None:
+    table, measured = make_table("1F1B", 2, 2, 4), replace(timeline("1F1B", 2, 2, 4), name=NASTY)
+    text = graphpp.html(table)
+    assert Read(text).ids("section") == ["timeline", "memory"]
+    assert data_of(text)["memory"]["peaks"] == [[2000], [1000]]
+    both = graphpp.html(table, measured, costs=costs(2))
+    assert [each["name"] for each in data_of(both)["timelines"]] == ["simulated", NASTY]
+    assert Read(both).ids("section") == ["timeline"]
 
 
 def test_losses_that_are_not_finite_read_back_as_they_are() -> None:

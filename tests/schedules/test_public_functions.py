@@ -41,15 +41,6 @@ def test_held_back_weight_gradients_train_like_eager() -> None:
     assert differences(trained(1, "plain", split=CUTS[4], schedule=schedule, microbatches=4), eager("plain", 4)) == []
 
 
-def test_a_schedule_function_says_how_many_stages_it_wants() -> None:
-    """`split` left open: two stages on the one rank, the same for the generator and for its name."""
-    case = SPECIAL["plain"]()
-    for schedule in ("MegatronInterleaved", partial(graphpp.schedules.megatron_interleaved, group=2)):
-        pipe = compiled(case, schedule=schedule, microbatches=4)
-        step(pipe, case.batch)
-        assert "2 stages on 1 rank" in repr(pipe)
-
-
 def test_a_function_that_moves_stages_to_other_ranks_is_refused() -> None:
     """The parameters stay where the first table put them, so no rank would update the parameters of the second."""
     with pytest.raises(graphpp.ScheduleError, match=r"for 4 microbatches the schedule .* puts stage 0 on rank 1"):

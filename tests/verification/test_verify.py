@@ -64,13 +64,6 @@ def test_hugging_face_models_are_ok(name: str) -> None:
     assert found.cut.verdict == "equal"
 
 
-def test_a_list_of_microbatches_and_a_sum() -> None:
-    case = SPECIAL["skip"]()
-    parts = [graphpp.Microbatch(*part) for part in case.batch.microbatches(6)]
-    found = graphpp.verify(case.model, case.loss, parts, split=CUTS[4], gradients="sum")
-    assert found.ok and len(found.cut.losses) == 6
-
-
 class Noisy(nn.Module):
     """Dropout in every layer, and noise of its own."""
 
@@ -238,20 +231,6 @@ def test_a_program_whose_operation_is_wrong_is_found(monkeypatch: pytest.MonkeyP
     assert first.source == f"{HERE}:{line_of('# the line that a pass spoils')}"
 
 
-def test_a_backward_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(joint: JointGraph) -> None:
-        target = torch.ops.aten.tanh_backward.default
-        node = next(n for n in joint.computed() if n.target is target and "layers.1" in n.meta["calls"])
-        node.target = torch.ops.aten.mul.Tensor
-
-    breaking(monkeypatch, "cut_stages", other)
-    found = verified(layers(), 4)
-    first = found.cut.first
-    assert first is not None and (first.fqn, first.stage) == ("layers.1", 1) and "backward" in first.what
-    wrong = {fqn for fqn, each in found.cut.largest.items() if each.verdict == "differs"}
-    assert wrong == {f"layers.{index}.linear.{kind}" for index in (0, 1) for kind in ("weight", "bias")}
-
-
 def test_a_gradient_that_is_added_up_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Accumulator.add
 
@@ -399,16 +378,6 @@ def test_dropout_behind_a_kernel_with_other_strides_is_equal_to_eager(split: lis
     given = graphpp.Microbatch((torch.randn(4, 6, 8),), target=torch.randn(4, 8, 6))
     report = graphpp.verify(model, F.mse_loss, given, split=split)
     assert report.ok and report.eager.verdict == report.cut.verdict == "equal"
-
-
-def test_sums_in_a_wider_dtype_are_verified() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
-    x = torch.randn(4, 8, dtype=torch.bfloat16)
-    given = graphpp.Microbatch((x,), target=x)
-    report = graphpp.verify(
-        model, F.mse_loss, given, split=["2"], microbatches=8, gradients=graphpp.Gradients(dtype=torch.float32)
-    )
-    assert report.ok and report.cut.verdict == "equal"
 
 
 def test_only_a_dump_that_was_asked_for_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

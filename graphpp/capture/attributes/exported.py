@@ -7,7 +7,7 @@ Names of nodes and source lines do not count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,25 +16,22 @@ from torch import fx
 
 from graphpp._torch import pytree
 from graphpp._torch.symbols import SYMBOLIC
+from graphpp.batch.microbatch import is_plain_data
 from graphpp.capture.activation_checkpoints import CheckpointedCalls
-from graphpp.capture.attributes.entry_state import Accesses
 from graphpp.capture.attributes.writes import AttributeWrites
 from graphpp.capture.autograd_functions import FunctionCalls
 from graphpp.runtime.program import OutputRole
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.device)  # values of other types are equal if they are one object
-
 
 @dataclass
 class TraceResults:
-    """Facts that are learned while the forward runs; `accesses`: those to watched attributes."""
+    """Facts that are learned while the forward runs."""
 
     results: tuple[OutputRole, ...] = ()
     output_spec: pytree.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
     writes: AttributeWrites = field(default_factory=AttributeWrites)
     checkpoints: CheckpointedCalls = field(default_factory=CheckpointedCalls)
-    accesses: Accesses = field(default_factory=Accesses)
 
 
 @dataclass(frozen=True)
@@ -49,44 +46,28 @@ class Exported:
 
 def alike(one: Exported, other: Exported) -> bool:
     """Whether two exports compute the same values from the same inputs."""
-    outside = [(each.found.results, each.found.output_spec, len(each.functions.applied)) for each in (one, other)]
-    if outside[0] != outside[1] or not _equal(one.found.output_leaves, other.found.output_leaves, {}):
+    if (one.found.results, one.found.output_spec) != (other.found.results, other.found.output_spec):
         return False
-    pairs = zip(one.functions.applied, other.functions.applied, strict=True)
-    functions = all(
-        a.function is b.function and a.spec == b.spec and a.grad_enabled == b.grad_enabled
-        and all(_equal_leaves(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
-        for a, b in pairs
-    )  # fmt: skip
-    return functions and _alike_graphs(one.module, other.module)
+    return all(_equal(list(parts(one)), list(parts(other))) for parts in (_outside, lambda each: _graph(each.module)))
 
 
-def _equal_leaves(one: Any, other: Any) -> bool:
-    """Whether two arguments of a Function are equal; tensors are arguments in the graph."""
-    return (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or _equal(one, other, {})
+def _outside(exported: Exported) -> Iterator[Any]:
+    """What no node has: plain data in the output, and custom Functions with their arguments that are no tensors."""
+    yield from exported.found.output_leaves
+    for call in exported.functions.applied:
+        yield from (call.function, call.grad_enabled, str(call.spec))
+        yield from (None if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves)
 
 
-def _alike_graphs(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    if len(one.graph.nodes) != len(other.graph.nodes):
-        return False
-    twin: dict[fx.Node, fx.Node] = {}
-    for a, b in zip(one.graph.nodes, other.graph.nodes, strict=True):
-        if a.op != b.op or not _same_target(a, b, one, other):
-            return False
-        if not _equal((a.args, a.kwargs), (b.args, b.kwargs), twin) or not _equal(a.meta.get("val"), b.meta.get("val"), twin):
-            return False
-        twin[a] = b
-    return True
-
-
-def _same_target(a: fx.Node, b: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two nodes run the same operator, or read the same attribute or an equal constant."""
-    if a.op == "get_attr":
-        mine, theirs = _held(one, str(a.target)), _held(other, str(b.target))
-        if isinstance(mine, fx.GraphModule) and isinstance(theirs, fx.GraphModule):
-            return _alike_graphs(mine, theirs)
-        return a.target == b.target and (mine is theirs or _equal_tensors(mine, theirs))
-    return a.op == "placeholder" or a.target == b.target
+def _graph(module: Any) -> Iterator[Any]:
+    """All that is compared of a graph: a text for each node, and the constants; nodes in arguments are named by their order."""
+    order = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
+    for node in module.graph.nodes:
+        arguments = fx.node.map_arg((node.args, node.kwargs), order.__getitem__)
+        layouts = [_layout(value) for value in pytree.tree_leaves(node.meta.get("val"))]
+        yield repr((node.op, "" if node.op == "placeholder" else str(node.target), arguments, layouts))
+        held = _held(module, str(node.target)) if node.op == "get_attr" else node.target
+        yield from _graph(held) if isinstance(held, fx.GraphModule) else [held] if node.op != "placeholder" else []
 
 
 def _held(module: Any, path: str) -> Any:
@@ -95,35 +76,23 @@ def _held(module: Any, path: str) -> Any:
     return module
 
 
-def _equal_tensors(one: Any, other: Any) -> bool:
-    """Whether two constants are equal. Fake tensors, parameters for instance, are equal only if they are one object."""
-    plain = type(one) is type(other) is torch.Tensor
-    return plain and one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+def _layout(value: Any) -> Any:
+    """A tensor by its layout; a symbolic number is equal to no other."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+    return id(value) if isinstance(value, SYMBOLIC) else value
 
 
-def _equal(one: Any, other: Any, twin: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether two arguments are equal: nodes by their twins, tensors by layout, plain data by type and value."""
-    if isinstance(one, fx.Node):
-        return twin.get(one) is other
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and _layout(one) == _layout(other)
-    if type(one) is not type(other) or isinstance(one, SYMBOLIC):
+def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two leaves are equal. Fake tensors, parameters for instance, are equal only if they are one object."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
         return False
-    parts, others = _parts(one), _parts(other)
-    if parts is None or others is None:
-        plain = isinstance(one, _PLAIN) and (one == other or (one != one and other != other))  # nan is equal to nan
-        return one is other or bool(plain)
-    return len(parts) == len(others) and all(_equal(*pair, twin) for pair in zip(parts, others, strict=True))
-
-
-def _parts(value: Any) -> list[Any] | None:
-    """The items of a sequence, dict or slice; None for other values."""
-    if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value) if isinstance(value, list | tuple) else None
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    if type(one) is torch.Tensor:
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    return is_plain_data(one) and repr(one) == repr(other)

@@ -5,9 +5,9 @@ forward raised. `AttributeWrites` then holds
 - the new values of buffers, which the trace returns as additional results (export keeps assignments to buffers of its root
   module and drops all others);
 - the tensors outside of buffers that the forward replaced. `refuse_stale` raises if the graph reads one of them as a
-  constant, since every later step would read this first value.
-- the numbers and the flags (bool, text or None) that the forward changed, with the old and the new value: they leave no trace
-  in the graph, and `decide.py` decides whether the graph holds in every call;
+  constant, since every later step would read this first value;
+- the numbers and the flags (bool, text or None) that the forward changed. They leave no trace in the graph, and
+  `second_call.py` decides whether the graph holds in every call;
 - whether the forward gave an attribute a tensor that had none, or added items to a list or dict, hooks for instance: a cache,
   which the next call may read.
 `refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and every tensor that they
@@ -17,41 +17,35 @@ replace: no graph returns such a tensor.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from graphpp._torch.parallel.sharded_tensor import placed_as
-from graphpp.capture.attributes.unknown_integer import UnknownInteger
-from graphpp.capture.attributes.updates import Place
+from graphpp.capture.attributes.numbers import NumberUpdate, Place
 from graphpp.errors import CaptureError
 
 _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
-_FLAGS = (bool, str, type(None))
-
-
-class Change(NamedTuple):
-    """The number or flag before a forward, and the object after it."""
-
-    old: Any
-    new: Any
-
-
-Changed = Callable[[dict[Any, Any], dict[Any, Any]], Iterator[tuple[Any, Change]]]
+_NUMBERS, _FLAGS = (int, float), (bool, str, type(None))
 
 
 @dataclass
 class AttributeWrites:
-    """The writes of one forward: new values of buffers by FQN, old tensors of other attributes, changed numbers and flags."""
+    """The writes of one forward: new values of buffers by FQN, old tensors of other attributes, new numbers and flags."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
-    numbers: dict[Place, Change] = field(default_factory=dict)
-    flags: dict[Place, Change] = field(default_factory=dict)
+    numbers: dict[Place, NumberUpdate] = field(default_factory=dict)
+    flags: dict[Place, NumberUpdate] = field(default_factory=dict)
     caches: bool = False
+
+    @property
+    def updates(self) -> dict[Place, NumberUpdate]:
+        """The numbers, and the flags of a forward that makes no cache."""
+        return self.numbers if self.caches else self.numbers | self.flags
 
     def refuse_stale(self, constants: Iterable[torch.Tensor]) -> None:
         """Raise `CaptureError` if a replaced tensor is a constant of the graph."""
@@ -65,151 +59,135 @@ class AttributeWrites:
 
 
 @contextlib.contextmanager
-def undo_writes(model: nn.Module, writes: AttributeWrites) -> Iterator[None]:
-    """Record in `writes` what the forward inside assigns to attributes, then undo it."""
-    with _restoring(model) as before:
+def undo_writes(model: nn.Module, writes: AttributeWrites, updates: Iterable[NumberUpdate]) -> Iterator[None]:
+    """Let the forward inside begin with the numbers of `updates`, record in `writes` what it assigns, then undo it."""
+    with _restored(model, updates) as (buffers, stores):
         yield
-        for module in before:
-            module.record_writes(writes)
+        for fqn, old, new in _assigned(buffers):
+            writes.buffers[fqn] = _new_value(fqn, old, new)
+        for store in stores:
+            writes.replaced.update(store.replaced())
+            writes.numbers.update(store.numbers())
+            writes.flags.update(store.flags())
+            writes.caches |= store.has_cache()
 
 
 @contextlib.contextmanager
-def refuse_writes(model: nn.Module) -> Iterator[None]:
-    """Raise `CaptureError` if a custom Function replaces a tensor or changes a number inside; undo its writes."""
-    with _restoring(model) as before:
+def refuse_writes(model: nn.Module, updates: Collection[NumberUpdate]) -> Iterator[None]:
+    """Begin with the numbers of `updates`. Raise `CaptureError` if a custom Function changes a number or replaces a tensor."""
+    with _restored(model, updates), _restored(model) as (buffers, stores):
         yield
-        for module in before:
-            module.refuse_writes()
-
-
-@contextlib.contextmanager
-def _restoring(model: nn.Module) -> Iterator[list[_ModuleState]]:
-    before = [_ModuleState(name, module) for name, module in model.named_modules()]
-    try:
-        yield before
-    finally:
-        for module in before:
-            module.restore()
-
-
-class _ModuleState:
-    """The attributes, buffers and containers of a module before the forward."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.prefix = name, f"{name}." if name else ""
-        self.module = module
-        self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
-        pairs = [(key, value) for key, value in vars(module).items() if isinstance(value, list | dict)]
-        self.containers = [_ContainerState(self.prefix, key, value) for key, value in pairs if key not in _REGISTRIES]
-
-    def record_writes(self, writes: AttributeWrites) -> None:
-        writes.numbers.update(self._changed(_changed_numbers))
-        writes.flags.update(self._changed(_changed_flags))
-        writes.caches |= any(True for _ in _new_tensors(vars(self.module), self.attributes))
-        writes.caches |= any(container.now().keys() - container.before.keys() for container in self.containers)
-        writes.replaced.update(self._replaced_attributes())
-        for key, old in self.buffers.items():
-            new, fqn = self.module._buffers.get(key), self.prefix + key
-            if old is None and new is not None:
-                raise CaptureError(
-                    f"the buffer {fqn} is None, and the forward assigns a tensor: every step would find None again. "
-                    "Register it with a tensor of its shape."
-                )
-            if old is not None and new is not old:
-                writes.buffers[fqn] = _new_value(fqn, old, new)
-
-    def refuse_writes(self) -> None:
-        for place in self._changed(_changed_numbers):
+        for place in (place for store in stores for place in store.numbers()):
             raise CaptureError(
                 f"a custom autograd.Function changes the number {place}: the captured graph would do without it. Change it in "
                 "the forward of the module."
             )
-        buffers = [key for key, old in self.buffers.items() if self.module._buffers.get(key) is not old]
-        for fqn in [*(self.prefix + key for key in buffers), *self._replaced_attributes()]:
+        tensors = [fqn for fqn, _, _ in _assigned(buffers)] + [name for store in stores for name in store.replaced()]
+        for name in tensors:
             raise CaptureError(
-                f"a custom autograd.Function assigns {fqn}: the captured graph would do without it. Return the new value "
+                f"a custom autograd.Function assigns {name}: the captured graph would do without it. Return the new value "
                 "from the Function, and assign it in the forward of the module."
             )
 
-    def _replaced_attributes(self) -> dict[str, torch.Tensor]:
-        found = {self.prefix + key: old for key, old in _replaced_tensors(vars(self.module), self.attributes)}
-        for container in self.containers:
-            found.update(container.replaced())
-        return found
 
-    def _changed(self, changed: Changed) -> dict[Place, Change]:
-        now = vars(self.module)
-        of_class = {key: getattr(type(self.module), key, None) for key in now}
-        before = {**of_class, **self.attributes}
-        found = {Place(self.name, key): change for key, change in changed(now, before)}
-        for container in self.containers:
-            changes = changed(container.now(), container.before)
-            found.update({Place(self.name, container.attribute, key): change for key, change in changes})
-        return found
-
-    def restore(self) -> None:
-        _restore_dict(self.module._buffers, self.buffers)
-        _restore_dict(vars(self.module), self.attributes)
-        for container in self.containers:
-            container.restore()
+Buffers = list[tuple[str, dict[str, Any], dict[str, Any]]]  # prefix of FQNs, a module's buffers now, and before
 
 
-class _ContainerState:
-    """A list or dict among a module's attributes, and its items before the forward."""
+@contextlib.contextmanager
+def _restored(model: nn.Module, updates: Iterable[NumberUpdate] = ()) -> Iterator[tuple[Buffers, list[_Store]]]:
+    """A context with these numbers after which all modules are as before; the yielded objects know the state before."""
+    buffers: Buffers = []
+    stores: list[_Store] = []
+    for fqn, module in model.named_modules():
+        attributes = vars(module)
+        buffers.append((f"{fqn}." if fqn else "", module._buffers, dict(module._buffers)))
+        stores.append(_Store(fqn, None, attributes, type(module)))
+        containers = [(key, value) for key, value in attributes.items() if isinstance(value, list | dict)]
+        stores += [_Store(fqn, key, value) for key, value in containers if key not in _REGISTRIES]
+    try:
+        for update in updates:
+            update.apply(model)
+        yield buffers, stores
+    finally:
+        for _, now, before in buffers:
+            _restore_dict(now, before)
+        for store in stores:
+            store.restore()
 
-    def __init__(self, prefix: str, attribute: str, container: list[Any] | dict[Any, Any]) -> None:
-        self.prefix, self.attribute, self.container = f"{prefix}{attribute}.", attribute, container
-        self.before = self.now()
 
-    def now(self) -> dict[Any, Any]:
-        return dict(self.container) if isinstance(self.container, dict) else dict(enumerate(self.container))
+def _assigned(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """The FQN of each buffer that is another object now, and the tensors before and now."""
+    for prefix, now, before in buffers:
+        for key, old in before.items():
+            new = now.get(key)
+            if old is None and new is not None:
+                raise CaptureError(
+                    f"the buffer {prefix}{key} is None, and the forward assigns a tensor: every step would find None again. "
+                    "Register it with a tensor of its shape."
+                )
+            if new is not old:
+                yield prefix + key, old, new
+
+
+class _Store:
+    """The attributes of a module, or the items of a list or dict in the attribute `attribute`, now and before a forward."""
+
+    def __init__(self, module: str, attribute: str | None, held: Any, kind: type | None = None) -> None:
+        """`kind`: the class that has the values of attributes which the module does not have itself."""
+        self._module, self._attribute, self._held, self._kind = module, attribute, held, kind
+        self._before = self._now()
+
+    def _now(self) -> dict[Any, Any]:
+        return dict(self._held) if isinstance(self._held, dict) else dict(enumerate(self._held))
+
+    def _place(self, key: Any) -> Place:
+        return Place(self._module, key) if self._attribute is None else Place(self._module, self._attribute, key)
 
     def replaced(self) -> dict[str, torch.Tensor]:
-        """The tensors that were replaced by key; all tensors of a list that has changed, since its indices shift."""
-        now = {} if isinstance(self.container, list) and self._changed() else self.now()
-        return {f"{self.prefix}{key}": old for key, old in _replaced_tensors(now, self.before)}
+        """The old tensors that were replaced by key; all tensors of a list that has changed, since its indices shift."""
+        now = {} if isinstance(self._held, list) and self._has_changed() else self._now()
+        tensors = [(key, old) for key, old in self._before.items() if isinstance(old, torch.Tensor)]
+        return {str(self._place(key)): old for key, old in tensors if now.get(key) is not old}
 
-    def _changed(self) -> bool:
-        now = self.now()
-        return list(now) != list(self.before) or any(now[key] is not old for key, old in self.before.items())
+    def numbers(self) -> dict[Place, NumberUpdate]:
+        """The ints and floats that are another value or a tensor now."""
+        return {place: new for place, old, new in self._changed() if type(old) in _NUMBERS}
+
+    def flags(self) -> dict[Place, NumberUpdate]:
+        """The bools, texts and Nones that are another one now."""
+        changed = ((place, old, new) for place, old, new in self._changed() if not new.is_tensor)
+        return {place: new for place, old, new in changed if type(old) in _FLAGS and type(new.value) in _FLAGS}
+
+    def _changed(self) -> Iterator[tuple[Place, Any, NumberUpdate]]:
+        now = self._now()
+        of_class = {} if self._kind is None else {key: getattr(self._kind, key, None) for key in now}
+        for key, old in {**of_class, **self._before}.items():
+            new, is_tensor = now.get(key, old), isinstance(now.get(key), torch.Tensor)
+            if type(old) in (*_NUMBERS, *_FLAGS) and new is not old and (type(new) is not type(old) or new != old):
+                place = self._place(key)
+                yield place, old, NumberUpdate(place, None if is_tensor else new, is_tensor)
+
+    def has_cache(self) -> bool:
+        """Whether a module's attribute has a tensor or a container now and was None, or a list or dict has further items."""
+        if self._attribute is not None:
+            return bool(self._now().keys() - self._before.keys())
+        holders = (torch.Tensor, list, tuple, dict)
+        return any(isinstance(new, holders) and self._before.get(key) is None for key, new in self._held.items())
+
+    def _has_changed(self) -> bool:
+        now = self._now()
+        return list(now) != list(self._before) or any(now[key] is not old for key, old in self._before.items())
 
     def restore(self) -> None:
-        if not self._changed():
-            return
-        self.container.clear()
-        if isinstance(self.container, dict):
-            self.container.update(self.before)
-        else:
-            self.container.extend(self.before.values())
-
-
-def _changed_numbers(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[Any, Change]]:
-    """The keys whose int, float or `UnknownInteger` has changed. A bool may change: it is no number here."""
-    for key, old in before.items():
-        new = now.get(key, old)
-        number = type(old) in (int, float) and (type(new) is not type(old) or new != old)
-        if number or (type(old) is UnknownInteger and new is not old):
-            yield key, Change(old, new)
-
-
-def _changed_flags(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[Any, Change]]:
-    """The keys whose bool, text or None has become another one."""
-    for key, old in before.items():
-        new = now.get(key, old)
-        if type(old) in _FLAGS and type(new) in _FLAGS and new != old:
-            yield key, Change(old, new)
-
-
-def _new_tensors(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[str]:
-    """The keys that have a tensor now, or a container, and had none of their own."""
-    holders = (torch.Tensor, list, tuple, dict)
-    yield from (key for key, new in now.items() if isinstance(new, holders) and before.get(key) is None)
-
-
-def _replaced_tensors(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, torch.Tensor]]:
-    """The keys whose tensor is another object now, with the old tensor."""
-    pairs = before.items()
-    return [(name, old) for name, old in pairs if isinstance(old, torch.Tensor) and now.get(name) is not old]
+        """Give the attributes or the container the items of before; a list or dict that has not changed is left alone."""
+        if self._attribute is None:
+            _restore_dict(self._held, self._before)
+        elif self._has_changed():
+            self._held.clear()
+            if isinstance(self._held, dict):
+                self._held.update(self._before)
+            else:
+                self._held.extend(self._before.values())
 
 
 def _new_value(fqn: str, old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,6 @@ data; for some comparisons torch assumes the answer that the operation needs, as
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from torch import fx
 from graphpp._torch import aot
 from graphpp._torch.numbers_of_data import as_constant, assumptions, compute, has_unknown_size, is_of_data, own_symbol
 from graphpp._torch.symbols import is_unknown, largest
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import user_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.runtime import program
@@ -70,7 +69,7 @@ def refuse_rounding() -> NoReturn:
     """Raise `CaptureError` for arithmetic whose result a trace cannot have to the last bit."""
     raise CaptureError(
         "arithmetic with a floating-point number that only the data decides, at "
-        f"{user_frame(traceback.extract_stack())}: torch computes with such numbers as in algebra, and Python rounds after "
+        f"{user_line()}: torch computes with such numbers as in algebra, and Python rounds after "
         "each operation. Keep the number a tensor: leave .item() out."
     )
 

@@ -20,7 +20,7 @@ from graphpp._torch import aot, pytree
 from graphpp._torch.numbers_of_data import DecidedByData
 from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import TENSOR_LEAF
-from graphpp.capture.attributes.updates import read_update
+from graphpp.capture.attributes.numbers import read_update
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.format import FORMAT, MODULES, OF_ITEMS, PLAIN_META, ROLES, dtype_named, registered_class
 from graphpp.capture.transfer.reachable import Reachable

@@ -14,7 +14,6 @@ Contract
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 
 from graphpp.capture.watch.reads import Reads, reads_of
 from graphpp.capture.watch.snapshot import Place, Same, State
-from graphpp.capture.watch.values import Walk, plain_value
+from graphpp.capture.watch.values import Walk
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
@@ -158,24 +157,6 @@ class Watch:
 
 def _is_of_torch(base: type) -> bool:
     return base.__module__.startswith("torch.") and base is not nn.Module
-
-
-def without(conditions: Conditions, places: Collection[tuple[int, str, Any]]) -> Conditions:
-    """Conditions without some attributes, or items of the containers in attributes.
-
-    A place is the index of a module in `Watch.modules`, the attribute's name, and the item's index or key, or None.
-    """
-    modules = list(conditions.modules)
-    for index, attribute, item in places:
-        pairs, hooks = modules[index]
-        found = [(name, value if name != attribute else _without_item(value, item)) for name, value in pairs]
-        modules[index] = (tuple(pair for pair in found if item is not None or pair[0] != attribute), hooks)
-    return Conditions(tuple(modules), conditions.others)
-
-
-def _without_item(value: Any, item: int | str | None) -> Any:
-    """The watched values of a container without those of one item; the value itself if there is no item."""
-    return value if item is None else tuple(pair for pair in value if pair[0] != plain_value(item))
 
 
 def autocast_state(device_type: str) -> tuple[bool, str]:

@@ -1,8 +1,7 @@
 """The options of `graphpp.compile` that a `TrainingPlan` stands for.
 
-Contract: `with_plan(plan, given)` -> the options with those that the plan decides. An option that was given beside the plan is
-kept where the plan leaves it open. `GraphPPError` for an option that the plan decides and that was given too, naming it, and
-for an example with other rows than a microbatch of the plan.
+Contract: `with_plan(plan, given)` -> the given options, with those that the plan decides. `GraphPPError` for an option that the
+plan decides and that was given too, naming it, and for an example with other rows than a microbatch of the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from graphpp.arguments import type_name
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch
-from graphpp.cluster_planner.plans.settings import Setting
+from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError
 from graphpp.options.gradients import read_gradients
@@ -39,22 +38,23 @@ def with_plan(plan: object, given: Mapping[str, Any], example: object = None) ->
     """The options by name. `example`: the microbatch that `graphpp.compile` was given. Raises `GraphPPError`."""
     if not isinstance(plan, TrainingPlan):
         raise GraphPPError(f"plan: take a graphpp.TrainingPlan, e.g. graphpp.plan(...).best, got {type_name(plan)}")
+    kept = ("split",) if plan.measured else ()
     for name, form in _OPEN.items():
-        if not (given[name] is form or (isinstance(given[name], str) and given[name] == form)):
+        if name not in kept and not (given[name] is form or (isinstance(given[name], str) and given[name] == form)):
             raise GraphPPError(f"{name}: plan= decides it: leave one of the two out")
     setting = plan.setting
     _check_rows(setting, example)
     groups = {name: read(given[name]) for name, read in _READERS.items()}
     decided = _decided(plan)
     return {
-        "split": list(plan.split) or None if setting.stages > 1 else 1,
+        "split": given["split"] if plan.measured else list(plan.split) or None if setting.stages > 1 else 1,
         "schedule": _schedule(setting),
         "microbatches": setting.microbatches,
         **{name: _merged(group, decided[name]) for name, group in groups.items()},
     }
 
 
-def _check_rows(setting: Setting, example: object) -> None:
+def _check_rows(setting: PlanSetting, example: object) -> None:
     """Raise where an example has other rows than the plan's microbatches: it would be captured, and then never run."""
     tensors = FlatMicrobatch.of(example).tensors.values() if isinstance(example, Microbatch) else ()
     sizes = {len(each) for each in tensors if each.dim()}
@@ -67,10 +67,13 @@ def _check_rows(setting: Setting, example: object) -> None:
 
 def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     """The options that a plan decides, by their groups."""
+    if plan.measured:
+        return {"parallel": {"keep": plan.setting.keep}, "memory": {}, "gradients": {}}
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
+    offload = None if plan.setting.offload is None else Offload(plan.setting.offload)
     return {
         "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},
-        "memory": {"recompute": _recompute(plan), "offload": _offload(plan)},
+        "memory": {"recompute": _recompute(plan), "offload": offload},
         "gradients": {"dtype": None if dtype is None else torch.float32},
     }
 
@@ -81,11 +84,7 @@ def _recompute(plan: TrainingPlan) -> Any:
     return Recompute(plan.recomputed, nodes="selective" if plan.setting.recompute == "selective" else None)
 
 
-def _offload(plan: TrainingPlan) -> Offload | None:
-    return None if plan.setting.offload is None else Offload(plan.setting.offload)
-
-
-def _schedule(setting: Setting) -> ScheduleLike:
+def _schedule(setting: PlanSetting) -> ScheduleLike:
     if setting.schedule.order is not None:
         return setting.schedule.table(setting.shape.pp, setting.microbatches)
     group = setting.schedule.group

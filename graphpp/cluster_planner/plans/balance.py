@@ -2,12 +2,11 @@
 
 Contract
     in   the seconds of each segment, of which none is negative; the number of stages, at most that of the segments
-    out  the first segment of each stage (`planner/segments.py`, `Cut`); every stage has at least one segment
-    No cut has a lighter heaviest stage, but for a share of 1e-6. Later stages take as many segments as they can, because early
-    stages hold the activations of more microbatches.
+    out  the first segment of each stage (`planner/segments.py`, `Cut`). No cut has a heaviest stage that is lighter by more
+         than a share of 1e-6. Later stages take as many segments as they can: early ones hold more microbatches
 
-A stage takes segments as long as their sum stays within a limit, from the last stage to the first. The least limit for which
-the segments suffice is found by bisection: each trial takes one bisection of the sums a stage.
+A stage takes segments as long as their sum stays within a limit, from the last stage to the first; the least limit for which
+the segments suffice is found by bisection.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ def _packed(sums: Sequence[float], stages: int, limit: float) -> Cut | None:
     cut, end = list[int](), len(sums) - 1
     for left in range(stages - 1, -1, -1):
         first = max(left, bisect_left(sums, sums[end] - limit * (1 + 1e-12), 0, end))
-        if first >= end:
+        if first >= end or (left == 0 and first > 0):
             return None
         cut.append(first)
         end = first
-        if left == 0 and first > 0:
-            return None
     return tuple(reversed(cut))

@@ -1,7 +1,7 @@
 """Estimates of a setting's seconds and bytes, which take microseconds: they order the settings that are worth a simulation.
 
-Contract: `estimate(question, setting)` -> `Estimate`. Neither is a bound: formulas of the schedules' papers for stages that are
-all alike, without messages. `predict.py` has the numbers that plans bear.
+Contract: `estimate(request, setting)` -> `Estimate`, no bound: formulas of the schedules' papers for stages that are all alike,
+without messages. `predict_step.py` has the numbers of plans.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.question import Question, Totals, overlap_of
-from graphpp.cluster_planner.plans.settings import Setting
+from graphpp.cluster_planner.plans.request import ModelTotals, PlanRequest, overlap_of
+from graphpp.cluster_planner.plans.settings import PlanSetting
 
 
 class Estimate(NamedTuple):
@@ -50,7 +50,7 @@ _IDLE: dict[str, Callable[[_Work], float]] = {
 }
 """Seconds that the pipeline is idle for each rank but one, by schedule."""
 
-_ALIVE: dict[str, Callable[[Setting], float]] = {
+_ALIVE: dict[str, Callable[[PlanSetting], float]] = {
     "ZB2P": lambda setting: 2 * setting.shape.pp - 1,
     "V-Half": lambda setting: setting.shape.pp / 2 + 1,
     "V-Min": lambda setting: setting.shape.pp / 3 + 1,
@@ -71,38 +71,35 @@ _IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; 
 _IN_A_V = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
 
 
-def _of_groups(setting: Setting, group: int) -> float:
+def _of_groups(setting: PlanSetting, group: int) -> float:
     """The activations of interleaved 1F1B: all chunks but one of a group, and a warm-up of two microbatches a rank."""
     per_rank = setting.schedule.stages_per_rank
     return group * (per_rank - 1) / per_rank + 2 * setting.shape.pp / per_rank
 
 
-def estimate(question: Question, setting: Setting) -> Estimate:
+def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
     """The estimate of a setting."""
     shape, per_rank = setting.shape, setting.schedule.stages_per_rank
-    cut = question.stages(setting)
+    cut = request.stages(setting)
     forward, first, second = (part * per_rank for part in cut.heaviest)
     work = _Work(forward, first, second, shape.pp, per_rank)
     idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
-    computed = setting.microbatches * _pace(question, setting, work) + idle
+    computed = setting.microbatches * _pace(request, setting, work) + idle
     alive = _alive(setting)
-    turn = question.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
+    turn = request.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
     if turn is None:
-        turn = question.turns[shape] = _seconds_of_turn(question, setting, cut.totals)
+        turn = request.turns[shape] = _seconds_of_turn(request, setting, cut.totals)
     collected = _turns(setting) * turn
     if setting.keep == 0:  # each computation waits for its first layer: of several the others hide
-        computed += min(1.0, setting.stages / len(question.costs.starts)) * collected
+        computed += min(1.0, setting.stages / len(request.costs.starts)) * collected
     seconds = max(computed, collected)
     saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
-    return Estimate(seconds, (_held(question, setting, cut.totals) + alive * saved) / shape.pp)
+    return Estimate(seconds, (_held(request, setting, cut.totals) + alive * saved) / shape.pp)
 
 
-def with_offload(question: Question, setting: Setting, guess: Estimate, cap: int) -> Estimate | None:
-    """The estimate of as much offload as a cap asks for; None where it asks for none, and where all is too little.
-
-    `guess`: the estimate of the setting itself.
-    """
-    link, totals = question.machines.device.host, question.stages(setting).totals
+def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, cap: int) -> Estimate | None:
+    """The estimate of as much offload as a cap asks for, from that of the setting; None where none or not even all will do."""
+    link, totals = request.machines.device.host, request.stages(setting).totals
     if link is None or guess.nbytes <= cap:
         return None
     one = totals.offloadable / setting.shape.pp  # of one microbatch on a rank
@@ -113,26 +110,23 @@ def with_offload(question: Question, setting: Setting, guess: Estimate, cap: int
     return Estimate(max(guess.seconds, link.seconds(copied)), cap)
 
 
-def _alive(setting: Setting) -> float:
+def _alive(setting: PlanSetting) -> float:
     """The microbatches of which the first rank holds activations."""
-    return min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
+    alive = _ALIVE.get(setting.schedule.name)
+    return min(setting.microbatches, setting.shape.pp if alive is None else alive(setting))
 
 
-def _as_many_as_ranks(setting: Setting) -> float:
-    return setting.shape.pp
-
-
-def _pace(question: Question, setting: Setting, work: _Work) -> float:
+def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:
     """The seconds from one microbatch to the next."""
     total = work.forward + work.backward
     if setting.schedule.name in _OVERLAPPED:
-        return total * overlap_of(question.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
+        return total * overlap_of(request.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
     if setting.schedule.name in _IN_CYCLES:
         return (total + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
     return total
 
 
-def _turns(setting: Setting) -> float:
+def _turns(setting: PlanSetting) -> float:
     """How often a stage is gathered: each time that its turn comes, but for the `keep` stages that stay."""
     per_rank, keep = setting.schedule.stages_per_rank, setting.keep
     if keep is None or keep >= per_rank:
@@ -147,9 +141,9 @@ def _turns(setting: Setting) -> float:
     return turns * (1 - keep / per_rank) + keep / per_rank
 
 
-def _seconds_of_turn(question: Question, setting: Setting, totals: Totals) -> float:
+def _seconds_of_turn(request: PlanRequest, setting: PlanSetting, totals: ModelTotals) -> float:
     """The seconds in which all stages of a rank are gathered once, and every second time reduced."""
-    shape, machines = setting.shape, question.machines
+    shape, machines = setting.shape, request.machines
     experts = totals.expert_rows / max(1, totals.rows + totals.expert_rows)  # their share of the parameters
     seconds = 0.0
     for share, ranks, along in ((experts, shape.dp_shard, "dp_shard"), (1 - experts, shape.shards, "ep")):
@@ -160,10 +154,10 @@ def _seconds_of_turn(question: Question, setting: Setting, totals: Totals) -> fl
     return seconds
 
 
-def _held(question: Question, setting: Setting, totals: Totals) -> float:
+def _held(request: PlanRequest, setting: PlanSetting, totals: ModelTotals) -> float:
     """The bytes of parameters, gradients and optimizer of all ranks of a pipeline."""
     share = 1.0 if setting.keep is None else min(1.0, setting.keep / setting.schedule.stages_per_rank)
     if setting.keep == 0:  # two layers on each rank
-        share = min(1.0, 2 * setting.shape.pp / len(question.costs.starts))
+        share = min(1.0, 2 * setting.shape.pp / len(request.costs.starts))
     sharded = totals.rows / setting.shape.shards + totals.expert_rows / setting.shape.dp_shard
     return share * totals.whole + sharded + totals.buffers

@@ -1,13 +1,11 @@
 """Search the fastest way to train a model on machines: every mesh, microbatch, schedule, `keep`, recomputation and offload.
 
 Contract
-    in   a `Question`, the bytes that a GPU may hold, what the model admits (`Limits`)
-    out  `TrainingPlans`: the fastest plan that fits first, the others with the reason why they are not the best, and the front
-         of time and memory; `NoPlanError` where nothing fits, naming the closest; `ScheduleError` where the work is too little
-         for any
+    in   a `PlanRequest`, the bytes that a GPU may hold, the dimensions along which the model can be cut, the search space
+    out  `TrainingPlans` (`found_plans.py`); `ScheduleError` where the work is too little for any
     Equal arguments give equal plans. The work is bounded by the number of simulated computations, not by a clock.
 
-All settings are ordered by `estimate.py`. They are simulated in this order (`predict.py`): some of those whose estimate is
+All settings are ordered by `estimate.py`, and simulated in this order (`predict_step.py`): some of those whose estimate is
 about the cap, then some of those whose estimate is below it, and so on down to a third of the cap.
 """
 
@@ -16,24 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offload
-from graphpp.cluster_planner.plans.found_plans import TrainingPlans
-from graphpp.cluster_planner.plans.layers.recomputed_layers import layer_names
-from graphpp.cluster_planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
-from graphpp.cluster_planner.plans.predict import Prediction, predict
-from graphpp.cluster_planner.plans.question import Question
+from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
+from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
+from graphpp.cluster_planner.plans.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.read_tables import Work
-from graphpp.cluster_planner.plans.reasons import reason_of
-from graphpp.cluster_planner.plans.refine.least_offload import least_offload
-from graphpp.cluster_planner.plans.refine.least_recompute import least_recompute
-from graphpp.cluster_planner.plans.refine.placed_weight_grads import placed_weight_grads
-from graphpp.cluster_planner.plans.refine.searched_order import searched_order
-from graphpp.cluster_planner.plans.settings import ORDER, RecomputeWord, Setting, schedule_choices
-from graphpp.cluster_planner.plans.training_plan import TrainingPlan
-from graphpp.errors import NoPlanError, ScheduleError
-from graphpp.units import spell_bytes
+from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
+from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
+from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, RecomputeWord, schedule_choices
+from graphpp.cluster_planner.plans.single_layers import layer_names
+from graphpp.errors import ScheduleError
 
 _WORK = 150_000  # computations that are simulated
 _OFFLOADED = 0.15  # of the work, in addition for settings that fit by offload
@@ -50,12 +43,9 @@ _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
 
 
 @dataclass(frozen=True)
-class Choices:
-    """The values among which the search may choose; None: all.
-
-    `sizes`: by dimension of the mesh; `offload`: whether saved values may wait in the host's memory; `work`: how many
-    computations are simulated at most.
-    """
+class SearchSpace:
+    """The values among which the search may choose; None: all. `sizes`: by dimension of the mesh; `work`: computations that
+    are simulated at most."""
 
     rows: Sequence[int] = _ROWS
     recompute: Sequence[RecomputeWord] = _RECOMPUTE
@@ -69,56 +59,67 @@ class _Candidate(NamedTuple):
     """A setting with its estimate. `least`: as few of its layers are recomputed as the cap asks for."""
 
     guess: Estimate
-    setting: Setting
+    setting: PlanSetting
     least: bool = False
 
 
-def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -> TrainingPlans:
-    """The plans for a question. Raises `NoPlanError` where none fits `cap` bytes, `ScheduleError` where none is simulated."""
-    ordered = sorted(_estimated(question, limits, choices, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
+def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> TrainingPlans:
+    """The plans for a request. Raises `NoPlanError` where none fits `cap` bytes, `ScheduleError` where none is simulated."""
+    ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
-        raise ScheduleError(_nothing(question, limits, choices))
-    search = _Search(question, cap, _degrees(question, choices))
+        raise ScheduleError(_nothing(request, limits, space))
+    search = _Search(request, cap, _degrees(request, space))
     fitting = (guess.seconds for guess, *_ in ordered if guess.nbytes <= cap * _SHARES[0][0])
     most = next(fitting, ordered[0].guess.seconds) * _SLOWER
     for share, of_work in _SHARES:
         less = (each for each in ordered if each.guess.nbytes <= cap * share)
-        search.work.grant(round(choices.work * of_work))
+        search.work.grant(round(space.work * of_work))
         _simulate(search, (each for each in less if share > _FRONT or each.guess.seconds <= most))
     if not any(each.peak <= cap for each in search.found.values()):
-        search.work.grant(round(choices.work * _LAST))
+        search.work.grant(round(space.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
-    if choices.offload:
-        search.work.grant(round(choices.work * _OFFLOADED))
+    if space.offload:
+        search.work.grant(round(space.work * _OFFLOADED))
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(
-            f"work={choices.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "
+            f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "
             "computations take a second"
         )
-    if choices.schedules is None or ORDER in choices.schedules:
+    if space.schedules is None or ORDER in space.schedules:
         _search_orders(search)
     further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # made on the way
-    return _ranked(question, list(search.found.values()), cap, len(ordered) + further)
+    return ranked(list(search.found.values()), cap, len(ordered) + further, lambda each: _facts(request, each))
+
+
+def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
+    """The fields of a `TrainingPlan` that a prediction does not have."""
+    names = request.costs.names
+    return {
+        "machines": str(request.machines),
+        "split": tuple(names[first] for first in found.cut[1:]),
+        "recomputed": layer_names(request.costs, found.setting, found.cut),
+        "batch": request.batch,
+        "tokens": request.tokens,
+        "mfu": _mfu(request, found),
+        "dtype": request.dtype,
+    }
 
 
 def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
-    """Add settings with as little offload as fits, the soonest by estimate first, while they may beat the best that fits.
-
-    Where no setting fits yet, those come first that take the fewest bytes.
-    """
+    """Add settings with as little offload as fits, the soonest first (where none fits yet, the smallest), that may be best."""
     fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
     most, promising = min(fitting, default=inf), []
     for guess, setting, least in ordered:
         if not least and guess.seconds < most and not isinstance(setting.recompute, float):
-            away = with_offload(search.question, setting, search.known(setting, guess), search.cap)
+            away = with_offload(search.request, setting, search.known(setting, guess), search.cap)
             if away is not None and away.seconds < most:
                 promising.append((away.seconds if fitting else guess.nbytes, repr(setting), setting))
     for *_, setting in sorted(promising, key=lambda each: each[:2]):
         if not search.work.read_again(setting):
             return
-        least_setting = least_offload(search.question, setting, search.cap)
-        search.add(predict(search.question, least_setting) if least_setting is not None else None)
+        least_setting = least_offload(search.request, setting, search.cap)
+        search.add(predict(search.request, least_setting) if least_setting is not None else None)
 
 
 def _search_orders(search: _Search) -> None:
@@ -126,7 +127,7 @@ def _search_orders(search: _Search) -> None:
 
     Weight gradients alone are placed in more plans: those that would be the best without their idle time.
     """
-    fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=_order)
+    fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
     for named in fitting[:_ORDERS]:
         search.refine(searched_order, named)
     soonest = min((each.seconds.total for each in search.found.values() if each.peak <= search.cap), default=inf)
@@ -138,29 +139,21 @@ def _search_orders(search: _Search) -> None:
             left -= forwards
 
 
-def _order(found: Prediction) -> tuple[float, int, str]:
-    """The fastest first, then those with the fewest bytes."""
-    return _rounded(found), found.peak, repr(found.setting)
-
-
-def _degrees(question: Question, choices: Choices) -> list[RecomputeWord]:
+def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
     """The kinds of recomputation that may be of some layers only: those beside none, of a model with layers."""
-    free = None in choices.recompute and bool(question.costs.layers)
-    return [word for word in choices.recompute if free and word in ("selective", "full")]
+    free = None in space.recompute and bool(request.costs.layers)
+    return [word for word in space.recompute if free and word in ("selective", "full")]
 
 
-def _estimated(question: Question, limits: Limits, choices: Choices, cap: int) -> Iterator[_Candidate]:
-    for base in _settings(question, limits, choices):
-        guesses = {word: _Candidate(estimate(question, each), each) for word, each in _words(base, choices.recompute)}
+def _estimated(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[_Candidate]:
+    for base in _settings(request, limits, space):
+        settings = {word: replace(base, recompute=word) for word in space.recompute}
+        guesses = {word: _Candidate(estimate(request, each), each) for word, each in settings.items()}
         yield from guesses.values()
-        for word in _degrees(question, choices):
+        for word in _degrees(request, space):
             between = _between(guesses[None].guess, guesses[word].guess, cap)
             if between:
                 yield _Candidate(between, guesses[word].setting, least=True)
-
-
-def _words(base: Setting, words: Sequence[RecomputeWord]) -> Iterator[tuple[RecomputeWord, Setting]]:
-    return ((word, replace(base, recompute=word)) for word in words)
 
 
 def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
@@ -171,19 +164,19 @@ def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
     return Estimate(none.seconds + share * (most.seconds - none.seconds), cap)
 
 
-def _settings(question: Question, limits: Limits, choices: Choices) -> Iterator[Setting]:
-    for shape in mesh_shapes(question.machines.gpus, question.batch, limits):
-        if any(getattr(shape, name) not in sizes for name, sizes in choices.sizes.items()):
+def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> Iterator[PlanSetting]:
+    for shape in mesh_shapes(request.machines.gpus, request.batch, limits):
+        if any(getattr(shape, name) not in sizes for name, sizes in space.sizes.items()):
             continue
-        for rows in choices.rows:
-            if question.batch % (shape.data_ranks * rows):
+        for rows in space.rows:
+            if request.batch % (shape.data_ranks * rows):
                 continue
-            microbatches = question.batch // (shape.data_ranks * rows)
+            microbatches = request.batch // (shape.data_ranks * rows)
             for choice in schedule_choices(shape.pp, microbatches, limits.stages):
-                if choices.schedules is not None and choice.name not in choices.schedules:
+                if space.schedules is not None and choice.name not in space.schedules:
                     continue
                 for keep in _keeps(shape, choice.stages_per_rank):
-                    yield Setting(shape, rows, microbatches, choice, keep)
+                    yield PlanSetting(shape, rows, microbatches, choice, keep)
 
 
 def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
@@ -201,7 +194,7 @@ def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
         if least:
             search.least(setting)
         elif setting not in search.found and search.work.take(setting):
-            search.add(predict(search.question, setting))
+            search.add(predict(search.request, setting))
             known = search.found.get(setting)
             if known is not None and known.peak > search.cap and setting.recompute is None:
                 for word in search.words:
@@ -212,102 +205,53 @@ def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
 class _Search:
     """The predictions so far. `words`: the kinds of recomputation of which as little as fits may be chosen."""
 
-    question: Question
+    request: PlanRequest
     cap: int
     words: Sequence[RecomputeWord]
     work: Work = field(default_factory=Work)
-    found: dict[Setting, Prediction] = field(default_factory=dict)
-    tried: set[Setting] = field(default_factory=set)
+    found: dict[PlanSetting, Prediction] = field(default_factory=dict)
+    tried: set[PlanSetting] = field(default_factory=set)
 
     def add(self, prediction: Prediction | None) -> None:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
 
-    def refine(self, refined: Callable[[Question, Prediction, int], Prediction | None], named: Prediction) -> None:
+    def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> None:
         """Add the refined prediction if it is faster than the named one."""
-        found = refined(self.question, named, self.cap)
-        if found is not None and _rounded(found) < _rounded(named):
+        found = refined(self.request, named, self.cap)
+        if found is not None and rounded(found) < rounded(named):
             self.add(found)
 
-    def known(self, setting: Setting, guess: Estimate) -> Estimate:
+    def known(self, setting: PlanSetting, guess: Estimate) -> Estimate:
         """The seconds and bytes that are predicted for a setting, else those that are estimated."""
         found = self.found.get(setting)
         return guess if found is None else Estimate(found.seconds.total, found.peak)
 
-    def least(self, setting: Setting) -> None:
+    def least(self, setting: PlanSetting) -> None:
         """Add the setting with as few recomputed layers as fit."""
         if setting not in self.tried and self.work.take(setting, _TRIALS):
             self.tried.add(setting)
-            chosen = least_recompute(self.question, setting, self.cap)
+            chosen = least_recompute(self.request, setting, self.cap)
             if chosen is not None and chosen[0] not in self.found:
-                self.add(predict(self.question, *chosen))
+                self.add(predict(self.request, *chosen))
 
 
-# ---------------------------------------------------------------------------------- the order of the plans
-
-
-def _ranked(question: Question, found: Sequence[Prediction], cap: int, considered: int) -> TrainingPlans:
-    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *_order(each)))
-    best = ordered[0]
-    if best.peak > cap:
-        raise NoPlanError(
-            f"memory_cap={cap:,} bytes: no plan fits; the closest, {best.setting}, takes {spell_bytes(best.peak)} on its "
-            "fullest rank: take more GPUs, a smaller batch, or GPUs with more memory"
-        )
-    front = _front(ordered)
-    names = question.costs.names
-    plans = tuple(
-        TrainingPlan(
-            machines=str(question.machines),
-            setting=each.setting,
-            split=tuple(names[first] for first in each.cut[1:]),
-            recomputed=layer_names(question.costs, each.setting, each.cut),
-            batch=question.batch,
-            tokens=question.tokens,
-            seconds=each.seconds,
-            mfu=_mfu(question, each),
-            dtype=question.dtype,
-            peaks=each.peaks,
-            memory=each.memory,
-            sent=each.sent,
-            reason="" if each is best else reason_of(each, best, cap),
-            on_front=id(each) in front,
-        )
-        for each in ordered
-    )
-    return TrainingPlans(plans, considered, cap)
-
-
-def _front(found: Sequence[Prediction]) -> set[int]:
-    """The predictions of which none is beaten in both time and memory."""
-    front, least = set[int](), None
-    for each in sorted(found, key=lambda each: (_rounded(each), each.peak)):
-        if least is None or each.peak < least:
-            least = each.peak
-            front.add(id(each))
-    return front
-
-
-def _mfu(question: Question, found: Prediction) -> float:
+def _mfu(request: PlanRequest, found: Prediction) -> float:
     """FLOPs of the model in a step, by the peak of all GPUs in its seconds."""
-    setting, machines = found.setting, question.machines
-    flops = question.priced(setting.shape, setting.rows, setting.recompute).flops
+    setting, machines = found.setting, request.machines
+    flops = request.priced(setting.shape, setting.rows, setting.recompute).flops
     done = flops * setting.microbatches * setting.shape.data_ranks
-    peak = machines.device.peak(question.dtype or question.costs.dtype)
+    peak = machines.device.peak(request.dtype or request.costs.dtype)
     return done / (found.seconds.total * machines.gpus * peak)
 
 
-def _nothing(question: Question, limits: Limits, choices: Choices) -> str:
+def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> str:
     """Why no setting is left: what the model, the batch and the choices admit."""
-    asked = [f"{name} of {sorted(sizes)}" for name, sizes in choices.sizes.items()]
-    asked += [f"rows of {sorted(choices.rows)}", *([f"schedules of {list(choices.schedules)}"] if choices.schedules else [])]
+    asked = [f"{name} of {sorted(sizes)}" for name, sizes in space.sizes.items()]
+    asked += [f"rows of {sorted(space.rows)}", *([f"schedules of {list(space.schedules)}"] if space.schedules else [])]
     return (
-        f"no setting for {question.machines.gpus} GPUs and a batch of {question.batch} rows is left: data ranks times rows of "
+        f"no setting for {request.machines.gpus} GPUs and a batch of {request.batch} rows is left: data ranks times rows of "
         f"a microbatch divide the batch; the model admits up to {limits.stages} stages, divisors of {limits.tp} along tp (1 "
         f"without a tensor_plan=), of {limits.experts} along ep (0: no experts), up to {limits.cp} along cp; and the search "
         f"may choose {', '.join(asked)}"
     )
-
-
-def _rounded(found: Prediction) -> float:
-    return float(f"{found.seconds.total:.9g}")

@@ -1,30 +1,38 @@
-"""All plans that a search has found: in order, with the front of time and memory, as text, as JSON and as a page.
+"""All plans that a search has found: in order, with reasons and the front of time and memory; as text, JSON and a page.
 
-Contract: `TrainingPlans` is data; `to_json` and `from_json` lose nothing.
+Contract: `TrainingPlans` is data; `to_json` and `from_json` lose nothing. `ranked` makes one of predictions, the fastest that
+fits first, the others with the reason why they are not the best; `NoPlanError` where none fits, naming the closest.
 """
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from graphpp.cluster_planner.plans.from_json import document
-from graphpp.cluster_planner.plans.page import plans_html
+from graphpp.cluster_planner.plans.predict_step import Prediction
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
-from graphpp.errors import GraphPPError
+from graphpp.errors import GraphPPError, NoPlanError
+from graphpp.from_json import document
+from graphpp.report.page import Page, PlanEntry
+from graphpp.report.text_table import text_table
 from graphpp.units import spell_bytes, spell_time
 
 _SHOWN = 12  # plans in a printed result
+_LOST = {
+    "forward": "forwards", "backward": "backwards", "recompute": "recomputation", "collectives": "collectives of tp, ep and cp",
+    "bubble": "idle time", "gradients": "gathers and reductions", "optimizer": "the optimizer",
+    "offload": "copies to and from the host",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainingPlans:
     """The plans found, the fastest that fits first, then those over the cap by the bytes that they lack.
 
-    `considered`: how many settings were ordered by estimates, or refined from those. `cap`: the bytes that a GPU may hold
+    `considered`: how many settings were ordered by estimates, or refined from those. `cap`: the bytes that a device may hold
     (None: any).
     """
 
@@ -45,13 +53,6 @@ class TrainingPlans:
     def where(self, accepts: Callable[[TrainingPlan], bool]) -> TrainingPlans:
         """The plans that `accepts` takes, with their reasons."""
         return replace(self, plans=tuple(filter(accepts, self.plans)))
-
-    def _shown(self) -> list[int]:
-        """The numbers of the plans to print, from 1: the first ones, and the best with each other number of pipeline ranks."""
-        best = dict[int, int]()
-        for number, each in enumerate(self.plans, 1):
-            best.setdefault(each.setting.shape.pp, number)
-        return sorted({*range(1, min(_SHOWN, len(self.plans)) + 1), *best.values()})
 
     def __iter__(self) -> Iterator[TrainingPlan]:
         return iter(self.plans)
@@ -77,30 +78,36 @@ class TrainingPlans:
 
     def to_html(self) -> str:
         """All plans as an HTML page of its own, time against bytes. Write it to a file with `encoding="utf-8"`."""
-        return plans_html(self.plans, self.considered, self.cap)
+        from graphpp.report.page_html import page_html  # the template: loaded by the first page
+
+        best = self.best
+        facts = (
+            ("machines", best.machines), ("best", str(best.setting)), ("step", spell_time(best.step_seconds, "s")),
+            ("rate", best.rate), ("MFU", f"{best.mfu:.1%}"),
+            ("most bytes", spell_bytes(best.peak)), ("settings considered", f"{self.considered:,}"),
+        )  # fmt: skip
+        notes = ("Seconds and bytes are predictions: nothing has run.",)
+        return page_html(Page("Plans", facts, notes, plans=tuple(map(self._entry, self.plans)), cap=self.cap))
+
+    def _entry(self, plan: TrainingPlan) -> PlanEntry:
+        details = (*plan.details.items(), ("MFU", f"{plan.mfu:.1%}"))
+        fits = self.cap is None or plan.peak <= self.cap
+        return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, details)
 
     def __str__(self) -> str:
-        """A table: a line for each of the first plans, and for the best with each other number of pipeline ranks; then the
-        best one in full."""
-        from rich import box  # loaded by the first result that is printed
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE)
-        for column in ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute", "offload"):
-            table.add_column(column)
-        for column in ("step", "MFU", "bubble", "bytes"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("reason")
-        shown = self._shown()
-        for number in shown:
-            table.add_row(*_row(number, self.plans[number - 1]))
-        out = io.StringIO()
-        Console(file=out, width=180, no_color=True).print(table)
-        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+        """A table of the first plans and of the best with each other number of pipeline ranks; then the best one in full."""
+        if not self.plans:
+            return "no plan"
+        best_of = dict[int, int]()
+        for number, each in enumerate(self.plans, 1):
+            best_of.setdefault(each.setting.shape.pp, number)
+        shown = sorted({*range(1, min(_SHOWN, len(self.plans)) + 1), *best_of.values()})
+        left = ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute", "offload", "reason")
+        heads = (*left[:-1], "step", "MFU", "bubble", "bytes", "reason")
+        table = text_table(heads, [_row(number, self.plans[number - 1]) for number in shown], left=left, wraps=left, width=180)
         more = len(self.plans) - len(shown)
         tail = [f"  and {more} more in .plans; {self.considered:,} settings were considered"] if more > 0 else []
-        return "\n".join([*lines, *tail, str(self.best)] if self.plans else ["no plan"])
+        return "\n".join([table, *tail, str(self.best)])
 
 
 def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
@@ -112,3 +119,62 @@ def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
         spell_time(plan.step_seconds, "s"), f"{plan.mfu:.1%}", f"{plan.bubble:.1%}",
         spell_bytes(plan.peak), plan.reason or "best",
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- the order of the plans
+
+
+def rounded(found: Prediction) -> float:
+    """The seconds of a step that are compared: simulated times differ by rounding."""
+    return float(f"{found.seconds.total:.9g}")
+
+
+def order(found: Prediction) -> tuple[float, int, str]:
+    """The fastest first, then those with the fewest bytes."""
+    return rounded(found), found.peak, repr(found.setting)
+
+
+def ranked(
+    found: Sequence[Prediction], cap: float, considered: int, facts: Callable[[Prediction], dict[str, Any]]
+) -> TrainingPlans:
+    """The plans of predictions. `facts`: the fields of a `TrainingPlan` that a prediction does not have."""
+    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
+    best = ordered[0]
+    if best.peak > cap:
+        raise NoPlanError(
+            f"memory_cap={cap:,} bytes: no plan fits; the closest, {best.setting}, takes {spell_bytes(best.peak)} on its "
+            "fullest rank: take more GPUs, a smaller batch, or GPUs with more memory"
+        )
+    front = _front(ordered)
+    plans = (
+        TrainingPlan(
+            setting=each.setting, seconds=each.seconds, peaks=each.peaks, memory=each.memory, sent=each.sent,
+            reason="" if each is best else _reason(each, best, cap), on_front=id(each) in front, **facts(each),
+        )
+        for each in ordered
+    )  # fmt: skip
+    return TrainingPlans(tuple(plans), considered, int(cap) if cap < float("inf") else None)
+
+
+def _front(found: Sequence[Prediction]) -> set[int]:
+    """The predictions of which none is beaten in both time and memory."""
+    front, least = set[int](), None
+    for each in sorted(found, key=lambda each: (rounded(each), each.peak)):
+        if least is None or each.peak < least:
+            least = each.peak
+            front.add(id(each))
+    return front
+
+
+def _reason(each: Prediction, best: Prediction, cap: float) -> str:
+    """Why `each` is not the best: the bytes that it lacks, or the part of the step in which it loses most."""
+    if each.peak > cap:
+        kind = max(each.memory, key=lambda name: each.memory[name] - best.memory.get(name, 0))
+        return f"{spell_bytes(each.peak - int(cap))} over the cap, most of it {kind}"
+    slower = each.seconds.total / best.seconds.total - 1
+    if slower <= 1e-9:
+        more = each.peak - best.peak
+        return f"as fast, with {spell_bytes(more)} more" if more > 0 else "as fast"
+    lost = {item.name: getattr(each.seconds, item.name) - getattr(best.seconds, item.name) for item in fields(each.seconds)}
+    name = max(lost, key=lambda each: lost[each])
+    return f"slower by {slower:.1%}: {spell_time(lost[name], 's')} more {_LOST[name]}"

@@ -1,14 +1,12 @@
 """The shapes of a mesh: how many ranks stand along each dimension, for so many GPUs.
 
 Contract
-    in   the number of GPUs, the rows of a batch, what the model admits (`Limits`)
-    out  the `MeshShape`s whose sizes multiply to the number of GPUs, each once, in a fixed order
-    A shape along which the model cannot be cut, or along which the batch cannot be shared out, is left out. Parameters are
-    sharded over all data ranks, over those of one machine, or not at all.
+    in   the number of GPUs, the rows of a batch, the dimensions along which the model can be cut (`MeshLimits`)
+    out  the `MeshShape`s whose sizes multiply to the number of GPUs, each once, in a fixed order. Parameters are sharded over
+         all data ranks, over those of one machine, or not at all
 
 The order of the dimensions is that of the ranks: neighbours along `tp` are neighbours on a machine, those along `pp` are far
-apart. Ranks along `dp_replicate`, `dp_shard` and `ep` train on other rows; ranks along `cp` share rows, and ranks along `tp`
-share layers.
+apart. Ranks along `dp_replicate`, `dp_shard` and `ep` train on other rows; ranks along `cp` share rows, and along `tp` layers.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class MeshShape:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MeshLimits:
     """Along which dimensions a model can be cut.
 
     `stages`: the most stages. `experts`: the experts of a layer (0: none), `tp`: numbers that the ranks along `ep` and `tp`
@@ -84,30 +82,24 @@ class Limits:
     domain: int = 8
 
 
-def mesh_shapes(gpus: int, batch: int, limits: Limits) -> Iterator[MeshShape]:
-    """All shapes for so many GPUs and a batch of so many rows."""
+def mesh_shapes(gpus: int, batch: int, limits: MeshLimits) -> Iterator[MeshShape]:
+    """All shapes for so many GPUs and a batch of so many rows. `tp` and `cp` are powers of 2, for which kernels are made."""
     for pp in _divisors(gpus, limits.stages):
         for tp in _divisors(gcd(gpus // pp, limits.tp), limits.domain):
             for cp in _divisors(gpus // (pp * tp), limits.cp):
                 data = gpus // (pp * tp * cp)
-                if batch % data == 0 and _powers_of_two(tp, cp):
+                if batch % data == 0 and tp & (tp - 1) == cp & (cp - 1) == 0:
                     yield from _with_data(MeshShape(pp=pp, cp=cp, tp=tp), data, limits)
 
 
-def _with_data(shape: MeshShape, data: int, limits: Limits) -> Iterator[MeshShape]:
+def _with_data(shape: MeshShape, data: int, limits: MeshLimits) -> Iterator[MeshShape]:
     """The shape with its data ranks shared out over `dp_replicate`, `dp_shard` and `ep`."""
     for ep in _divisors(data, max(1, limits.experts)):
-        if limits.experts % ep:
-            continue
-        rest, within = data // ep, gcd(data // ep, max(1, limits.domain // (ep * shape.cp * shape.tp)))
-        for dp_shard in sorted({1, within, rest}):
-            yield MeshShape(shape.pp, rest // dp_shard, dp_shard, ep, shape.cp, shape.tp)
+        if limits.experts % ep == 0:
+            rest, within = data // ep, gcd(data // ep, max(1, limits.domain // (ep * shape.cp * shape.tp)))
+            for dp_shard in sorted({1, within, rest}):
+                yield MeshShape(shape.pp, rest // dp_shard, dp_shard, ep, shape.cp, shape.tp)
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:
     return (each for each in range(1, min(number, most) + 1) if number % each == 0)
-
-
-def _powers_of_two(*numbers: int) -> bool:
-    """Kernels are made for these sizes of a part of a layer or sequence; others divide hardly any model."""
-    return all(number & (number - 1) == 0 for number in numbers)

@@ -1,17 +1,10 @@
-"""The offload windows of a setting: those that a pipeline which runs by the plan chooses.
-
-Contract
-    in   the priced segments of a setting and their cut; a table; the fraction of the saved bytes
-    out  the windows of all ranks, under the policy of `planner/offload_windows.py` and the usual `graphpp.Offload`
-
-A segment's value that its neighbour made or reads belongs to the stage alone, where the neighbour is of the same stage.
-"""
+"""The offload windows of a setting: those that a pipeline which runs by the plan chooses (`planner/offload_windows.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphpp.cluster_planner.costs.price import OffloadableBytes, PricedModel
+from graphpp.cluster_planner.costs.price import PricedModel
 from graphpp.options.offload import Offload
 from graphpp.planner.offload_windows import Leaving, SavedValues, windows_of
 from graphpp.planner.segments import Cut
@@ -20,7 +13,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction: float) -> tuple[OffloadWindow, ...]:
-    """The windows of a setting under a table."""
+    """The windows under a table where a `fraction` of the saved bytes leaves, with the usual `graphpp.Offload`."""
     usual = Offload(fraction)
     ends = [*cut[1:], len(priced.offloadable)]
     saved: list[SavedValues] = []
@@ -32,15 +25,11 @@ def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction:
 
 
 def _leaving(priced: PricedModel, segments: range, table: Schedule, stage: int) -> Iterator[Leaving]:
-    """The values of a stage that may leave the device."""
+    """The values of a stage that may leave: not those that a neighbouring stage of the same rank made or reads."""
     rank_of = table.rank_of_stage
     below, above = (rank_of.get(other) == rank_of[stage] for other in (stage - 1, stage + 1))
-
-    def stays(segment: int, value: OffloadableBytes) -> bool:
-        at_ends = value.received and segment == segments[0], value.sent and segment == segments[-1]
-        return (at_ends[0] and below) or (at_ends[1] and above)
-
     for segment in segments:
         for number, value in enumerate(priced.offloadable[segment]):
-            if not stays(segment, value):
+            first, last = segment == segments[0], segment == segments[-1]
+            if not (value.received and first and below) and not (value.sent and last and above):
                 yield Leaving(f"{segment}.{number}", value.nbytes, value.readers)

@@ -1,7 +1,8 @@
-"""`graphpp.plan`: the fastest ways to train a model on machines that need not be there.
+"""`graphpp.plan`: the fastest ways to train a model on machines that need not be there, or a pipeline that was measured.
 
-Contract: the model is captured once, on fake tensors, in this process, and is not changed; no process group is needed. The
-result is a list of plans with predicted seconds and bytes (`training_plan.py`). Equal arguments give equal plans.
+Contract: with `machines=` the model is captured once, on fake tensors, in this process, and is not changed; no process group is
+needed. With `costs=` nothing is captured (`measured.py`). The result is a list of plans with predicted seconds and bytes
+(`training_plan.py`). Equal arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -13,26 +14,33 @@ import torch
 from torch import nn
 
 from graphpp._torch.this_thread import uncollected
-from graphpp.arguments import BYTES, COUNT, FLAG, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import BYTES, COUNT, FLAG, NUMBER, Accepted, checked, one_of, or_none, require
 from graphpp.batch.microbatch import Microbatch
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
-from graphpp.cluster_planner.plans.find import Choices, find_plans
+from graphpp.cluster_planner.plans.find import SearchSpace, find_plans
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans
-from graphpp.cluster_planner.plans.mesh_shapes import Limits
-from graphpp.cluster_planner.plans.question import Question
+from graphpp.cluster_planner.plans.measured import MeasuredPipeline, measured_plans
+from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
+from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, SEARCHED
 from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
 from graphpp.progress import working
+from graphpp.schedules.search.arguments import check_size
+from graphpp.schedules.table.costs import COSTS, Costs
+from graphpp.schedules.table.state_bytes import STATE, StateBytes
 
 _USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
+_SPEED = Accepted("a positive number of bytes per second", lambda value: NUMBER.accepts(value) and value > 0)  # type: ignore[operator]
 _MACHINES = one_of(str, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.cluster_planner.costs")
 _NAMES = Accepted(
     f"a list of names of schedules, of {', '.join(SEARCHED)}, and {ORDER}",
-    lambda value: isinstance(value, list | tuple) and any(map(SEARCHED.__contains__, value)) and all(map(_is_name, value)),
+    lambda value: isinstance(value, list | tuple)
+    and all(each in (*SEARCHED, ORDER) for each in value)
+    and any(each in SEARCHED for each in value),
 )
 _RECOMPUTES = Accepted(
     'a list of None, "selective", "full" and fractions',
@@ -41,18 +49,18 @@ _RECOMPUTES = Accepted(
 
 
 @checked(
-    ScheduleError, model=_MODEL, batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
+    ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
-    offload=FLAG,
+    offload=FLAG, costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
 )  # fmt: skip
 @uncollected()  # hardly any of the objects of a capture and of tables is garbage before the end
 def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
-    model: nn.Module | ModelCosts,
+    model: nn.Module | ModelCosts | None = None,
     loss: Any = None,
     example: Microbatch | None = None,
     *,
-    machines: Machines | str,
     batch: int,
+    machines: Machines | str | None = None,
     memory_cap: int | None = None,
     param_dtype: torch.dtype | None = torch.bfloat16,
     optimizer: str | float = "adamw",
@@ -66,16 +74,21 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     schedules: Sequence[str] | None = None,
     recompute: Sequence[Any] | None = None,
     offload: bool = True,
-    work: int = Choices().work,
+    work: int = SearchSpace().work,
+    costs: Costs | None = None,
+    state: Sequence[StateBytes] = (),
+    dp_shard: int = 1,
+    bandwidth: float | None = None,
 ) -> TrainingPlans:
-    """Search the fastest plans to train `model` on `machines`.
+    """Search the fastest plans to train `model` on `machines`, or a pipeline with measured `costs`.
 
     Args:
         model, loss, example: as for `graphpp.compile`; on the meta device a model of any size takes no memory. Or the
             `ModelCosts` of a model that was captured before, without `loss` and `example`.
-        machines: "512xH100", or a `graphpp.devices.Machines`.
         batch: rows of a step, on all ranks together; a row is that of `example`.
-        memory_cap: bytes that a GPU may hold. None: 90 % of its memory, for workspaces and the allocator are not counted.
+        machines: "512xH100", or a `graphpp.devices.Machines`.
+        memory_cap: bytes that a device may hold. None: 90 % of its memory, for workspaces and the allocator are not counted;
+            with `costs`: any.
         param_dtype: in which the model computes, beside shards and an optimizer in the model's own dtype. None: its own.
         optimizer: as `graphpp.Memory(optimizer=)`.
         tensor_plan, expert_plan: which layers `tp` and `ep` cut, FQN patterns as in transformers' `tp_plan`. None: the model's.
@@ -86,35 +99,71 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
             recomputation, "selective" and "full". Beside None, of as few layers as fit, too.
         offload: whether saved values may wait in the host's memory, as few as fit, where the device has a link to it.
         work: how many computations of tables are made and simulated: some 15,000 take a second.
+        costs: measured costs of the stages (`pipe.profile(..).costs`), in place of `model` and `machines`. The search chooses
+            the schedule, for `pp` ranks and microbatches of `rows` rows, one number each, and `keep`.
+        state: with `costs`, the bytes of parameters, gradients, optimizer and buffers (`pipe.plan.memory.state`).
+        dp_shard: with `costs`, over how many ranks the parameters are sharded (1: they are whole).
+        bandwidth: with `costs`, the bytes per second that a rank sends along `dp_shard`. None: as `costs.gathers` says.
 
     Raises:
         CaptureError, NoPlanError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named;
-            `work` for none.
+            `work` for none, or arguments that do not belong together.
     """
+    if costs is not None:
+        others = {"model": model, "machines": machines, "tp": tp, "ep": ep, "recompute": recompute, "tensor_plan": tensor_plan}
+        shape, own_rows = MeshShape(pp=_one("pp", pp), dp_shard=dp_shard), _one("rows", rows)
+        return measured_plans(_measured(costs, state, shape, own_rows, batch, bandwidth, others), memory_cap, schedules)
+    if model is None or machines is None:
+        raise ScheduleError("plan: give a model and machines=, or costs=pipe.profile(..).costs")
     found = _machines(machines)
-    costs = model if isinstance(model, ModelCosts) else _captured(
+    known = model if isinstance(model, ModelCosts) else _captured(
         model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
         device_type=found.device.torch_type,
     )  # fmt: skip
     dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
-    if costs.param_dtype != dtype:
+    if known.param_dtype != dtype:
         raise ScheduleError(
-            f"param_dtype={param_dtype}: the costs were captured with param_dtype={costs.param_dtype}: give both the same one"
+            f"param_dtype={param_dtype}: the costs were captured with param_dtype={known.param_dtype}: give both the same one"
         )
-    question = Question(costs, found, batch, costs.tokens, dtype, optimizer)
-    limits = Limits(
-        stages=len(costs.starts), experts=costs.expert_ranks, tp=max(1, costs.tensor_ranks), cp=max(_listed(cp)),
+    limits = MeshLimits(
+        stages=len(known.starts), experts=known.expert_ranks, tp=max(1, known.tensor_ranks), cp=max(_listed(cp)),
         domain=found.per_machine,
     )  # fmt: skip
     sizes = {name: _listed(given) for name, given in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp)) if given is not None}
-    choices = Choices(
-        rows=Choices.rows if rows is None else tuple(_listed(rows)),
-        recompute=Choices.recompute if recompute is None else tuple(recompute),
+    space = SearchSpace(
+        rows=SearchSpace.rows if rows is None else tuple(_listed(rows)),
+        recompute=SearchSpace.recompute if recompute is None else tuple(recompute),
         schedules=schedules, sizes=sizes, offload=offload, work=work,
     )  # fmt: skip
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
     with working("searching plans"):
-        return find_plans(question, limits, cap, choices)
+        return find_plans(PlanRequest(known, found, batch, known.tokens, dtype, optimizer), limits, cap, space)
+
+
+def _measured(
+    costs: Costs,
+    state: Sequence[StateBytes],
+    shape: MeshShape,
+    rows: int,
+    batch: int,
+    bandwidth: float | None,
+    others: Mapping[str, object],
+) -> MeasuredPipeline:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ScheduleError(f"{given[0]}: costs= is of a pipeline that was measured: leave one of the two out")
+    microbatches, rest = divmod(batch, rows * shape.dp_shard)
+    if rest or not microbatches:
+        raise ScheduleError(f"batch: take a multiple of {rows} rows on {shape.dp_shard} ranks along dp_shard, got {batch}")
+    check_size(shape.pp, microbatches)
+    return MeasuredPipeline(costs, state, shape, rows, microbatches, bandwidth)
+
+
+def _one(name: str, given: int | Sequence[int] | None) -> int:
+    found = _listed(given)
+    if len(found) != 1:
+        raise ScheduleError(f"{name}: beside costs= give one number, that of the pipeline to plan, got {given}")
+    return found[0]
 
 
 def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options: Any) -> ModelCosts:
@@ -134,10 +183,6 @@ def _machines(given: object) -> Machines:
 
 def _listed(given: Any) -> list[int]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _is_name(value: object) -> bool:
-    return value in SEARCHED or value == ORDER
 
 
 def _is_recompute(value: object) -> bool:

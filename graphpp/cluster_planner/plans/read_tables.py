@@ -2,7 +2,7 @@
 
 Contract
     `counts_of(setting)`: the numbers of microbatches to simulate. `read_table(..)`: a table read for seconds and bytes, None
-    where the schedule does not take the numbers. `Work` counts what predictions cost, alike on every machine
+    where the schedule does not take the numbers. `Work` counts the cost of predictions, alike on every machine
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.settings import ScheduleChoice, Setting, table_of
+from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice, table_of
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.row_moments import Reading
 from graphpp.schedules.check.shard_counts import ShardCounts, shard_counts
 from graphpp.schedules.check.step_memory import StepMemory
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
-from graphpp.schedules.simulate.step_times import StepTimes
+from graphpp.schedules.simulate.step_time import StepTimes
 from graphpp.schedules.table.costs import DEPTH, MessageFlow
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -36,7 +36,6 @@ _FURTHER = 0.5  # of the work that is granted, in addition: for settings under t
 _IN_GROUPS = ("Interleaved1F1B", "InterleavedZeroBubble", "MegatronInterleaved")  # of microbatches, as many as ranks or given
 _MORE = 8  # microbatches of the longer simulated step, where a schedule takes any number
 _LEAST = 16  # microbatches of the shorter simulated step; twice as many as ranks at least: then no schedule still fills up
-_FILLS_SOON = ("1F1B",)  # with at most as many microbatches under way as ranks: as many are enough
 
 
 class ReadTable(NamedTuple):
@@ -73,10 +72,10 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     return ReadTable(table, table.rank_of_stage, StepTimes(table), StepMemory(table, reading), most, reading)
 
 
-def counts_of(setting: Setting) -> tuple[int, ...]:
+def counts_of(setting: PlanSetting) -> tuple[int, ...]:
     """The numbers of microbatches to simulate: the number itself, or two smaller ones that the schedule takes as well."""
     unit = setting.schedule.group or setting.shape.pp
-    fills = setting.shape.pp if setting.schedule.name in _FILLS_SOON else 2 * setting.shape.pp
+    fills = setting.shape.pp * (1 if setting.schedule.name == "1F1B" else 2)  # 1F1B has at most as many under way as ranks
     first = -(-max(_LEAST, fills) // unit) * unit
     second = first + (unit if setting.schedule.name in _IN_GROUPS else min(unit, _MORE))
     whole = 3 * setting.stages * setting.microbatches
@@ -88,8 +87,7 @@ def counts_of(setting: Setting) -> tuple[int, ...]:
 class Work:
     """A budget for predictions, counted in the computations of tables that are read for the first time, not in seconds.
 
-    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or
-    that are too short to count.
+    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or are short.
     """
 
     def __init__(self) -> None:
@@ -97,10 +95,10 @@ class Work:
         self._read = set[object]()
 
     def grant(self, work: int) -> None:
-        """Allow so much work in place of what was left."""
+        """Allow so much work in place of the rest."""
         self.tables, self.further = work, round(work * _FURTHER)
 
-    def take(self, setting: Setting, times: int = 1) -> bool:
+    def take(self, setting: PlanSetting, times: int = 1) -> bool:
         """Take the work of a setting that is simulated so many times; False where too little is left."""
         counts = counts_of(setting)
         key = setting.schedule, setting.shape.pp, counts, setting.keep
@@ -117,7 +115,7 @@ class Work:
             self._read.add(key)
         return True
 
-    def read_again(self, setting: Setting) -> bool:
+    def read_again(self, setting: PlanSetting) -> bool:
         """Take the work of a setting whose tables are read for bytes some times more; False where too little is left."""
         if self.tables <= 0:
             return False

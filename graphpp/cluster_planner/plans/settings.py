@@ -1,6 +1,6 @@
 """One way to train a model on given machines: all that the search chooses.
 
-Contract: a `Setting` is data; equal settings are equal. `schedule_choices` lists the schedules that may take some numbers.
+Contract: a `PlanSetting` is data; equal settings are equal. `schedule_choices` lists the schedules that may take some numbers.
 """
 
 from __future__ import annotations
@@ -8,30 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, require
+from graphpp.arguments import COUNT, INDEX, NUMBER, TEXT, Accepted, or_none, require
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
 RecomputeWord = str | float | None
 """A form of `memory.recompute`: None, "selective", "full", or a fraction."""
 
-
-_LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(value, tuple) and all(map(INDEX.accepts, value)))
 ORDER = "searched"
 """The name of an order that `graphpp.schedule_auto` has found."""
+
+_LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(value, tuple) and all(map(INDEX.accepts, value)))
 _NAME = Accepted(
     f'the name of a schedule in graphpp.schedules.SCHEDULES, or "{ORDER}"', lambda value: value in SCHEDULES or value == ORDER
 )
-_FRACTION = Accepted(
-    "a fraction above 0 and up to 1, or None",
-    lambda value: value is None or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
-)
-_TEXT = Accepted("the text of a graphpp.Schedule, or None", lambda value: value is None or isinstance(value, str))
+_FRACTION = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class ScheduleChoice:
     """A schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None.
 
     `order`: the text of the `Schedule` to run: that of a "searched" one, or that of the named one with its weight gradients
-    placed anew, whose forwards and backwards stand as in the named one; None: the named one. Raises `ScheduleError`.
+    placed anew; None: the named one. Raises `ScheduleError`.
     """
 
     name: str
@@ -50,23 +45,17 @@ class ScheduleChoice:
     def __post_init__(self) -> None:
         require(ScheduleError, "schedule", _NAME, self.name)
         require(ScheduleError, "stages_per_rank", COUNT, self.stages_per_rank)
-        require(ScheduleError, "order", _TEXT, self.order)
+        require(ScheduleError, "order", or_none(TEXT), self.order)
         if self.name == ORDER and self.order is None:
             raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table')
 
     def table(self, ranks: int, microbatches: int) -> Schedule:
         """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
         stages = ranks * self.stages_per_rank
-        if self.order is None:
-            return self._named(ranks, microbatches)
-        table = Schedule.parse(self.order)
-        check(table, ranks=ranks, stages=stages, microbatches=microbatches)
-        if self.name != ORDER and _forwards_and_backwards(table) != _forwards_and_backwards(self._named(ranks, microbatches)):
-            raise ScheduleError(f"order: its forwards and backwards do not stand as in {self.name}")
-        return table
-
-    def _named(self, ranks: int, microbatches: int) -> Schedule:
-        stages = ranks * self.stages_per_rank
+        if self.order is not None:
+            table = Schedule.parse(self.order)
+            check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+            return table
         if self.group is not None:
             return megatron_interleaved(ranks, stages, microbatches, group=self.group)
         return SCHEDULES[self.name](ranks, stages, microbatches)
@@ -77,22 +66,8 @@ class ScheduleChoice:
         return named if self.order is None or self.name == ORDER else f"{named}, weight gradients placed"
 
 
-def _forwards_and_backwards(table: Schedule) -> list[list[tuple[int, int | None, bool]]]:
-    """By rank the stage and the microbatch of each forward (True) and backward; of a pair the backward comes first."""
-    return [
-        [
-            (leaf.stage, leaf.microbatch, leaf.kind is Kind.F)
-            for action in row
-            if action is not None
-            for leaf in sorted(action.leaves, key=lambda leaf: leaf.kind is Kind.F)
-            if leaf.kind in (Kind.F, Kind.B, Kind.I)
-        ]
-        for row in table.table
-    ]
-
-
 @dataclass(frozen=True)
-class Setting:
+class PlanSetting:
     """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage.
 
     `recomputed`: by stage, how many of its first layers `recompute` is for (None: all layers). `offload`: the fraction of the
@@ -109,13 +84,13 @@ class Setting:
     offload: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "microbatches"):
-            require(ScheduleError, name, COUNT, getattr(self, name))
-        require(ScheduleError, "offload", _FRACTION, self.offload)
+        require(ScheduleError, "rows", COUNT, self.rows)
+        require(ScheduleError, "microbatches", COUNT, self.microbatches)
+        require(ScheduleError, "offload", or_none(_FRACTION), self.offload)
         if self.offload is not None and isinstance(self.recompute, float):
             raise ScheduleError(
-                f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}: which values '
-                "a fraction of recomputation saves is known only when the pipeline is compiled"
+                f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}: the values that a '
+                "fraction of recomputation saves are known only when the pipeline is compiled"
             )
         if self.recomputed is not None:
             require(ScheduleError, "recomputed", _LAYERS, self.recomputed)

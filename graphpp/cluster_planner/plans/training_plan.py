@@ -1,8 +1,7 @@
-"""A plan that a search has found, as data: what it takes, and why it is not the best.
+"""A plan that a search has found, as data: its setting, its predicted cost, and why it is not the best.
 
-Contract
-    A `TrainingPlan` holds numbers and text alone. `to_json` and `from_json` lose nothing; equal plans are equal.
-    `graphpp.compile(model, loss, plan=plan)` trains by it. Seconds and bytes are predictions for `machines`.
+Contract: a `TrainingPlan` holds numbers and text alone. `to_json` and `from_json` lose nothing; equal plans are equal.
+`graphpp.compile(model, loss, plan=plan)` trains by it.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from pathlib import Path
 import torch
 
 from graphpp.arguments import COUNT, INDEX, require
-from graphpp.cluster_planner.plans.from_json import document, read
-from graphpp.cluster_planner.plans.settings import Setting
+from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.errors import GraphPPError
+from graphpp.from_json import document, read
 from graphpp.report.comparison import Numbers, PlanComparison
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
@@ -53,7 +52,8 @@ class StepSeconds:
 class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
-    `setting`: all that the search chooses. `split`: the FQNs at which the stages start.
+    `setting`: all that the search chooses. `split`: the FQNs at which the stages start; () in a plan of measured costs, whose
+    split is that of the measured pipeline, and whose `machines` are "measured".
     `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model,
     without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
     rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
@@ -64,7 +64,7 @@ class TrainingPlan:
     """
 
     machines: str
-    setting: Setting
+    setting: PlanSetting
     split: tuple[str, ...]
     batch: int
     tokens: int
@@ -81,21 +81,25 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
         require(GraphPPError, "plan.tokens", INDEX, self.tokens)
-        if len(self.split) != self.setting.stages - 1:
+        if len(self.split) != self.setting.stages - 1 and not self.measured:
             raise GraphPPError(
                 f"plan.split: {self.setting.stages} stages start at {self.setting.stages - 1} names beside the first one, "
                 f"got {len(self.split)}"
             )
-        if len(self.recomputed) != sum(self.setting.recomputed or ()):
-            raise GraphPPError(
-                f"plan.recomputed: take the names of {sum(self.setting.recomputed or ())} layers, got {len(self.recomputed)}"
-            )
+        layers = sum(self.setting.recomputed or ())
+        if len(self.recomputed) != layers:
+            raise GraphPPError(f"plan.recomputed: take the names of {layers} layers, got {len(self.recomputed)}")
         if len(self.peaks) != self.setting.shape.pp:
             raise GraphPPError(f"plan.peaks: take the bytes of {self.setting.shape.pp} ranks, got {len(self.peaks)}")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise GraphPPError(f"plan.dtype: take the name of a dtype of torch, or None, got {self.dtype!r}")
         if not self.seconds.total > 0:
             raise GraphPPError(f"plan.seconds: take positive seconds, got {self.seconds}")
+
+    @property
+    def measured(self) -> bool:
+        """Whether the plan is one of measured costs: it decides the schedule, the microbatches and `keep` alone."""
+        return self.machines == "measured"
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -149,7 +153,7 @@ class TrainingPlan:
     @property
     def details(self) -> dict[str, str]:
         """Text by what it tells: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
-        parts = {item.name: getattr(self.seconds, item.name) for item in fields(self.seconds)}
+        parts = asdict(self.seconds)
         return {
             "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
             "memory": _bytes(self.memory),
@@ -160,7 +164,7 @@ class TrainingPlan:
 
     @property
     def _choices(self) -> dict[str, str]:
-        """What the plan is for and what it chooses, as text."""
+        """The machines, the batch and the choices, as text."""
         setting = self.setting
         return {
             "machines": self.machines,
@@ -180,7 +184,7 @@ class TrainingPlan:
         """The predictions by name and unit, in the order of a table."""
         return {
             ("step", "seconds"): self.step_seconds,
-            **{(item.name, "seconds"): getattr(self.seconds, item.name) for item in fields(self.seconds)},
+            **{(name, "seconds"): each for name, each in asdict(self.seconds).items()},
             ("share of the bubble", "share"): self.bubble,
             ("MFU", "share"): self.mfu,
             ("tokens a second", "per second"): self.tokens_per_second,
@@ -192,7 +196,7 @@ class TrainingPlan:
 
     def compare(self, other: TrainingPlan) -> PlanComparison:
         """This plan and another one side by side: their choices, seconds, bytes by kind, bytes sent, and the differences."""
-        return PlanComparison.of((self._choices, other._choices), self._numbers, other._numbers)
+        return PlanComparison((self._choices, other._choices), (self._numbers, other._numbers))
 
     def __str__(self) -> str:
         """Some lines: the setting, the time by its parts, the memory by kind."""

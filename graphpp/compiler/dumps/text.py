@@ -30,10 +30,10 @@ class Pass:
 def passes_text(passes: Sequence[Pass]) -> str:
     """One line per pass: number, name, milliseconds, and the number of this rank's files that changed."""
     lines = [
-        f"{number:02d}  {item.name:<12}{1000 * item.seconds:>10.1f} ms  {item.files or '-':>5}"
+        f"{number:02d}  {item.name:<22}{1000 * item.seconds:>10.1f} ms  {item.files or '-':>5}"
         for number, item in enumerate(passes)
     ]
-    return "\n".join([f"    {'pass':<12}{'time':>13}  files", *lines, ""])
+    return "\n".join([f"    {'pass':<22}{'time':>13}  files", *lines, ""])
 
 
 def boundaries_text(cut: StagedGraphs) -> str:

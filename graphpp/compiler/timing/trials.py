@@ -3,15 +3,13 @@
 Contract
     in   programs, their graphs, the device
     out  `warmed_up` gives a trial of each program, which has run once; `medians` runs them in turn and gives their seconds
-    Within `apart` programs run as in a step, without autograd and autocast. Afterwards the random states are as before.
-    A run is that of a step's action (`runtime/task.py`): the seconds include those in which the task gathers the arguments,
-    frees saved and received values whose last reader has run, and files the results.
+    A run is that of a step's action (`runtime/task.py`), with the time in which the task gathers arguments, frees values and
+    files results. Within `apart` programs run without autograd and autocast, and random states are as before afterwards.
 
-Made-up values: floating numbers are random between 0 and 0.05 (so they are probabilities too, and have roots), integers 0 (a
-valid index everywhere), booleans True. Inputs of equal layout share memory among programs, and so do sums of gradients. Saved
-and received values are copied before each run. Between the copies of saved values and the run, other memory is read and
-written, as other actions of a step do between a forward and its backward: a processor's own caches have the saved values no
-more. All programs together need about twice as much memory as the largest.
+Made-up floating numbers are random between 0 and 0.05 (probabilities, with roots), integers 0 (a valid index everywhere),
+booleans True. Inputs of equal layout share memory among programs, and so do sums of gradients, so all programs need about
+twice as much memory as the largest. Saved and received values are copied before each run. Other memory is written between the
+copies of saved values and the run, so that the processor's own caches do not hold them, as in a step.
 """
 
 from __future__ import annotations
@@ -31,19 +29,9 @@ from torch import fx
 
 from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.progress import working
+from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
-from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
-from graphpp.runtime.program import (
-    Buffer,
-    BufferUpdate,
-    Constant,
-    Parameter,
-    Program,
-    Received,
-    Size,
-    StepInvariant,
-    TensorMeta,
-)
+from graphpp.runtime.program import BufferUpdate, Program, TensorMeta
 from graphpp.runtime.task import StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.streams import InputCopies, wait_for_device
@@ -53,10 +41,7 @@ _ELSEWHERE = 6 << 20  # bytes that other actions read and write: more than a cor
 
 @contextlib.contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """A context as in a step, without autograd and autocast, which ends with the random states of before.
-
-    A custom operator may draw from the user's generators, and it runs more or less often, as the cache has seconds or not.
-    """
+    """A context without autograd and autocast, which restores the random states: a custom operator may draw numbers."""
     state, gpu = random.getstate(), device.type == "cuda"
     modes = torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False)  # the first enables grad
     with contextlib.ExitStack() as stack:
@@ -78,16 +63,8 @@ def apart(device: torch.device) -> Iterator[None]:
 class Trial:
     """One program with made-up inputs; its gradients add up to sums, as over the microbatches of a step."""
 
-    def __init__(
-        self,
-        item: Program,
-        graph: fx.Graph,
-        values: _Values,
-        sums: _Values,
-        elsewhere: torch.Tensor,
-        kernel: MatmulKernel | None = None,
-    ) -> None:
-        """`elsewhere`: memory that no program reads. `kernel` multiplies the gradients of fused programs (None: torch does)."""
+    def __init__(self, item: Program, graph: fx.Graph, values: _Values, sums: _Values, elsewhere: torch.Tensor) -> None:
+        """`elsewhere`: memory that no program reads."""
         self._program, self._device = item, values.device
         made_up = values.of([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
         self._wiring = _wired(item, made_up)
@@ -95,7 +72,7 @@ class Trial:
         self._elsewhere = elsewhere
         self._runs = 0
         shared = self._wiring.shared_gradients
-        self._sums = (FusedAccumulator if item.fused else Accumulator)(self._wiring.gradients.values(), shared, kernel)
+        self._sums = (FusedAccumulator if item.fused else Accumulator)(self._wiring.gradients.values(), shared)
         results = graph.output_node().args[0]
         examples = [results[index].meta["val"] for index in self._wiring.gradients]  # type: ignore[index, union-attr]
         self._sums.start(dict(zip(self._wiring.gradients.values(), sums.of(examples, contiguous=True), strict=True)))
@@ -129,11 +106,11 @@ class Trial:
 def _wired(item: Program, values: Sequence[Any]) -> Wiring:
     """The wiring of a program whose arguments are all made up; those of a whole step are bound."""
     inputs = list(zip(item.inputs, values, strict=True))
-    arriving = [TensorMeta(role.name, (), (), torch.float32) for role, _ in inputs if isinstance(role, Received)]
-    constants = {role.name: value for role, value in inputs if isinstance(role, Constant)}
-    sizes = {role.formula: value for role, value in inputs if isinstance(role, Size)}
+    arriving = [TensorMeta(role.name, (), (), torch.float32) for role, _ in inputs if isinstance(role, program.Received)]
+    constants = {role.name: value for role, value in inputs if isinstance(role, program.Constant)}
+    sizes = {role.formula: value for role, value in inputs if isinstance(role, program.Size)}
     wiring = wire(item, arriving, constants, sizes)
-    of_step = (Parameter, Buffer, Constant, Size, StepInvariant)
+    of_step = (program.Parameter, program.Buffer, program.Constant, program.Size, program.StepInvariant)
     wiring.bound = [value if isinstance(role, of_step) else None for role, value in inputs]
     return wiring
 
@@ -200,15 +177,13 @@ class _Values:
 # ---------------------------------------------------------------------------------- all programs
 
 
-def warmed_up(
-    items: Sequence[tuple[Program, fx.Graph]], device: torch.device, kernel: MatmulKernel | None = None
-) -> list[Trial]:
+def warmed_up(items: Sequence[tuple[Program, fx.Graph]], device: torch.device) -> list[Trial]:
     """A trial of each program, after a first run."""
     values, sums = _Values(device), _Values(device)
     elsewhere = torch.zeros(_ELSEWHERE, dtype=torch.uint8, device=device)
     trials = []
     for item, graph in items:
-        trials.append(Trial(item, graph, values, sums, elsewhere, kernel))
+        trials.append(Trial(item, graph, values, sums, elsewhere))
         trials[-1].seconds()
     return trials
 

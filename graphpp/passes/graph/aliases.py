@@ -1,9 +1,4 @@
-"""Find the values of a graph that share memory: a view lies in the memory of its source.
-
-Contract: `root(node)` is the node that allocated the memory in which a value lies; a wait for a collective returns its
-argument, so it counts as a view. A result is shared if its root is an input of the graph, is also the root of another
-result, or is read by an operation: on a GPU that operation could still run when the caller already writes into the result.
-"""
+"""Find the values of a graph that share memory: a view, or a wait for a collective, lies in the memory of its source."""
 
 from __future__ import annotations
 
@@ -56,7 +51,10 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def shared_results(graph: fx.Graph) -> frozenset[int]:
-    """Indices of the results whose memory is also an input's or another result's, or is read by an operation of the graph."""
+    """Indices of the results whose memory is also an input's or another result's, or is read by an operation of the graph.
+
+    On a GPU that operation could still run when the caller already writes into the result.
+    """
     roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
     count = Counter(roots)
     return frozenset(
@@ -66,11 +64,5 @@ def shared_results(graph: fx.Graph) -> frozenset[int]:
 
 def _is_read(allocated: fx.Node) -> bool:
     """Whether an operation that is no view reads the memory that a node allocated."""
-    pending = [allocated]
-    while pending:
-        for user in pending.pop().users:
-            if user.op != "output" and user not in pending:
-                if root(user) is not allocated:
-                    return True
-                pending.append(user)
-    return False
+    users = (user for user in allocated.users if user.op != "output")
+    return any(root(user) is not root(allocated) or _is_read(user) for user in users)

@@ -1,9 +1,8 @@
 """The operations that keep a graph from being recorded as a CUDA graph, found from the graph alone.
 
-Contract: `cuda_graph_obstacle(graph)` is None, or says in a few words which operation cannot be replayed: one that
-exchanges values with other ranks, one for whose result the host must wait, or one that is not on the GPU. A graph without
-any computation is an obstacle, too. Obstacles that the graph does not show are found when it is recorded. The graphs of
-compiled regions are searched as well.
+Contract: `cuda_graph_obstacle(graph)` is None, or names an operation, also of a compiled region, that cannot be replayed: it
+exchanges values with other ranks, the host must wait for its result, or it is not on the GPU. A graph that computes nothing is
+an obstacle, too. Obstacles that the graph does not show are found when it is recorded.
 """
 
 from __future__ import annotations

@@ -19,9 +19,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -38,9 +37,8 @@ from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 class JointGraph:
     """One captured graph. `parameters` and `buffers` have all FQNs of the model, used or not, in the model's order.
 
-    A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer. `symbols`: where sizes
-    are symbolic, the facts under which the graph holds. `partial`: by FQN, the group of ranks of which each computes a part of
-    the parameter's gradient.
+    A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer. `symbols`: the facts
+    under which a graph with symbolic sizes holds. `partial`: by FQN, the group whose ranks compute parts of the gradient.
     """
 
     module: fx.GraphModule
@@ -62,8 +60,7 @@ class JointGraph:
 
     def outputs(self) -> list[tuple[OutputRole, fx.Node]]:
         """The results with their roles, in order; a gradient has one result per stage that contributes to it."""
-        end = self.graph.output_node()
-        return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+        return results_of(self.graph)
 
     def set_outputs(self, outputs: Sequence[tuple[OutputRole, fx.Node]]) -> None:
         """Replace the results."""
@@ -77,12 +74,7 @@ class JointGraph:
 
     def copy(self) -> JointGraph:
         """A copy with nodes of its own: a change to one graph does not show in the other."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        results = graph.graph_copy(self.graph, copies)
-        end = graph.output(results)
-        end.meta = dict(self.graph.output_node().meta)
-        module = aot.graph_module(self.module, graph)
+        module = aot.graph_module(self.module, copied(self.graph))
         return replace(self, module=module, constants=dict(self.constants), partial=dict(self.partial))
 
     def computed(self) -> Iterator[fx.Node]:
@@ -90,16 +82,45 @@ class JointGraph:
         return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
 
 
+def copied(source: fx.Graph) -> fx.Graph:
+    """A copy of a graph, roles included."""
+    graph = fx.Graph()
+    end = graph.output(graph.graph_copy(source, {}))
+    end.meta = dict(source.output_node().meta)
+    return graph
+
+
+def results_of(graph: fx.Graph) -> list[tuple[OutputRole, fx.Node]]:
+    """The results of a graph with their roles, in order."""
+    end = graph.output_node()
+    return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+
+
+def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes of `start`, those to which `onward` leads from them, and so on."""
+    seen, pending = set[fx.Node](), list(start)
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += onward(node)
+    return seen
+
+
+def is_of_torch(node: fx.Node) -> bool:
+    """Whether a node calls one of torch's own operators."""
+    return getattr(node.target, "namespace", "") in ("aten", "prims")
+
+
 def remove_unused(graph: fx.Graph) -> None:
-    """Erase nodes without readers, assertions about metadata included; placeholders, checks, collectives and waits stay."""
+    """Erase nodes without readers, assertions about metadata included.
+
+    Checks stay, for they may raise, and collectives with their waits, for the other ranks of the group take part in them.
+    """
     for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users and not _stays(node):
+        stays = node.op in ("placeholder", "output") or is_check(node) or is_collective(node) or is_wait(node)
+        if not node.users and not stays:
             graph.erase_node(node)
-
-
-def _stays(node: fx.Node) -> bool:
-    """Whether a node must run although no node reads it: it may raise, or the other ranks of its group take part in it."""
-    return is_check(node) or is_collective(node) or is_wait(node)
 
 
 def is_check(node: fx.Node) -> bool:
@@ -129,20 +150,12 @@ def describe_node(node: fx.Node) -> str:
 def verify_joint_graph(joint: JointGraph) -> None:
     """Check the contract at the head of this file. Raises `AssertionError`: the pass that ran last has a bug."""
     joint.graph.lint()
-    roles: list[Any] = []
-    for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            roles.append(node.meta["role"])
-        elif node.op != "output":
-            missing = {"val", "backward", "position", "calls", "source", "seq"} - set(node.meta)
-            assert not missing, f"{node.format_node()}: no {missing}"
-            assert not _writes(node), f"{node.format_node()} writes into its input"
-    assert len(roles) == len(set(roles)), "a role stands on two placeholders"
+    for node in joint.computed():
+        missing = {"val", "backward", "position", "calls", "source", "seq"} - set(node.meta)
+        assert not missing, f"{node.format_node()}: no {missing}"
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable, f"{node.format_node()} writes into its input"
+    assert len(joint.inputs()) == len(joint.graph.find_nodes(op="placeholder")), "a role stands on two placeholders"
     for role, node in joint.outputs():
         assert isinstance(node, fx.Node), f"{role} has no value"
         assert isinstance(role, program.OutputRole), role
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)

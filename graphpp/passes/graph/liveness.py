@@ -1,11 +1,10 @@
 """Compute the peak memory of a program from its graph: the most bytes alive at any time while it runs.
 
 Contract: a value's lifetime ends after its last reader, where the rendered program deletes it; a view lies in the memory of its
-source. The peak counts received values, saved values, and every value that the program computes, results included. A saved
-value that a later program of the microbatch reads too (`meta["kept"]`) stays. A gradient counts until it is handed to the
-runtime; of a gradient whose factors are handed over, only the workspace of its multiplication (`meta["workspace"]`) counts.
-Parameters, buffers, inputs of the microbatch, and workspace inside an operator do not count, nor do parameters that the program
-gathers (`meta["gathers"]`), which `Program.layers` counts.
+source. The peak counts received, saved and computed values, results included. A saved value that a later program of the
+microbatch reads too (`meta["kept"]`) stays. A gradient counts until it is handed to the runtime; where its factors are handed
+over, the workspace of the multiplication counts (`meta["workspace"]`). Parameters, buffers, inputs of the microbatch, workspace
+inside an operator, and gathered parameters (`meta["gathers"]`, which `Program.layers` counts) do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import fx
 from graphpp._torch.numbers_of_data import known
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import root
-from graphpp.passes.graph.joint_graph import is_tensor
+from graphpp.passes.graph.joint_graph import is_tensor, results_of
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
@@ -50,8 +49,7 @@ def live_values(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
 
 def sent_alone(graph: fx.Graph) -> tuple[int, ...]:
     """The bytes of the memory of each value for the neighbouring stage in which no saved value lies."""
-    end = graph.output_node()
-    results = list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+    results = results_of(graph)
     saved = {root(node) for role, node in results if isinstance(role, program.Saved)}
     sent = dict.fromkeys(root(node) for role, node in results if isinstance(role, program.Sent))
     return tuple(_size(memory) for memory in sent if memory not in saved)

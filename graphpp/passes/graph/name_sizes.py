@@ -1,8 +1,8 @@
 """Let inputs with the role `Size` stand for the symbolic numbers of a graph.
 
 Contract: after `name_sizes` no operation has a symbolic number among its arguments, and no node computes one. An operation that
-was given `2*s1` reads the placeholder whose role is `Size("2*s1")`; the runtime fills the placeholder in. Numbers that turned
-out to be the same for all sizes are literals. A pass that gives an operation a size gets the node from `SizeInputs`.
+was given `2*s1` reads the placeholder whose role is `Size("2*s1")`; the runtime fills the placeholder in. Numbers that are the
+same for all sizes are literals. A pass that gives an operation a size gets the node from `SizeInputs`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from graphpp._torch.symbols import SYMBOLIC, expression, is_unknown, name_of, plain_number, symbol_sizes, symbols_of
+from graphpp.passes.graph.joint_graph import copied
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.program import Size
 
@@ -43,17 +44,16 @@ class SizeInputs:
 
 def name_sizes(graph: fx.Graph) -> None:
     """Replace symbolic numbers, and the nodes that compute them, by placeholders, in place."""
-    inputs = SizeInputs(graph)
+    inputs, computed = SizeInputs(graph), [node for node in graph.nodes if node.op == "call_function"]
 
     def named(value: Any) -> Any:
         number = value.meta.get("val") if isinstance(value, fx.Node) else value
         return inputs.of(number) if isinstance(number, SYMBOLIC) else value
 
-    for node in list(graph.nodes):
-        if node.op == "call_function":
-            node.args, node.kwargs = _mapped(node.args, named), _mapped(node.kwargs, named)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), SYMBOLIC):
+    for node in computed:
+        node.args, node.kwargs = _mapped(node.args, named), _mapped(node.kwargs, named)
+    for node in reversed(computed):
+        if not node.users and isinstance(node.meta.get("val"), SYMBOLIC):
             graph.erase_node(node)
 
 
@@ -62,9 +62,7 @@ def with_symbols(source: PhaseGraph) -> PhaseGraph:
     symbols = {name: size for name, size in symbolic_sizes(source.graph).items() if name in symbols_of(size)}
     if not symbols:
         return source
-    graph = fx.Graph()
-    end = graph.output(graph.graph_copy(source.graph, {}))
-    end.meta = dict(source.graph.output_node().meta)
+    graph = copied(source.graph)
     inputs = SizeInputs(graph)
     for _, size in sorted(symbols.items()):
         inputs.of(size)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from graphpp.passes.graph.aliases import root
-from graphpp.passes.graph.joint_graph import is_tensor, tensor_meta
+from graphpp.passes.graph.joint_graph import is_tensor, results_of, tensor_meta
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole, TensorMeta
 
@@ -42,20 +42,13 @@ class LocalNeighbours(NamedTuple):
 def offloadable(forward: fx.Graph, local: LocalNeighbours) -> list[Offloadable]:
     """The saved results of a stage's forward that may be evicted, in the order of the results; `meta` has the saved names."""
     results: dict[fx.Node, list[tuple[OutputRole, fx.Node]]] = defaultdict(list)
-    end = forward.output_node()
-    for role, node in zip(end.meta["roles"], end.args[0], strict=True):  # type: ignore[arg-type]
+    for role, node in results_of(forward):
         if is_tensor(node):
             results[root(node)].append((role, node))
     return [
-        Offloadable(
-            tensor_meta(node, role.name),
-            tensor_meta(memory).nbytes,
-            memory,
-            received=memory.op == "placeholder",
-            sent=len(sharers) > 1,
-        )
-        for memory, sharers in results.items()
-        if _is_own(memory, local)
+        Offloadable(tensor_meta(node, role.name), tensor_meta(base).nbytes, base, base.op == "placeholder", len(sharers) > 1)
+        for base, sharers in results.items()
+        if _is_own(base, local)
         for role, node in _only_saved(sharers, local)
     ]
 
@@ -67,11 +60,9 @@ def _is_own(memory: fx.Node, local: LocalNeighbours) -> bool:
     return is_tensor(memory)
 
 
-def _only_saved(
-    sharers: list[tuple[OutputRole, fx.Node]], local: LocalNeighbours
-) -> list[tuple[program.Saved, fx.Node]]:
+def _only_saved(sharers: list[tuple[OutputRole, fx.Node]], local: LocalNeighbours) -> list[tuple[program.Saved, fx.Node]]:
     """The one saved value among the results in one memory, if all other results are messages to another rank."""
     saved = [(role, node) for role, node in sharers if isinstance(role, program.Saved)]
-    sent = [role for role, _ in sharers if isinstance(role, program.Sent)]
-    alone = len(saved) == 1 and len(saved) + len(sent) == len(sharers) and not (sent and local.above)
-    return saved if alone else []
+    others = [role for role, _ in sharers if not isinstance(role, program.Saved)]
+    leave = all(isinstance(role, program.Sent) for role in others) and not (others and local.above)
+    return saved if len(saved) == 1 and leave else []

@@ -60,9 +60,10 @@ class OpCosts:
         """Seconds that a node takes; for a collective, until its result has arrived."""
         if is_wait(node) or is_view(node) or node.op != "call_function":
             return 0.0
+        read = sum(map(nbytes, node.all_input_nodes))
         if is_collective(node):
-            return self.latency + max(_bytes_read(node), nbytes(node)) / self.link
-        traffic = (_bytes_read(node) + nbytes(node)) / self.memory
+            return self.latency + max(read, nbytes(node)) / self.link
+        traffic = (read + nbytes(node)) / self.memory
         return self.launch + max(flops(node) / self.flops, traffic) + self._drawing(node)
 
     def message(self, nbytes: int) -> float:
@@ -126,10 +127,6 @@ def is_cheap(node: fx.Node) -> bool:
 def nbytes(node: fx.Node) -> int:
     """Bytes of a node's value; of a tuple, the sum."""
     return _nbytes(node.meta.get("val"))
-
-
-def _bytes_read(node: fx.Node) -> int:
-    return sum(map(nbytes, node.all_input_nodes))
 
 
 def _elements(node: fx.Node) -> int:

@@ -1,8 +1,7 @@
 """A region: consecutive operations of one program, compiled as one function; and the call that replaces it.
 
-Contract: `Region.graph` is a graph of its own, whose placeholders have example values (`meta["val"]`) but no roles. The
-program calls a `RegionCall`, which stands in the program's graph as the target of a node. `RegionCall.run` is None until a
-backend has compiled the region.
+Contract: `Region.graph` is a graph of its own, whose placeholders have example values (`meta["val"]`) but no roles. A
+`RegionCall` is the target of a node in the program's graph; its `run` is None until a backend has compiled the region.
 """
 
 from __future__ import annotations

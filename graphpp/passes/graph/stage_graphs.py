@@ -1,8 +1,8 @@
 """The joint graph after the cut: one graph per phase and stage, and the values that travel between them.
 
-Contract: a `PhaseKey` is a phase and the number of a stage. A `PhaseGraph` has nodes of its own; its placeholders stand in the
-order of `inputs` and carry the roles as `meta["role"]`; its results stand in the order of `outputs`, which its output node
-carries as `meta["roles"]`. Nodes keep the names that they have in the joint graph.
+Contract: a `PhaseKey` is a phase and the number of a stage. A `PhaseGraph` has nodes of its own, with the names of the joint
+graph. Its placeholders carry the roles of `inputs` as `meta["role"]`, in order; its output node has `outputs` as
+`meta["roles"]`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Which values of a graph differ between ranks that share the layers of a model (tensor parallelism).
 
-Contract
---------
-- Ranks compute equal values if they run one operator with equal arguments. A sharded parameter differs, and so does a value
-  that is computed from one that differs. An operator whose plain arguments differ between ranks, such as the index of a chunk,
-  has a result that differs.
-- After an all-reduce or an all-gather over the ranks their values are equal.
-- Ranks compare the plain arguments by `plain_arguments`, a number for each node, in order.
+Contract: ranks compute equal values if they run one operator with equal arguments. A sharded parameter differs, and so does
+what is computed from a value that differs, or by an operator whose plain arguments differ between ranks, such as the index of a
+chunk; ranks compare these by `plain_arguments`. After an all-reduce or an all-gather over the ranks their values are equal.
 """
 
 from __future__ import annotations
@@ -59,12 +55,7 @@ def differing_values(graph: fx.Graph, sharded: Collection[str], unlike: Collecti
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node reads; of the tensor into which it copies, it takes the shape alone."""
-    return node.all_input_nodes if node.target is not torch.ops.aten.copy.default else [_node(node.args[1])]
-
-
-def _node(value: fx.node.Argument) -> fx.Node:
-    assert isinstance(value, fx.Node)
-    return value
+    return node.all_input_nodes[-1:] if node.target is torch.ops.aten.copy.default else node.all_input_nodes
 
 
 def _makes_equal(node: fx.Node, group: str) -> bool:

@@ -3,7 +3,7 @@
 Contract
 --------
 - A forward node's stage follows from its position: stage s begins at the first operation of the module call that the split
-  names. So stages follow the order of execution, and every value exists before a stage needs it.
+  names.
 - Cheap values that depend on no parameter, written buffer, random number or value of a stage (masks, rotary tables,
   position ids), and views of parameters, get `None`: every stage that reads one computes it for itself.
 - A collective runs in one stage, and the waits for it run in the same stage.
@@ -37,11 +37,9 @@ def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     twins: dict[int, int | None] = {}
     for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            node.meta["stage"] = None
-        elif node.op == "output":
+        if node.op == "output":
             continue
-        elif _is_replicable(node, written):
+        if node.op == "placeholder" or _is_replicable(node, written):
             node.meta["stage"] = None
         elif node.meta["backward"]:
             node.meta["stage"] = _backward_stage(node, twins, len(starts) - 1)
@@ -133,15 +131,10 @@ def _is_particular(node: fx.Node) -> bool:
 
 
 def _check(joint: JointGraph, written: set[str]) -> None:
-    for node in joint.computed():
-        if node.meta["stage"] is None:
-            continue
-        for source in stage_inputs(node):
-            ahead = source.meta["stage"] <= node.meta["stage"]
-            if node.meta["backward"] and source.meta["backward"]:
-                ahead = source.meta["stage"] >= node.meta["stage"]
-            across = node.meta["backward"] and not source.meta["backward"]
-            assert ahead or across, f"{node} is before its input {source}"
+    for node in (node for node in joint.computed() if node.meta["stage"] is not None):
+        for source in (source for source in stage_inputs(node) if source.meta["backward"] == node.meta["backward"]):
+            step = node.meta["stage"] - source.meta["stage"]
+            assert (step <= 0) if node.meta["backward"] else (step >= 0), f"{node} is before its input {source}"
     _check_written_buffers(joint, written)
 
 

@@ -78,7 +78,6 @@ def _layout(node: fx.Node) -> tuple[object, ...]:
 
 
 def _double_transpose(node: fx.Node) -> fx.Node | None:
-    """`x`, for the node `t(t(x))`."""
     inner = node.args[0] if node.args else None
     if node.target is aten.t.default and isinstance(inner, fx.Node) and inner.target is aten.t.default:
         return inner.args[0]  # type: ignore[return-value]

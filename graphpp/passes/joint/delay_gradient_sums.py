@@ -19,27 +19,24 @@ from torch import fx
 
 from graphpp.passes.graph.collectives import group_of, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime.program import Gradient, OutputRole
+from graphpp.runtime.program import Gradient
 
 
 def delay_gradient_sums(joint: JointGraph, group: str) -> JointGraph:
     """Take the sums over `group`, by its name in this process, out of the ends of gradients, in place."""
-    found = joint.outputs()
-    makers = Counter(role for role, _ in found if isinstance(role, Gradient))
-    outputs: list[tuple[OutputRole, fx.Node]] = []
-    partial = dict[str, str]()
-    for role, node in found:
-        part = _part(node, group) if isinstance(role, Gradient) and makers[role] == 1 else None
+    outputs, delayed = joint.outputs(), list[fx.Node]()
+    makers = Counter(role for role, _ in outputs if isinstance(role, Gradient))
+    joint.partial = {}
+    for at, (role, wait) in enumerate(outputs):
+        part = _part(wait, group) if isinstance(role, Gradient) and makers[role] == 1 else None
         if isinstance(role, Gradient) and part is not None:
-            partial[role.fqn] = group
-        outputs.append((role, node if part is None else part))
-    removed = [node for (_, node), (_, kept) in zip(found, outputs, strict=True) if node is not kept]
+            outputs[at], joint.partial[role.fqn] = (role, part), group
+            delayed.append(wait)
     joint.set_outputs(outputs)
-    for wait in removed:
+    for wait in delayed:
         (collective,) = wait.all_input_nodes
         joint.graph.erase_node(wait)
         joint.graph.erase_node(collective)
-    joint.partial = partial
     return joint
 
 

@@ -8,17 +8,16 @@ keep their order. The scheduler follows time on a simulated clock (`stream_timin
     a collective is issued as soon as its input is computed;
     a wait runs right before the first operation that reads its result; if only results of the graph read it, once the
         collective is done on the clock;
-    among operations that need not wait, the one with the highest priority runs next: the one with the longest chain of
-        operations after it (collectives count in chains), or, in a second set of orders, the earliest of all parts' operations
-        interleaved evenly;
+    among operations that need not wait, the one with the highest priority runs next: the longest chain of operations after it
+        (collectives count in chains), or, in a second set of orders, the earliest of all parts' operations interleaved evenly;
     if all operations must wait, the one that waits least runs next.
 
-Views run right before their first reader. Items of a tuple are taken out at once, so that the tuple does not hold memory. A
-view that only the results read runs at once, so that a gradient is handed out when it is computed.
+Views run right before their first reader; a view that only the results read runs at once, so that a gradient is handed out when
+it is computed. Items of a tuple are taken out at once, so that the tuple does not hold memory.
 
-To defer an operation fills waits but holds memory. So several orders are made, each under a cap on live bytes (a multiple of
-the original order's peak). Among the orders that are nearly as fast as the fastest, the original order included, the one with
-the lowest peak is returned. The result depends on the graph and the costs alone.
+To defer an operation fills waits but holds memory. So several orders are made, each under a cap on live bytes. Among the orders
+that are nearly as fast as the fastest, the original one included, the one with the lowest peak is returned. The result depends
+on the graph and the costs alone.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.collectives import is_collective
+from graphpp.passes.graph.joint_graph import reached
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.overlap.stream_timing import GraphTiming, SimulatedClock, TimeEstimate, estimate_order
 
@@ -105,19 +105,12 @@ class SchedulingUnits:
 
     def _reads(self, unit: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
         """The units whose values a unit reads, through views, items and waits; and the waits among these."""
-        found: set[fx.Node] = set()
-        passed: dict[fx.Node, None] = {}
-        pending = list(unit.all_input_nodes)
-        while pending:
-            node = pending.pop()
-            if node in passed or node.op == "placeholder":
-                continue
-            if node in self.lazy or _is_item(node):
-                passed[node] = None
-                pending += node.all_input_nodes
-            else:
-                found.add(node)
-        return found, [node for node in passed if node in self.timing.collective_of]
+        passed = reached(unit.all_input_nodes, lambda node: node.all_input_nodes if self._is_passed(node) else ())
+        units = {node for node in passed if node.op != "placeholder" and not self._is_passed(node)}
+        return units, [node for node in passed if node in self.timing.collective_of]
+
+    def _is_passed(self, node: fx.Node) -> bool:
+        return node in self.lazy or _is_item(node)
 
     def _chain_collectives(self) -> None:
         """Make each collective of a part depend on the previous collective of the part."""

@@ -2,9 +2,8 @@
 
 Contract: one stream computes the operations in order; each process group has one link, which carries one collective at a
 time. A collective starts once it is issued and its link is free, and takes its cost. The stream stalls only at a wait whose
-collective is not done. Memory counts live values: received and saved values from the start until their last reader, computed
-values from their operation until their last reader. Parameters and inputs of the microbatch do not count, views take no
-memory, and the input of a collective lives until the wait.
+collective is not done. Values count until their last reader, received and saved ones from the start. Parameters and inputs of
+the microbatch do not count, views take no memory, and the input of a collective lives until the wait.
 """
 
 from __future__ import annotations

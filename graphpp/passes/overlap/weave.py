@@ -27,6 +27,8 @@ from graphpp.passes.overlap.list_schedule import list_schedule
 from graphpp.passes.overlap.stream_timing import TimeEstimate
 from graphpp.passes.stage.gather_layers import is_gather
 from graphpp.passes.text.naming import format_value
+from graphpp.passes.text.render import render
+from graphpp.runtime.program import Program, WovenProgram
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,15 @@ def weave(parts: Sequence[PhaseGraph], cost: Cost) -> WovenGraph:
         end.prepend(node)
     _check(parts, graph)
     return WovenGraph(tuple(parts), graph, schedule.estimate, schedule.original)
+
+
+def emit_woven(woven: WovenGraph, parts: Sequence[Program]) -> WovenProgram:
+    """Render and load a woven graph; `parts` are the programs that were emitted for its parts, in the same order.
+
+    `WovenProgram.run(boxed)` takes the arguments of all parts, one part after the other, and returns their results likewise.
+    """
+    rendered = render(woven.graph, woven.title)
+    return WovenProgram(tuple(parts), rendered.load(f"<graphpp {woven.title}>"), rendered.text)
 
 
 def concatenate(parts: Sequence[PhaseGraph]) -> fx.Graph:

@@ -3,10 +3,9 @@
 Contract
 --------
 `backward_needs(index, stage, may_recompute, cost)` has every tensor that the stage's forward computes or receives and its
-backward reads, and the values from which those could be recomputed, as far as `may_recompute(node)` lets operations run
-again. Views may always be recomputed: a view itself is never saved, its source is. Values that are at hand anyway
-(parameters, buffers, inputs, views of them, step-invariant values) do not appear, for they cost nothing. The values come in
-groups that do not depend on each other; in a model of equal layers, most groups are equal.
+backward reads, and the values from which those could be recomputed, as far as `may_recompute(node)` lets operations run a
+second time. A view is never saved, its source is. Values at hand anyway (parameters, buffers, inputs, views of them,
+step-invariant values) do not appear. Values come in groups that do not depend on each other; equal layers have equal groups.
 
 Never recomputed: operators that are not torch's own, collectives, and operations that read a buffer which the forward
 writes. Random operators may be recomputed, for they draw from the microbatch's key. A value that the backward of an earlier
@@ -24,7 +23,7 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import is_copy, is_view, shares_memory
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.passes.graph.joint_graph import JointGraph, is_tensor
+from graphpp.passes.graph.joint_graph import JointGraph, is_of_torch, is_tensor, reached
 from graphpp.passes.graph.op_costs import Cost, nbytes
 from graphpp.passes.recompute.min_cut import CutProblem
 from graphpp.runtime import program
@@ -44,7 +43,7 @@ class ValueGroup:
 
 def is_repeatable(node: fx.Node) -> bool:
     """Whether an operation may run twice: one of torch's own operators, or a random operator that takes a key."""
-    return node.target is seeded or getattr(node.target, "namespace", "") in ("aten", "prims")
+    return node.target is seeded or is_of_torch(node)
 
 
 def written_buffers(joint: JointGraph) -> set[fx.Node]:
@@ -74,10 +73,6 @@ class StageIndex:
             if isinstance(role, program.Gradient) and node.meta["stage"] is not None:
                 self.gradients[node.meta["stage"]].append(node)
 
-    def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """These nodes once each, in the graph's order."""
-        return sorted(set(nodes), key=self.order.__getitem__)
-
 
 def backward_needs(index: StageIndex, stage: int, may_recompute: MayRecompute, cost: Cost) -> list[ValueGroup]:
     """The groups of values of a stage, in order of their first value."""
@@ -94,7 +89,7 @@ class _Needs:
         self._forward = _members(index, stage)
         read = {source for node in index.backward[stage] for source in node.all_input_nodes} | set(index.gradients[stage])
         received = {source for node in self._forward for source in node.all_input_nodes}
-        own = index.sorted(node for node in self._forward | received | read if self._is_value(node))
+        own = sorted(filter(self._is_value, self._forward | received | read), key=index.order.__getitem__)
         self.read = {node for node in own if is_tensor(node) and node in read}
         self.recomputable: set[fx.Node] = set()
         self.values = self._reached(own)
@@ -146,13 +141,11 @@ def is_free(node: fx.Node) -> bool:
 
 def _members(index: StageIndex, stage: int) -> set[fx.Node]:
     """The operations of a stage's forward, with the operations without a stage that it reads; no views of placeholders."""
-    members = set(index.forward[stage])
-    pending = list(members)
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in members and source.op != "placeholder" and source.meta["stage"] is None:
-                members.add(source)
-                pending.append(source)
+
+    def anywhere(node: fx.Node) -> list[fx.Node]:
+        return [each for each in node.all_input_nodes if each.op != "placeholder" and each.meta["stage"] is None]
+
+    members = reached(index.forward[stage], anywhere)
     return {node for node in members if not (node.meta["stage"] is None and _of_placeholder(node))}
 
 

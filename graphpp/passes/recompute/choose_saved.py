@@ -6,11 +6,10 @@ Without a `fraction`, only cheap operations run again (views, casts, pointwise o
 they cost at most `seconds_per_byte` for each byte less to save. So chains stay short and small values stay saved.
 
 With a `fraction`: a stage may save at most this fraction of the bytes that it would save without one. Then all operations of
-a region (a layer, say) may run again, if their values stay inside the region, so that the backward holds the recomputed
+a region (a layer, say) may run a second time, if their values stay inside the region, so that the backward holds the recomputed
 values of one region at a time. Among the choices within the budget the cheapest in time is taken, as far as a price per byte
-tells them apart. Where equal layers cost the same, the front layers are recomputed first: their backward runs last, when the
-saved values of the later layers are already freed. A fraction that is too small is met as closely as possible; the stage's
-`saved_bytes` show how closely.
+tells them apart. Of equal layers the front ones are recomputed first: their backward runs last, when the saved values of the
+later layers are freed. A fraction that is too small is met as closely as possible.
 
 The choice depends on the graph and on constants alone, so every rank finds the same one.
 """
@@ -18,11 +17,10 @@ The choice depends on the graph and on constants alone, so every rank finds the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
-from typing import TypeVar
 
 from torch import fx
 
@@ -40,7 +38,6 @@ from graphpp.passes.recompute.min_cut import CutProblem, CutSolution, pareto_fro
 from graphpp.passes.recompute.recompute_regions import RegionOf, always
 
 RecomputedByStage = Sequence[set[fx.Node]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,25 +62,24 @@ class _Choice:
 
     def __init__(self, joint: JointGraph, budget: RecomputeBudget) -> None:
         self._index, self._budget = StageIndex(joint), budget
-        self._fronts: dict[CutProblem, list[CutSolution]] = {}
-        self._cheap: dict[CutProblem, CutSolution] = {}
+        self._front, self._cheapest = cache(pareto_front), cache(self._solve)
 
     def of_stage(self, stage: int) -> set[fx.Node]:
         budget = self._budget
         groups = backward_needs(self._index, stage, self._is_cheap, budget.cost)
-        solutions = [_solved_once(self._cheap, group.problem, self._cheapest) for group in groups]
+        solutions = [self._cheapest(group.problem) for group in groups]
         recomputed = _recomputed(groups, solutions)
         if budget.fraction is None:
             return recomputed
         most_bytes = int(budget.fraction * sum(solution.nbytes for solution in solutions))
         groups = backward_needs(self._index, stage, self._may_recompute(stage, recomputed), budget.cost)
-        fronts = [_solved_once(self._fronts, group.problem, pareto_front) for group in groups]
+        fronts = [self._front(group.problem) for group in groups]
         return _recomputed(groups, _within(most_bytes, fronts))
 
     def _is_cheap(self, node: fx.Node) -> bool:
         return is_cheap(node) and self._budget.may_recompute(node)
 
-    def _cheapest(self, problem: CutProblem) -> CutSolution:
+    def _solve(self, problem: CutProblem) -> CutSolution:
         return solve(problem, max(1, round(self._budget.seconds_per_byte * PICOSECONDS)), 1)
 
     def _may_recompute(self, stage: int, cheaply: set[fx.Node]) -> MayRecompute:
@@ -126,12 +122,6 @@ def _trades(fronts: Sequence[list[CutSolution]]) -> list[tuple[float, int, CutSo
         for group, choices in enumerate(fronts)
         for more, less in pairwise(choices)
     ]
-
-
-def _solved_once(solved: dict[CutProblem, T], problem: CutProblem, solver: Callable[[CutProblem], T]) -> T:
-    if problem not in solved:
-        solved[problem] = solver(problem)
-    return solved[problem]
 
 
 def _recomputed(groups: Sequence[ValueGroup], solutions: Sequence[CutSolution]) -> set[fx.Node]:

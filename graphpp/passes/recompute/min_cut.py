@@ -7,10 +7,9 @@ reads must be available there: it is kept, which takes its bytes, or recomputed,
 inputs to be available. `solve` minimises bytes x price of a byte + cost x price of cost; among equal choices it recomputes
 the least. `pareto_front` lists the choices that are best at some price, from the most bytes to the fewest.
 
-The network has two nodes for each value, "computed in the forward" and "available in the backward". An edge cut between the
-two means that the value is kept; an edge cut between the source and the first means that it is recomputed, and then infinite
-edges make its inputs available, too. (The network of activation checkpointing in torch's functorch min-cut partitioner, with
-a price on recomputation added.)
+The network is that of torch's functorch min-cut partitioner, with a price on recomputation. Each value has two nodes, "computed
+in the forward" and "available in the backward". A cut between the two means that the value is kept; a cut between the source
+and the first means that it is recomputed, and infinite edges make its inputs available, too.
 """
 
 from __future__ import annotations

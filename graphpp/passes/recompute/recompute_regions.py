@@ -3,16 +3,14 @@
 Contract
 --------
 `region_of(node)` names the region of a forward operation (a layer, say), or is None; `may_recompute(node)` says which of the
-region's operations may run again. Afterwards the backward of a region reads copies of these operations, computed from the
-region's inputs and from the values of the region that are saved. Each operation has at most one copy, and the copies stand
-right before the first backward operation that reads one of them. So an operation runs twice per microbatch, once in the
-forward and once before the backward. A recomputed value that both halves of a split backward read is computed once:
-`split_weight_grad`, which runs later, hands it from I to W.
+region's operations may run a second time. Afterwards the backward of a region reads copies of these operations, computed from
+the region's inputs and from the values of the region that are saved. Each operation has at most one copy, and the copies stand
+right before the first backward operation that reads one of them. A recomputed value that both halves of a split backward read
+is computed once: `split_weight_grad`, which runs later, hands it from I to W.
 
-Bit-preserving: random operators draw from the microbatch's key and repeat their numbers. Saved, and not recomputed: the
-results of collectives, of operations that read a buffer which the forward writes, and of operators that are not torch's own; a
-value that leaves its region, where another region starts from it or the backward of another region reads it; a value that the
-backward of another stage reads.
+Bit-preserving: random operators draw from the microbatch's key and repeat their numbers. Saved, and not recomputed: results of
+collectives, of operations that read a buffer which the forward writes, and of operators that are not torch's own. A region's
+output is saved if another region, or another region's or stage's backward, reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from collections.abc import Callable, Hashable
 
 from torch import fx
 
-from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.joint_graph import JointGraph, reached, results_of
 from graphpp.passes.recompute.backward_needs import MayRecompute, is_repeatable, written_buffers
 from graphpp.runtime import program
 
@@ -74,13 +72,8 @@ class _Regions:
 
     def _read_by_backward(self) -> list[fx.Node]:
         """The operations whose values the backward reads, and the operations that those are recomputed from, in order."""
-        pending = [node for node in self.of if any(user.op == "output" or user.meta["backward"] for user in node.users)]
-        needed: set[fx.Node] = set()
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending += [source for source in node.all_input_nodes if source in self.of]
+        read = [node for node in self.of if any(user.op == "output" or user.meta["backward"] for user in node.users)]
+        needed = reached(read, lambda node: [source for source in node.all_input_nodes if source in self.of])
         return [node for node in self.of if node in needed]
 
     def _inside(self, node: fx.Node, named: dict[fx.Node, tuple[Hashable, int]]) -> bool:
@@ -88,7 +81,7 @@ class _Regions:
         region, leaves = named[node], any(named.get(user) != named[node] for user in _forward_readers(node))
         for user in node.users:
             if user.op == "output":
-                if any(value is node and not _is_gradient(role) for role, value in _results(user)):
+                if any(value is node and not _is_gradient(role) for role, value in results_of(user.graph)):
                     return False
             elif user.meta["backward"]:
                 foreign = leaves and self._twins.get(user.meta["seq"]) != region
@@ -119,7 +112,3 @@ def _forward_readers(node: fx.Node) -> list[fx.Node]:
 
 def _is_gradient(role: object) -> bool:
     return isinstance(role, program.Gradient)
-
-
-def _results(end: fx.Node) -> list[tuple[object, fx.Node]]:
-    return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
+from graphpp.passes.graph.joint_graph import JointGraph, reached, remove_unused
 from graphpp.passes.recompute.choose_saved import RecomputedByStage
 from graphpp.runtime import program
 
@@ -30,15 +30,11 @@ def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGrap
             for node in reader.all_input_nodes:
                 if node in of_stage.values:
                     reader.replace_input_with(node, of_stage.before(reader, node))
-    end = joint.graph.output_node()
-    outputs = joint.outputs()
-    gradients = [isinstance(role, program.Gradient) and node.meta["stage"] is not None for role, node in outputs]
-    joint.set_outputs(
-        [
-            (role, copies[node.meta["stage"]].before(end, node) if is_gradient else node)
-            for is_gradient, (role, node) in zip(gradients, outputs, strict=True)
-        ]
-    )
+    end, outputs = joint.graph.output_node(), joint.outputs()
+    for at, (role, node) in enumerate(outputs):
+        if isinstance(role, program.Gradient) and node.meta["stage"] is not None:
+            outputs[at] = (role, copies[node.meta["stage"]].before(end, node))
+    joint.set_outputs(outputs)
     remove_unused(joint.graph)
     return joint
 
@@ -58,15 +54,12 @@ class _Copies:
 
     def _copy(self, reader: fx.Node, node: fx.Node) -> None:
         """Copy a value, and the values that it is recomputed from, to right before `reader`."""
-        missing = {node}
-        pending = [node]
-        while pending:
-            sources = [source for source in pending.pop().all_input_nodes if source in self.values]
-            new = [source for source in sources if source not in self._copies and source not in missing]
-            missing.update(new)
-            pending += new
+
+        def missing(node: fx.Node) -> list[fx.Node]:
+            return [source for source in node.all_input_nodes if source in self.values and source not in self._copies]
+
         with self._graph.inserting_before(reader):
-            for each in sorted(missing, key=self._order.__getitem__):
+            for each in sorted(reached([node], missing), key=self._order.__getitem__):
                 copy = self._graph.node_copy(each, lambda source: self._copies.get(source, source))
                 copy.meta = {**each.meta, "stage": self._stage, "backward": True, "position": -1, "recomputed": True}
                 self._copies[each] = copy

@@ -10,22 +10,20 @@ travels only between neighbouring stages:
     Fs -> Bt (t < s)    saved at s, sent backward to t
     Bs -> Bt (t < s)    sent backward
 
-So any assignment is run correctly in which stages do not fall along the forward and do not rise along the backward.
 Afterwards every node with a stage stands in exactly one phase graph, every result of the joint graph in exactly one, and a
-value crosses a boundary at most once per direction. Parameters, buffers, inputs, and values that `assign_stages` left without
-a stage never travel: each phase reads or computes them itself. One exception saves time: a value without a stage that both
-the forward and the backward of a stage would compute is saved by the forward, unless it is free to recompute.
+value crosses a boundary at most once per direction. Parameters, buffers, inputs, and values without a stage never travel: each
+phase reads or computes them itself. One exception saves time: a value without a stage that both the forward and the backward
+of a stage would compute is saved by the forward, unless it is free to recompute.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 
 from torch import fx
 
 from graphpp.passes.graph.aliases import is_view
-from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.joint_graph import JointGraph, reached
 from graphpp.passes.graph.stage_graphs import B, F, GraphResults, PhaseGraph, PhaseKey, StagedGraphs, phase_graph
 from graphpp.passes.stage.route_values import Traffic, boundaries, home_phase, saved_values
 from graphpp.runtime import program
@@ -38,8 +36,12 @@ def cut_stages(joint: JointGraph, stages: int) -> StagedGraphs:
     keys = [(F, stage) for stage in range(stages)]
     if joint.training:
         keys += [(B, stage) for stage in reversed(range(stages))]
-    results = _results_by_phase(joint, stages)
-    own = _own(joint)
+    results: dict[PhaseKey, GraphResults] = defaultdict(list)
+    for role, node in joint.outputs():
+        results[_result_phase(joint, role, node, stages)].append((role, node))
+    own: dict[PhaseKey | None, set[fx.Node]] = defaultdict(set)
+    for node in joint.computed():
+        own[home_phase(node)].add(node)
     members = {key: _members(own[key], results[key]) for key in keys}
     traffic = Traffic()
     for key in keys:
@@ -48,13 +50,6 @@ def cut_stages(joint: JointGraph, stages: int) -> StagedGraphs:
     staged = StagedGraphs(graphs, boundaries(traffic, order, joint, stages), *saved_values(traffic, order, stages))
     _check(joint, staged)
     return staged
-
-
-def _results_by_phase(joint: JointGraph, stages: int) -> dict[PhaseKey, GraphResults]:
-    results: dict[PhaseKey, GraphResults] = defaultdict(list)
-    for role, node in joint.outputs():
-        results[_result_phase(joint, role, node, stages)].append((role, node))
-    return results
 
 
 def _result_phase(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int) -> PhaseKey:
@@ -74,26 +69,14 @@ def _result_phase(joint: JointGraph, role: OutputRole, node: fx.Node, stages: in
     return (phase, min(readers, default=0))
 
 
-def _own(joint: JointGraph) -> dict[PhaseKey, set[fx.Node]]:
-    """The nodes with a stage, by phase."""
-    own: dict[PhaseKey, set[fx.Node]] = defaultdict(set)
-    for node in joint.computed():
-        key = home_phase(node)
-        if key is not None:
-            own[key].add(node)
-    return own
-
-
 def _members(own: set[fx.Node], results: GraphResults) -> set[fx.Node]:
     """The nodes that a phase computes: its own, and the nodes without a stage that it reads, placeholders included."""
-    members = set(own)
-    pending = [source for node in members for source in node.all_input_nodes] + [node for _, node in results]
-    while pending:
-        node = pending.pop()
-        if home_phase(node) is None and node not in members:
-            members.add(node)
-            pending += node.all_input_nodes
-    return members
+    read = [source for node in own for source in node.all_input_nodes] + [node for _, node in results]
+    return own | reached(filter(_is_at_hand, read), lambda node: filter(_is_at_hand, node.all_input_nodes))
+
+
+def _is_at_hand(node: fx.Node) -> bool:
+    return home_phase(node) is None
 
 
 def _route(members: dict[PhaseKey, set[fx.Node]], key: PhaseKey, results: GraphResults, traffic: Traffic) -> None:
@@ -128,14 +111,9 @@ def _still_needed(
     members: set[fx.Node], key: PhaseKey, saved: set[fx.Node], results: GraphResults
 ) -> set[fx.Node]:
     """The members without the nodes that only led to values that are now saved."""
-    needed = {node for node in members if home_phase(node) == key}
-    pending = [source for node in needed for source in node.all_input_nodes] + [node for _, node in results]
-    while pending:
-        node = pending.pop()
-        if node in members and node not in saved and node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    return needed
+    own, computed = {node for node in members if home_phase(node) == key}, members - saved
+    start = own | computed.intersection(node for _, node in results)
+    return reached(start, lambda node: computed.intersection(node.all_input_nodes))
 
 
 def _phase_graph(
@@ -153,17 +131,11 @@ def _phase_graph(
 
 def _check(joint: JointGraph, staged: StagedGraphs) -> None:
     """Raise `AssertionError` unless every node with a stage, and every result, stands in exactly one phase graph."""
-    copies: dict[str, int] = defaultdict(int)
-    for each in staged.graphs.values():
-        for node in each.graph.nodes:
-            if node.op not in ("placeholder", "output") and node.meta["stage"] is not None:
-                copies[node.name] += 1
+    computed = (node for each in staged.graphs.values() for node in each.graph.nodes if node.op != "placeholder")
+    copies = Counter(node.name for node in computed)
     for node in joint.computed():
         assert node.meta["stage"] is None or copies[node.name] == 1, f"{node} stands in {copies[node.name]} phase graphs"
-    expected = sorted(map(repr, (role for role, _ in joint.outputs())))
-    assert sorted(map(repr, _results(staged))) == expected, "a result of the joint graph is lost or doubled"
-
-
-def _results(staged: StagedGraphs) -> Iterator[OutputRole]:
-    for each in staged.graphs.values():
-        yield from (role for role in each.outputs if not isinstance(role, program.Sent | program.Saved))
+    outputs = (role for each in staged.graphs.values() for role in each.outputs)
+    results = [repr(role) for role in outputs if not isinstance(role, program.Sent | program.Saved)]
+    expected = sorted(repr(role) for role, _ in joint.outputs())
+    assert sorted(results) == expected, "a result of the joint graph is lost or doubled"

@@ -23,20 +23,8 @@ from graphpp.passes.graph.stage_graphs import F, PhaseGraph, StagedGraphs
 from graphpp.passes.stage.gather_layers import in_order
 from graphpp.passes.stage.outline_regions import OutlinedGraph
 from graphpp.passes.text.render import render
-from graphpp.runtime.program import (
-    Buffer,
-    BufferUpdate,
-    Constant,
-    Gradient,
-    Loss,
-    Metric,
-    Parameter,
-    ParameterRows,
-    Phase,
-    PipelineProgram,
-    Program,
-    StageProgram,
-)
+from graphpp.runtime import program
+from graphpp.runtime.program import Buffer, Parameter, Phase, PipelineProgram, Program, StageProgram
 
 
 def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
@@ -57,18 +45,18 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
             kept_memory=staged.kept_memory[stage] if staged.kept_memory else (),
             unread_memory=staged.unread_memory[stage] if staged.unread_memory else (),
             modules=tuple(call for call, first in calls.items() if first == stage),
-            constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
+            constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, program.Constant)},
             hoisted=_program(staged.hoisted[stage], Phase.HOIST) if stage in staged.hoisted else None,
         )
         for stage in range(count)
     )
-    loss = [tensor_meta(node) for role, node in joint.outputs() if isinstance(role, Loss)]
-    metrics = {role.name: node.meta["val"].dtype for role, node in joint.outputs() if isinstance(role, Metric)}
+    loss = [tensor_meta(node) for role, node in joint.outputs() if isinstance(role, program.Loss)]
+    metrics = {role.name: node.meta["val"].dtype for role, node in joint.outputs() if isinstance(role, program.Metric)}
     sizes: dict[str, Any] = {}
     for each in (*staged.graphs.values(), *staged.hoisted.values()) if joint.symbols is not None else ():
         sizes |= symbolic_sizes(each.graph)
-    partial = frozenset(joint.partial)
-    return PipelineProgram(stages, staged.boundaries, loss[0] if loss else None, metrics, sizes, partial=partial)
+    loss_meta = loss[0] if loss else None
+    return PipelineProgram(stages, staged.boundaries, loss_meta, metrics, sizes, partial=frozenset(joint.partial))
 
 
 def _programs(staged: StagedGraphs, stage: int, training: bool) -> dict[Phase, Program]:
@@ -81,7 +69,6 @@ def _programs(staged: StagedGraphs, stage: int, training: bool) -> dict[Phase, P
 def _program(source: PhaseGraph, phase: Phase) -> Program:
     rendered = render(source.graph, f"stage {source.stage}, {phase.label}")
     run = rendered.load(f"<graphpp stage {source.stage} {phase.label}>")
-    shared, live = shared_results(source.graph), live_bytes(source.graph)
     return Program(
         source.stage,
         phase,
@@ -89,8 +76,8 @@ def _program(source: PhaseGraph, phase: Phase) -> Program:
         source.outputs,
         run,
         rendered.text,
-        shared,
-        live,
+        shared_results(source.graph),
+        live_bytes(source.graph),
         sent_alone(source.graph),
         layers=in_order(source.graph, source.layers),
         has_collectives=any(map(is_collective, source.graph.nodes)),
@@ -121,9 +108,9 @@ def _used(staged: StagedGraphs, stage: int) -> set[object]:
     for (_, index), each in staged.graphs.items():
         if index == stage:
             roles.update(each.inputs)
-            roles.update(Parameter(role.fqn) for role in each.outputs if isinstance(role, Gradient))
-            roles.update(Parameter(role.fqn) for role in each.inputs if isinstance(role, ParameterRows))
-            roles.update(Buffer(role.fqn) for role in each.outputs if isinstance(role, BufferUpdate))
+            roles.update(Parameter(role.fqn) for role in each.outputs if isinstance(role, program.Gradient))
+            roles.update(Parameter(role.fqn) for role in each.inputs if isinstance(role, program.ParameterRows))
+            roles.update(Buffer(role.fqn) for role in each.outputs if isinstance(role, program.BufferUpdate))
     return roles
 
 

@@ -4,12 +4,11 @@ Contract, for the backward graphs (B, I, W) of a cut:
 - A gradient that is the product of two matrices, or of two batches of matrices, and that no other node reads, becomes a node
   `deferred_matmul(a, b)`. The program hands out its factors (`text/render.py`), and the runtime's multiplication adds into the
   sum over the microbatches. Operations between product and gradient that only reorder, reshape or widen the elements
-  disappear: `deferred_matmul(a, b, layout)` says where in the gradient the product lies. For a transposed
-  product the factors are exchanged and transposed, so that the multiplication writes in the order of the memory.
-- A gradient that is a sum becomes several results with the same role, which the runtime adds one by one. So the two
-  contributions to a parameter that is used twice are not added up first.
+  disappear: `deferred_matmul(a, b, layout)` says where in the gradient the product lies. For a transposed product the factors
+  are exchanged and transposed, so that the multiplication writes in the order of the memory.
+- A gradient that is a sum becomes several results with the same role, which the runtime adds one by one.
 - `meta["workspace"]` of a `deferred_matmul` node: the bytes that its multiplication takes beside the sum.
-- Everything else stays: inputs, other results, the order of operations. Numbers change by rounding alone.
+- All else stays. Numbers change by rounding alone.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ def _reshaped(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
     return place.view(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
 
 
-def _transposed_back(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
-    return place.transpose(node.args[1], node.args[2])  # type: ignore[arg-type]
-
-
 def _permuted(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
     order = [axis % place.dim() for axis in node.args[1]]  # type: ignore[union-attr,operator]
     return place.permute([order.index(axis) for axis in range(place.dim())])
@@ -53,11 +48,9 @@ def _permuted(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
 
 _UNDO: dict[object, InverseView] = {  # rearranging operation -> view from the place of its result to the place of its source
     aten.t.default: lambda node, place: place.t(),
-    aten.transpose.int: _transposed_back,
+    aten.transpose.int: lambda node, place: place.transpose(node.args[1], node.args[2]),  # type: ignore[arg-type]
     aten.permute.default: _permuted,
-    aten.clone.default: _same,
-    aten.contiguous.default: _same,
-    aten._to_copy.default: _same,
+    **dict.fromkeys((aten.clone.default, aten.contiguous.default, aten._to_copy.default), _same),
     **dict.fromkeys((aten.reshape.default, aten.view.default, aten._unsafe_view.default), _reshaped),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshaped),
 }

@@ -4,20 +4,19 @@ Contract
 --------
 Each phase graph reads a rank's rows of its parameters (`ParameterRows`) and gathers the whole ones itself, layer by layer: the
 parameters whose first reader is in one layer (`layer_of`) are gathered in one call for each group of ranks that shares some
-of them (experts have one of their own). The layer is waited for before its first operation. The gather of the next layer
-starts right behind that wait, and after the last reader of the layer before: so it is under way while the layer computes, and
-no third layer is whole. A whole parameter dies after its last reader, as every value of a program does. Values that are
-computed from parameters alone (views, casts) stand right before their first reader.
+of them (experts have one of their own). The wait stands before the layer's first operation. The gather of the next layer
+starts right behind that wait, and after the last reader of the layer before. So it is under way while the layer computes, and
+no third layer is whole. Values computed from parameters alone (views, casts) stand right before their first reader.
 
-No whole parameter lives from one program to the next: each phase gathers what it reads. 0-dim and empty parameters are whole
-on every rank, and stay inputs. `PhaseGraph.layers` has the gathers, and the gradients of each layer that are summed over the
-ranks together. Raises `CaptureError` where a view of a whole parameter would be saved, or sent to another stage.
+No whole parameter lives from one program to the next. 0-dim and empty parameters are whole on every rank, and stay inputs.
+`PhaseGraph.layers` has the gathers, and the gradients of each layer that are summed over the ranks together. Raises
+`CaptureError` where a view of a whole parameter would be saved, or sent to another stage.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from torch import fx
 
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.aliases import is_view, root
-from graphpp.passes.graph.joint_graph import JointGraph, describe_node
+from graphpp.passes.graph.joint_graph import JointGraph, describe_node, reached, results_of
 from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
 from graphpp.runtime.program import Gradient, LayerTraffic, Parameter, ParameterRows, Saved, Sent
 
@@ -73,12 +72,9 @@ def gather_layers(staged: StagedGraphs, sharded: ShardedLayers) -> StagedGraphs:
 
 def follows_parameters(joint: JointGraph) -> frozenset[str]:
     """The names of the step-invariant values that depend on a parameter: no program keeps them for another one."""
-    found: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        follows = node.meta.get("step_invariant") and not found.isdisjoint(node.all_input_nodes)
-        if follows or isinstance(node.meta.get("role"), Parameter):
-            found.add(node)
-    return frozenset(node.name for node in found if node.op != "placeholder")
+    parameters = [node for role, node in joint.inputs().items() if isinstance(role, Parameter)]
+    following = reached(parameters, lambda node: [user for user in node.users if user.meta.get("step_invariant")])
+    return frozenset(node.name for node in following if node.op != "placeholder")
 
 
 def is_gather(node: fx.Node) -> bool:
@@ -91,12 +87,12 @@ def in_order(graph: fx.Graph, layers: LayerTraffic | None) -> LayerTraffic | Non
     if layers is None:
         return None
     end, at = graph.output_node(), {node: place for place, node in enumerate(graph.nodes)}
-    results: Sequence[fx.Node] = end.args[0]  # type: ignore[assignment]
+    several = Counter(node for _, node in results_of(graph))
     handed: dict[str, int] = {}  # the place of the last reader of each gradient
-    for role, node in zip(end.meta["roles"], results, strict=True):
+    for role, node in results_of(graph):
         if isinstance(role, Gradient):
             readers = [at[user] for user in node.users if user is not end]
-            handed[role.fqn] = at[end] if results.count(node) > 1 else max([at[node], *readers])
+            handed[role.fqn] = at[end] if several[node] > 1 else max([at[node], *readers])
     events = [(at[node], f"gather {' '.join(node.meta['fqns'])}") for node in graph.nodes if "fqns" in node.meta]
     events += [(max(handed[fqn] for fqn in fqns), f"reduce {' '.join(fqns)}") for fqns in layers.gradients]
     return replace(layers, order=tuple(line for _, line in sorted(events)))
@@ -231,19 +227,13 @@ class _Copy:
         return graph
 
     def _rows(self, parameter: fx.Node) -> fx.Node:
-        """The input with this rank's rows of a parameter."""
-        role, whole = parameter.meta["role"], parameter.meta["val"]
+        """The input with the rows of a parameter that a rank gives: as many as the first rank has."""
+        fqn, whole = parameter.meta["role"].fqn, parameter.meta["val"]
         node = self._graph.placeholder(f"{parameter.name}_rows")
-        rows = whole.new_empty(self._elements(parameter), dtype=self._sharded.dtypes[role.fqn])
-        node.meta = {**parameter.meta, "val": rows, "role": ParameterRows(role.fqn)}
+        elements = -(-whole.shape[0] // self._sharded.group_of(fqn).ranks) * (whole.numel() // whole.shape[0])
+        rows = whole.new_empty(elements, dtype=self._sharded.dtypes[fqn])
+        node.meta = {**parameter.meta, "val": rows, "role": ParameterRows(fqn)}
         return node
-
-    def _elements(self, parameter: fx.Node) -> int:
-        """The elements of the rows that a rank gives: as many as the first rank has."""
-        whole = parameter.meta["val"]
-        ranks = self._sharded.group_of(parameter.meta["role"].fqn).ranks
-        each: int = -(-whole.shape[0] // ranks) * (whole.numel() // whole.shape[0])
-        return each
 
     def _start(self, layer: _Layer, reader: fx.Node) -> None:
         """Start to gather a layer, over each group that shares some of its parameters."""
@@ -251,19 +241,15 @@ class _Copy:
         for parameter in layer.parameters:
             by_group[self._sharded.group_of(parameter.meta["role"].fqn)].append(parameter)
         for group, parameters in by_group.items():
-            self._gather(parameters, group, reader)
-
-    def _gather(self, parameters: Sequence[fx.Node], group: RankGroup, reader: fx.Node) -> None:
-        """Start to gather parameters that the ranks of one group share."""
-        sent = [self._sent(parameter, reader) for parameter in parameters]
-        nbytes = sum(each.meta["val"].nbytes for each in sent)
-        values = [each.meta["val"].new_empty(group.ranks * each.meta["val"].numel()) for each in sent]
-        gather = self._call(reader, values, _GATHER, sent, group.ranks, group.name)
-        fqns = [parameter.meta["role"].fqn for parameter in parameters]
-        gather.meta |= {"gathers": nbytes, "fqns": fqns, "sent": (group.ranks - 1) * nbytes}
-        for index, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
-            self._items[parameter] = self._call(reader, value, operator.getitem, gather, index)
-            self._items[parameter].meta["gathers"] = nbytes
+            sent = [self._sent(parameter, reader) for parameter in parameters]
+            nbytes = sum(each.meta["val"].nbytes for each in sent)
+            values = [each.meta["val"].new_empty(group.ranks * each.meta["val"].numel()) for each in sent]
+            gather = self._call(reader, values, _GATHER, sent, group.ranks, group.name)
+            fqns = [parameter.meta["role"].fqn for parameter in parameters]
+            gather.meta |= {"gathers": nbytes, "fqns": fqns, "sent": (group.ranks - 1) * nbytes}
+            for index, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+                self._items[parameter] = self._call(reader, value, operator.getitem, gather, index)
+                self._items[parameter].meta["gathers"] = nbytes
 
     def _sent(self, parameter: fx.Node, reader: fx.Node) -> fx.Node:
         """This rank's rows as they are sent: in the dtype of the whole parameter."""
@@ -299,8 +285,7 @@ class _Copy:
 
 def _check(source: PhaseGraph, graph: fx.Graph) -> None:
     """Raise `CaptureError` where a result that stays keeps the memory of a gathered parameter."""
-    results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
-    for role, node in zip(source.outputs, results, strict=True):
+    for role, node in results_of(graph):
         if isinstance(role, Saved | Sent) and is_gather(root(node)):
             raise CaptureError(
                 f"parallel.keep=0: stage {source.stage} would keep a whole parameter for "
@@ -339,9 +324,8 @@ class _Gradients:
 
 
 def _gradients(source: PhaseGraph, sharded: ShardedLayers) -> list[_Gradients]:
-    results: Sequence[fx.Node] = source.graph.output_node().args[0]  # type: ignore[assignment]
     found: dict[tuple[str, RankGroup], _Gradients] = defaultdict(_Gradients)
-    for role, node in zip(source.outputs, results, strict=True):
+    for role, node in results_of(source.graph):
         if isinstance(role, Gradient):
             group = sharded.group_of(role.fqn)
             value, layer = node.meta["val"], found[sharded.layer_of(node) or role.fqn, group]

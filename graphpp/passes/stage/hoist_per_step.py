@@ -4,14 +4,13 @@ Contract
 --------
 `find_step_invariants(joint)` marks such values with `meta["step_invariant"]` and takes their stage away: transposed or cast
 weights, tables, masks. Every phase of a stage then has them at hand, so none is saved or sent. Not hoisted: results of the
-graph; values that depend on a random number, a microbatch's input or any other value that is not marked; collectives, checks,
+graph; values that depend on a random number, a microbatch's input or another value that is not marked; collectives, checks,
 operators that are not torch's own; and a value of a parameter or buffer that several stages read, since each of these stages
 would have to own the parameter.
 
 `hoist_per_step(joint, staged)` removes the marked values from the phase graphs. A phase that reads one has the input
-`StepInvariant(name)`; the graph of phase HOIST of the stage computes them all. The same operations run on the same values, so
-no bit changes. The values live as long as the step: a view takes no memory for this, a cast weight takes its bytes; neither is
-counted per microbatch.
+`StepInvariant(name)`; the graph of phase HOIST of the stage computes them all. No bit changes. The values live as long as the
+step, and their bytes are not counted per microbatch.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from dataclasses import replace
 from torch import fx
 
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor
+from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_of_torch, is_tensor, reached, results_of
 from graphpp.passes.graph.stage_graphs import GraphResults, PhaseGraph, StagedGraphs, phase_graph
-from graphpp.passes.joint.key_random_ops import draws_random_numbers
+from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 
@@ -36,12 +35,10 @@ _SOURCES = (*_STATE, program.Constant, program.Size)
 def find_step_invariants(joint: JointGraph) -> JointGraph:
     """Mark the values that can be computed once per step, in place; nodes carry `meta["stage"]`."""
     refused: set[fx.Node] = {node for _, node in joint.outputs()}
-    while True:
-        found = _invariants(joint, refused)
-        wrong = {node for node in found if not _can_be_input(node, found)}
-        if not wrong:
-            break
+    found = _invariants(joint, refused)
+    while wrong := {node for node in found if not _can_be_input(node, found)}:
         refused |= wrong
+        found = _invariants(joint, refused)
     for node in found:
         node.meta |= {"stage": None, "step_invariant": True}
     return joint
@@ -54,9 +51,7 @@ def _invariants(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]
     found: dict[fx.Node, bool] = {}
     for node in joint.graph.nodes:
         role = node.meta.get("role")
-        if isinstance(role, program.Parameter | program.Constant | program.Size) or (
-            isinstance(role, program.Buffer) and role.fqn not in written
-        ):
+        if isinstance(role, _SOURCES) and not (isinstance(role, program.Buffer) and role.fqn in written):
             of_state[node] = isinstance(role, _STATE)
         elif _repeats(node) and node not in refused and all(source in of_state for source in node.all_input_nodes):
             found[node] = of_state[node] = any(of_state[source] for source in node.all_input_nodes)
@@ -67,9 +62,8 @@ def _repeats(node: fx.Node) -> bool:
     """Whether an operation returns the same result each time, without side effects."""
     if node.target is operator.getitem:
         return True
-    own = getattr(node.target, "namespace", "") in ("aten", "prims")
     effect = is_check(node) or is_collective(node) or is_wait(node) or draws_random_numbers(node.target, node.args, node.kwargs)
-    return node.op == "call_function" and own and not effect
+    return node.op == "call_function" and is_of_torch(node) and not effect
 
 
 def _can_be_input(node: fx.Node, found: dict[fx.Node, bool]) -> bool:
@@ -85,16 +79,8 @@ def _can_be_input(node: fx.Node, found: dict[fx.Node, bool]) -> bool:
 
 def _stages(node: fx.Node, found: dict[fx.Node, bool]) -> set[int | None]:
     """The stages that read a value, or a value computed from it, outside of `found`."""
-    stages: set[int | None] = set()
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            if user not in found:
-                stages.add(user.meta.get("stage"))
-            elif user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return stages
+    below = reached([node], lambda each: each.users if each is node or each in found else ())
+    return {user.meta.get("stage") for user in below if user is not node and user not in found}
 
 
 def hoist_per_step(joint: JointGraph, staged: StagedGraphs, spared: Collection[str] = ()) -> StagedGraphs:
@@ -126,21 +112,12 @@ def _with_invariants_as_inputs(whole: PhaseGraph, hoisted: Collection[str]) -> P
         if node in read or not isinstance(node.meta["role"], _SOURCES)
     }
     inputs |= {node: program.StepInvariant(node.name) for node in computed if node.name in hoisted and node in read}
-    results: GraphResults = list(zip(whole.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
-    return phase_graph((whole.phase, whole.stage), inputs, rest, results)
+    return phase_graph((whole.phase, whole.stage), inputs, rest, results_of(whole.graph))
 
 
 def _computing(values: Sequence[fx.Node], order: Mapping[fx.Node, int], stage: int) -> PhaseGraph:
     """The graph of phase HOIST that computes these values; `order` has the place of each node of the joint graph."""
-    in_order = sorted(values, key=order.__getitem__)
-    results: GraphResults = [(program.StepInvariant(node.name), node) for node in in_order]
-    needed: set[fx.Node] = set()
-    pending = [node for _, node in results]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    ordered = sorted(needed, key=order.__getitem__)
+    results: GraphResults = [(program.StepInvariant(node.name), node) for node in sorted(values, key=order.__getitem__)]
+    ordered = sorted(reached(values, lambda node: node.all_input_nodes), key=order.__getitem__)
     inputs = {node: node.meta["role"] for node in ordered if node.op == "placeholder"}
     return phase_graph((Phase.HOIST, stage), inputs, [node for node in ordered if node not in inputs], results)

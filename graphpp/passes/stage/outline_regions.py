@@ -2,41 +2,37 @@
 
 Contract
 --------
-- A region is a graph of its own. Its inputs are the values that it reads from outside, parameters included, in order of first
-  use; its results are the values that are read outside. The program calls it (`RegionCall`) with a list that the call empties.
+- A region is a graph of its own. Its inputs are the values that it reads from outside, in order of first use (the symbols of
+  symbolic sizes first); its results are the values that are read outside. The program calls it with a list that the call
+  empties.
 - Operations stand in one region if they belong to one layer (`layer(node)`; None: the layer of the operations before it) and
   `can_compile(node)` holds: operators of torch itself, no random numbers, collectives, checks, or copies of buffers. Other
-  operations stay in the program, before the region or after it, as their inputs and readers allow.
-- A region from which a compiler would gain nothing stays as it was.
-- A region with symbolic sizes has their symbols as its first inputs.
-- `Region.key` is a hash of the operations, their arguments, and the shapes, strides, dtypes and devices of the inputs. Regions
-  with equal keys compute the same from the same inputs.
+  operations stay in the program, before the region or after it. So does a region from which a compiler would gain nothing.
+- Regions with equal keys compute the same from the same inputs: `Region.key` is a hash of the operations, their arguments, and
+  the shapes, strides, dtypes and devices of the inputs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpp._torch.numbers_of_data import has_unknown_size
-from graphpp._torch.symbols import SYMBOLIC, formula, symbols_of
+from graphpp._torch.symbols import SYMBOLIC, symbols_of
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.passes.graph.joint_graph import is_check
+from graphpp.passes.graph.joint_graph import is_check, is_tensor
 from graphpp.passes.graph.name_sizes import with_symbols
 from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.stage.gather_layers import is_gather
-from graphpp.passes.text.render import attribute_of
+from graphpp.passes.stage.region_key import graph_key
 from graphpp.runtime.program import Buffer, Size
 
 LayerOf = Callable[[fx.Node], str | None]
@@ -88,7 +84,8 @@ def can_compile(node: fx.Node) -> bool:
     if is_collective(node) or is_wait(node) or is_check(node) or _is_copy_of_buffer(node):
         return False
     values = [node.meta["val"], *(source.meta["val"] for source in node.all_input_nodes)]
-    return all(map(_is_plain, _leaves([node.args, node.kwargs]))) and all(map(_is_known, _leaves(values)))
+    plain = all(isinstance(leaf, (*_PLAIN, fx.Node)) for leaf in _leaves([node.args, node.kwargs]))
+    return plain and all(map(_is_known, _leaves(values)))
 
 
 def worth_compiling(members: Sequence[fx.Node]) -> bool:
@@ -174,7 +171,7 @@ def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Nod
     inside = set(members)
     inputs = [source for node in members for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys([*_symbols_in([*inputs, *members]), *inputs]))
-    results = [node for node in members if any(user not in inside for user in node.users) and not _is_several(node)]
+    results = [node for node in members if any(user not in inside for user in node.users) and is_tensor(node)]
     graph = fx.Graph()
     known = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node, copy in known.items():
@@ -188,10 +185,9 @@ def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Nod
 def _symbols_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The inputs of a program that are the symbols of these values: a compiler computes all sizes from them."""
     names: set[str] = set()
-    for node in nodes:
-        for value in _leaves([node.meta["val"]]):
-            sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-            names |= {name for size in sizes for name in symbols_of(size)}
+    for value in _leaves([node.meta["val"] for node in nodes]):
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        names |= {name for size in sizes for name in symbols_of(size)}
     if not names:
         return []
     roles = {node.meta["role"]: node for node in nodes[0].graph.find_nodes(op="placeholder")}
@@ -207,51 +203,6 @@ def _call(
     for index, result in enumerate(results):
         known[result] = graph.create_node("call_function", operator.getitem, (node, index), {}, result.name)
         known[result].meta = dict(result.meta)
-
-
-def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = attrgetter("args")) -> str:
-    """A hash of a graph's computation and of the layouts of its inputs, independent of names and equal in all processes.
-
-    `arguments`: the positional arguments of a node that count.
-    """
-    numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            lines.append(f"input {_layout(node.meta.get('val'))}")
-        elif node.op == "get_attr":
-            lines.append(f"held {_held(attribute_of(node))}")
-        else:
-            lines.append(f"{_name(node.target)} {_spelled([arguments(node), node.kwargs], numbers)}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _name(target: Any) -> str:
-    """An operator's name; a Python function's `str` would have its address, which differs between processes."""
-    return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
-
-
-def _held(value: Any) -> str:
-    """A name of an attribute of a graph: of a branch of `torch.cond` by its own computation, of a constant by its layout."""
-    if isinstance(value, fx.GraphModule):
-        return graph_key(value.graph)
-    return str(_layout(value)) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _spelled(value: Any, numbers: dict[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return numbers[value]
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({', '.join(_spelled(item, numbers) for item in value)})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_spelled(item, numbers)}' for name, item in sorted(value.items()))}}}"
-    return repr(value)
-
-
-def _layout(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, torch.Tensor):
-        return (formula(value),)
-    return (*(tuple(map(formula, sizes)) for sizes in (value.shape, value.stride())), value.dtype, str(value.device))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -273,10 +224,6 @@ def _is_copy_of_buffer(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and isinstance(source.meta.get("role"), Buffer)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_PLAIN, fx.Node))
-
-
 def _is_known(value: Any) -> bool:
     """Whether compilers handle a value: a strided, real, plain tensor, a size, or None."""
     if has_unknown_size(value):
@@ -287,8 +234,3 @@ def _is_known(value: Any) -> bool:
         and not value.dtype.is_complex
         and not (value.is_conj() or value.is_neg() or value.is_quantized)
     )
-
-
-def _is_several(node: fx.Node) -> bool:
-    """Whether a value is a tuple, which other operations read through its items."""
-    return not isinstance(node.meta["val"], torch.Tensor)

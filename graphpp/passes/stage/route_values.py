@@ -1,8 +1,7 @@
 """Route values between the phases of a microbatch: the values sent over each boundary, and the values that a stage saves.
 
-Contract: `Traffic.carry` has the one rule by which values travel (see `cut_stages.py`). The values that arrive in a phase, the
-values that leave it, and the boundaries follow from it. Saved bytes count each memory once, however many saved values are
-views of it, and do not count memory that a parameter, an input or a step-invariant value holds.
+Contract: `Traffic.carry` has the one rule by which values travel (see `cut_stages.py`); all else follows from it. Saved bytes
+count each memory once, and do not count memory that a parameter, an input or a step-invariant value holds.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class Traffic:
         phase, stage = key
         received = self.forward[stage - 1] if phase is F else self.backward[stage + 1]
         roles: dict[fx.Node, InputRole] = {value: program.Received(value.name) for value in received}
-        if phase is B:
-            roles.update((value, program.Saved(value.name)) for value in self.saved[stage])
-        return roles
+        return roles | {value: program.Saved(value.name) for value in (self.saved[stage] if phase is B else ())}
 
     def leaving(self, key: PhaseKey) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
         """The values that a phase sends or saves: (kind of role, values)."""

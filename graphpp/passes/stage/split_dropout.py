@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import fx
 
+from graphpp.passes.graph.joint_graph import copied
 from graphpp.passes.graph.name_sizes import SizeInputs, with_inputs
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.randomness import dropout_mask, seeded
@@ -22,10 +23,7 @@ def split_dropout(source: PhaseGraph) -> PhaseGraph:
     """A phase graph with every dropout split; `source` stays as it is."""
     if not any(map(_is_dropout, source.graph.nodes)):
         return source
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    end = source.graph.output_node()
-    graph.output(graph.graph_copy(source.graph, copies)).meta = dict(end.meta)
+    graph = copied(source.graph)
     sizes = SizeInputs(graph)
     for node in [node for node in graph.nodes if _is_dropout(node)]:
         _split(graph, node, sizes)

@@ -2,21 +2,17 @@
 
 Contract
 --------
-The backward B of every stage stays, and two graphs are added that together compute the same:
+The backward B of every stage stays, and two graphs are added that together compute the same, bit for bit:
 
     I   sends the values that B sends; it has all nodes that a sent value depends on, and no other backward node
     W   has all other nodes, and so the gradients of parameters, except gradients that I computes on the way
 
-A recomputed forward value (see `rematerialize.py`) that only W needs may run in either half, wherever fewer bytes stay alive
-between the two: in W, or in I if otherwise all its inputs would have to stay alive.
+Every node of B stands in exactly one half, in its old order; a recomputed forward value that only W needs stands where fewer
+bytes stay alive between the halves. `may_recompute` names nodes of I that W may run as well where that keeps fewer bytes.
 
-Every node of B stands in exactly one half, in its old order: nothing runs twice, and I followed by W computes B's numbers, bit
-for bit. I receives the values that B receives. I saves for W the values that W reads of I's nodes and of the received values; a
-value that the forward saved stays alive until the last of the two halves has read it: in I such a placeholder has
-`meta["kept"]`. A stage that sends nothing (the first stage, or one behind frozen stages) has an empty I.
-
-`may_recompute` names nodes of I that W may run again where that keeps fewer bytes; such a node may stand in both halves. The
-values that I saves for W are a minimum cut.
+I receives the values that B receives. I saves for W the values that W reads of I's nodes and of the received values, a minimum
+cut. A value that the forward saved stays alive until the last half has read it: in I such a placeholder has `meta["kept"]`. A
+stage that sends nothing (the first stage, or one behind frozen stages) has an empty I.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor, tensor_meta
+from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor, reached, results_of, tensor_meta
 from graphpp.passes.graph.stage_graphs import B, GraphResults, PhaseGraph, StagedGraphs, phase_graph
 from graphpp.passes.recompute.backward_needs import MayRecompute
 from graphpp.passes.stage.route_values import memory_of
@@ -69,8 +65,7 @@ def _names(roles: Iterable[InputRole | OutputRole]) -> list[str]:
 
 
 def _halves(whole: PhaseGraph, may_recompute: MayRecompute) -> tuple[PhaseGraph, PhaseGraph]:
-    values = whole.graph.output_node().args[0]
-    results: GraphResults = list(zip(whole.outputs, values, strict=True))  # type: ignore[arg-type]
+    results = results_of(whole.graph)
     in_i = _needed(whole, [node for role, node in results if isinstance(role, program.Sent)])
     of_i = [(role, node) for role, node in results if isinstance(role, program.Sent) or node in in_i]
     of_w = [(role, node) for role, node in results if (role, node) not in of_i]
@@ -103,14 +98,12 @@ def _half(
 
 def _needed(whole: PhaseGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that the `sent` values depend on; with an operation go the items of its tuple, and the checks of its result."""
-    needed: set[fx.Node] = set()
-    pending = [node for node in sent if _runs(node)]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += [source for source in node.all_input_nodes if _runs(source)]
-            pending += [user for user in node.users if not is_tensor(node) and user.op != "output"]
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        items = [user for user in node.users if not is_tensor(node) and user.op != "output"]
+        return [*filter(_runs, node.all_input_nodes), *items]
+
+    needed = reached(filter(_runs, sent), onward)
     checks = (node for node in whole.graph.nodes if is_check(node))
     return needed | {node for node in checks if needed.intersection(node.all_input_nodes)}
 
@@ -170,14 +163,11 @@ class _Seam:
 
     def _reached(self, read: set[fx.Node]) -> set[fx.Node]:
         """The values that W reads, and the values from which W could compute those."""
-        found: set[fx.Node] = set()
-        pending = [node for node in read if self._is_there(node)]
-        while pending:
-            node = pending.pop()
-            if node not in found and node.op != "get_attr":
-                found.add(node)
-                pending += node.all_input_nodes if self._may_run_in_w(node) else ()
-        return found
+
+        def sources(node: fx.Node) -> list[fx.Node]:
+            return node.all_input_nodes if self._may_run_in_w(node) else []
+
+        return {node for node in reached(filter(self._is_there, read), sources) if node.op != "get_attr"}
 
     def _may_run_in_w(self, node: fx.Node) -> bool:
         """Whether W may compute a value: one that only W has, or one of I that may run again."""
@@ -213,14 +203,11 @@ def _bytes(node: fx.Node) -> int | None:
 
 def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     """The nodes to recompute so that the values `wanted` follow from the values `kept`."""
-    again: set[fx.Node] = set()
-    pending = list(wanted - kept)
-    while pending:
-        node = pending.pop()
-        if node not in again:
-            again.add(node)
-            pending += [source for source in node.all_input_nodes if source not in kept and source.op != "placeholder"]
-    return again
+
+    def missing(node: fx.Node) -> list[fx.Node]:
+        return [source for source in node.all_input_nodes if source not in kept and source.op != "placeholder"]
+
+    return reached(wanted - kept, missing)
 
 
 def _check(whole: PhaseGraph, first: PhaseGraph, second: PhaseGraph, may_recompute: MayRecompute) -> None:

@@ -3,11 +3,10 @@
 Contract
 --------
 - `PythonNames(graph)` gives every value a unique name that is no keyword and no builtin. Parameters, buffers, inputs,
-  constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`). All other values, sent,
-  received and saved ones included, have their node's name.
-- Operators, devices and process groups get names that the text binds once at its head: `PythonNames.head`. Devices and groups
-  are numbered in order of appearance. So the texts of two ranks that differ only in GPUs and groups differ in these lines
-  alone.
+  constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`), all others after their
+  nodes.
+- Operators, devices and process groups get names that the text binds once at its head: `PythonNames.head`. So the texts of two
+  ranks that differ only in GPUs and groups differ in these lines alone.
 - An object without a name in Python, or a function of graphpp's own, is bound by the loader: `PythonNames.bindings`.
 """
 
@@ -161,8 +160,7 @@ def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def _wanted(node: fx.Node) -> str:
     """The name that a value should get: in a woven graph with the part's prefix, which a node's own name already has."""
-    part = node.meta.get("part")
-    wanted = _plain_name(node)
+    part, wanted = node.meta.get("part"), _plain_name(node)
     return wanted if part is None or wanted == node.name else f"{part.prefix}_{wanted.lstrip('_')}"
 
 

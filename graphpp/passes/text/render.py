@@ -3,17 +3,16 @@
 Contract
 --------
 `render(graph)` returns the text of a module with one function `run(boxed)`. It takes a list of inputs, empties it, and returns
-a tuple. Every value, inputs included, is deleted right after its last use, so that no memory is held longer than needed.
+a tuple. Every value, inputs included, is deleted right after its last use. A region (`outline_regions.py`) is called with a
+list that the region empties, so that it frees its inputs likewise.
+
 If the results include gradients, the function is `run(boxed, take)`. Each gradient is handed to `take(index, value)` as soon
 as no other operation reads it, and the tuple has the return value of `take` in its place (by default the gradient). So the
-runtime can accumulate a gradient while it is in the cache, and free it. The program never computes a gradient that is a node
-`deferred_matmul(a, b)`: `take.matmul(index, a, b)` gets the factors, and its return value stands in the tuple. Then the text
-includes a class for the default `take`, which multiplies.
+runtime can accumulate a gradient while it is in the cache, and free it. Of a gradient that is a node `deferred_matmul(a, b)`,
+`take.matmul(index, a, b)` gets the factors; then the text includes a class for the default `take`, which multiplies.
 
-A region (`outline_regions.py`) is called with a list that the region empties, so that it too frees each input after the last
-use. Each line has a comment: dtype and shape, the module call, the user's source line; for an input or a result, the role
-(`meta["role"]` of a placeholder, `meta["roles"]` of the output); the stage, if nodes of several stages are there; the part,
-in a woven graph. Names come from `naming.py`.
+Each line has a comment: dtype and shape, the module call, the user's source line; for an input or a result, the role; the
+stage, if nodes of several stages are there; the part, in a woven graph. Names come from `naming.py`.
 """
 
 from __future__ import annotations
@@ -82,7 +81,8 @@ def render(graph: fx.Graph, title: str = "") -> RenderedGraph:
     head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
     products = any(_is_product(node, taken) for node in graph.nodes)
-    default = _TAKE_PRODUCTS if products else _TAKE * _has_gradients(graph)
+    roles = graph.output_node().meta.get("roles") or ()
+    default = _TAKE_PRODUCTS if products else _TAKE * any(isinstance(role, program.Gradient) for role in roles)
     parts = ["\n".join(head).rstrip(), *[inspect.getsource(ReturningSink).rstrip()] * products]
     text = "\n\n\n".join([*parts, "\n    ".join([f"def run(boxed{default}):", *body])]) + "\n"
     return RenderedGraph(text, names.bindings, names.devices, names.groups)
@@ -135,10 +135,6 @@ def _sources(function: FunctionType) -> list[str]:
     return list(texts.values())
 
 
-def _has_gradients(graph: fx.Graph) -> bool:
-    return any(isinstance(role, program.Gradient) for role in graph.output_node().meta.get("roles") or ())
-
-
 def _gradients_to_take(graph: fx.Graph) -> dict[fx.Node, int]:
     """The gradients to hand to `take`, with their indices among the results; a gradient that is two results is returned."""
     end = graph.output_node()
@@ -169,7 +165,9 @@ def _body(graph: fx.Graph, names: PythonNames, taken: Mapping[fx.Node, int]) -> 
         elif isinstance(node.target, RegionCall):
             yield from _region_call(node, names, [value for value in ending if value not in taken], notes)
         elif node.op != "placeholder":
-            line = _handing_out(node, names, taken[node]) if _is_product(node, taken) else _statement(node, names)
+            line = _statement(node, names)
+            if _is_product(node, taken):
+                line = f"{names.values[node]} = take.matmul({', '.join([str(taken[node]), *map(names.literal, node.args)])})"
             yield f"{line}{f'; del {dead}' * bool(dead)}{notes.value(node)}"
         elif dead:
             yield f"del {dead}"
@@ -194,16 +192,12 @@ def _statement(node: fx.Node, names: PythonNames) -> str:
         raise TypeError(f"{node.op} {node.target}")
     if node.target is operator.getitem:
         return f"{name} = {names.literal(node.args[0])}[{names.literal(node.args[1])}]"
-    odd = {key: value for key, value in node.kwargs.items() if not _is_plain(key)}
+    # Some arguments of aten operators are called `from`.
+    odd = {key: value for key, value in node.kwargs.items() if not key.isidentifier() or keyword.iskeyword(key)}
     args = [_argument(node, index, value, names) for index, value in enumerate(node.args)]
     args += [f"{key}={_argument(node, key, value, names)}" for key, value in node.kwargs.items() if key not in odd]
     args += [f"**{names.literal(odd)}"] * bool(odd)
     return f"{name} = {names.target(node.target)}({', '.join(args)})"
-
-
-def _handing_out(node: fx.Node, names: PythonNames, index: int) -> str:
-    """`name = take.matmul(index, a, b)`."""
-    return f"{names.values[node]} = take.matmul({', '.join([str(index), *map(names.literal, node.args)])})"
 
 
 def _argument(node: fx.Node, place: int | str, value: Any, names: PythonNames) -> str:
@@ -215,11 +209,6 @@ def attribute_of(node: fx.Node) -> Any:
     if "held" in node.meta:
         return node.meta["held"]
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
-
-
-def _is_plain(key: str) -> bool:
-    """Whether a name can be a keyword of a call; some arguments of aten operators are called `from`."""
-    return key.isidentifier() and not keyword.iskeyword(key)
 
 
 def _return(node: fx.Node, names: PythonNames) -> Iterable[str]:
@@ -287,7 +276,7 @@ def format_role(role: InputRole | OutputRole) -> str:
         case program.Received() | program.Saved() | program.Sent():
             return type(role).__name__.lower()
         case program.StepInvariant(name):
-            return f"prepared {name}"
+            return f"hoisted {name}"
     kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(role).__name__).lower()
     return " ".join([kind, *(str(getattr(role, item.name)) for item in fields(role))])
 

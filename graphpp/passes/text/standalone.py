@@ -1,9 +1,9 @@
 """Write a rendered graph as a Python file that runs with torch alone.
 
-Contract: `standalone(...)` is the text that the pipeline runs, unchanged. A docstring before it says which pass made it. A
-`main` after it makes inputs of the right shape, strides, dtype and device, runs the text, and prints the results' names,
-dtypes and shapes. The file defines the objects that the pipeline binds (sub-graphs, graphpp's own functions). If an object
-cannot be defined, or an operator comes from another library than torch, the docstring names what is missing.
+Contract: the text that the pipeline runs stands in the file unchanged. A docstring before it names the pass that made it, and
+objects or libraries that the file lacks. A `main` after it makes inputs of the right shape, strides, dtype and device, runs the
+text, and prints the results' names, dtypes and shapes. The file defines the objects that the pipeline binds (sub-graphs,
+graphpp's own functions).
 """
 
 from __future__ import annotations
@@ -135,23 +135,20 @@ def _prelude(missing: list[str], devices: tuple[str, ...]) -> str:
 
 
 def _header(origin: Origin, missing: list[str], foreign: list[str]) -> str:
+    try:
+        version = metadata.version("graphpp")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
     lines = [
         origin.title,
         "",
         f"pass      {origin.made_by}, {1000 * origin.seconds:.1f} ms",
-        f"versions  torch {torch.__version__}, graphpp {_version()}",
+        f"versions  torch {torch.__version__}, graphpp {version}",
         f"run       python {origin.file} [device]",
     ]
     lines += [f"needs     {needed}: this file cannot run" for needed in missing]
     lines += [f"needs     the library that defines torch.ops.{name}: import it first" for name in foreign]
     return "\n".join([*lines, ""])
-
-
-def _version() -> str:
-    try:
-        return metadata.version("graphpp")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _results(graph: fx.Graph) -> list[str]:

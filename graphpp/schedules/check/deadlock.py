@@ -4,24 +4,21 @@ Contract
     in    a `ScheduleUnderCheck` with `where` filled, with either all of its sends and receives or none
     out   nothing; or `ScheduleError` with the cycle of waits, one wait a line
 
-The proof is one graph. Its nodes are the computations and the messages. A message, with its send and its receive, is ONE
-node (rendezvous: it ends when both ranks have reached it). A computation waits for the computation before it on its rank
-and for its inputs. A message waits, on both of its ranks, for the computation before it and for the messages before it.
-The messages of a batch (P2P) run together, so none of them waits for another, but they end together: a computation that
-reads one of them, or a message after the batch, waits for all of them.
+The proof is one graph of the computations and the messages. A message, with its send and its receive, is one node: it ends
+when both ranks have reached it. A computation waits for the computation before it on its rank and for its inputs. A message
+waits, on both of its ranks, for the computation before it and for the messages before it. The messages of a batch (P2P) run and
+end together: a computation that reads one of them, or a message after the batch, waits for all of them.
 
-This models the strictest transport: NCCL's batched point-to-point, one communicator and stream per rank, no buffering.
-Every laxer transport has fewer waits: one communicator per pair of ranks (unbatched NCCL); receives that are posted early
-and waited for when they are read; up to `DEPTH` sends to a rank in flight before the next send waits for the
-oldest (the proof holds for a depth of 0, so for any depth); gloo, which may buffer a send. So a table without a cycle here
-hangs on none of them. UNSHARD, RESHARD and REDUCE_GRAD wait for the replicas of the same stage, which run the same table,
-and so for no other rank of this table.
+This models the strictest transport: NCCL's batched point-to-point, one communicator and stream per rank, no buffering. Every
+laxer transport has fewer waits (a communicator per pair of ranks, receives posted early, sends in flight, buffers), so a table
+without a cycle hangs on none of them. UNSHARD, RESHARD and REDUCE_GRAD wait for the replicas of the same stage, which run the
+same table, and so for no other rank of this table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
@@ -58,30 +55,22 @@ def find_cycle(subject: ScheduleUnderCheck) -> list[WaitNode]:
 # ---------------------------------------------------------------------------------- the graph of waits
 
 
-@dataclass
-class _LastNodes:
-    """The nodes that the next action of a rank has to wait for."""
-
-    computation: list[WaitNode] = field(default_factory=list)
-    messages: list[WaitNode] = field(default_factory=list)
-
-
 def waits(subject: ScheduleUnderCheck) -> dict[WaitNode, set[WaitNode]]:
     """The graph of waits: each node -> the nodes that must have ended before it."""
     send_of = {receive: send for _, send, receive in subject.messages} if subject.schedule.has_communication else {}
     graph: dict[WaitNode, set[WaitNode]] = {}
-    last = [_LastNodes() for _ in subject.schedule.table]
-    for rank, column, action in subject.schedule.cells():
-        before = last[rank]
-        if action.is_communication:
-            nodes: list[WaitNode] = [send_of.get(leaf, leaf) for leaf in action.leaves]
-            for node in nodes:
-                graph.setdefault(node, set()).update(before.computation, before.messages)
-            before.messages = nodes
-        else:
-            here = Position(rank, column)
-            graph[here] = {*before.computation, *_nodes_read(subject, action, send_of)}
-            before.computation = [here]
+    for rank, row in enumerate(subject.schedule.table):
+        computation, messages = list[WaitNode](), list[WaitNode]()  # for which the next action of the rank waits
+        for column, action in enumerate(row):
+            if action is not None and action.is_communication:
+                nodes: list[WaitNode] = [send_of.get(leaf, leaf) for leaf in action.leaves]
+                for node in nodes:
+                    graph.setdefault(node, set()).update(computation, messages)
+                messages = nodes
+            elif action is not None:
+                here = Position(rank, column)
+                graph[here] = {*computation, *_nodes_read(subject, action, send_of)}
+                computation = [here]
     return graph
 
 

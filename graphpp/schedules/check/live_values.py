@@ -7,10 +7,10 @@ Contract
 The activations of a stage's microbatch live from the start of its F to the end of its B, or to the end of its I and in part to
 the end of its W. A forward without a backward keeps nothing.
 
-A value for the neighbouring stage lives, beside the activations, from the end of the computation that made it until the
-computation that reads it starts, if both are on one rank; else until its SEND ends, or while its transport keeps it
-(`MessageFlow.kept`). On the other rank it has a buffer from the RECV until the computation that reads it starts. In a table
-without messages a value for another rank takes no bytes between the two computations.
+A value for the neighbouring stage lives from the end of the computation that made it until the computation that reads it
+starts, if both are on one rank; else until its SEND ends, or while its transport keeps it (`MessageFlow.kept`). On the other
+rank it has a buffer from the RECV until the computation that reads it starts. In a table without messages a value for another
+rank takes no bytes between the two computations.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@ Contract
     calls `make_sums(leaf)`, if `makes_sums(leaf)`; `gather_layers(leaves)` for all actions where computations gather single
     layers. `state` is the rank's state then, and `state_bytes` gives the bytes of a state.
 
-Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients come into being while its
-first B or W runs, and stand until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows
-that are sent and as many that arrive, stay until the rank's next reduction, which waits for them. The parts of averages over
-ranks with the same parameters (`HeldBytes.averaged`) stay to the end. A gradient whose microbatch is not the next one of its
-stage waits beside the sums (`HeldBytes.waiting`). Computations that gather single layers hold the most of whole parameters and
-of whole gradients while they run, and leave the messages of a reduction behind.
+Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD. Its sums of gradients are made while its first B or
+W runs, and stand until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, rows that leave and as
+many that arrive, stay until the rank's next reduction. Parts of averages (`HeldBytes.averaged`) stay to the end. A gradient
+whose microbatch is not the next one of its stage waits (`HeldBytes.waiting`). Computations that gather single layers hold the
+most of whole parameters and gradients while they run, and leave the messages of a reduction behind.
 """
 
 from __future__ import annotations

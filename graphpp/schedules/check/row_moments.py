@@ -29,10 +29,9 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Reading:
-    """All that lifetimes depend on beside the table.
+    """All that lifetimes depend on beside the table: `MessageFlow.kept`, `Costs.woven`, offloaded values.
 
-    `costs_of`: by microbatch, the number of its costs among the distinct ones. `kept`: `MessageFlow.kept`. `woven`:
-    `Costs.woven`. `layers`: whether computations gather single layers.
+    `costs_of`: by microbatch, the number of its costs among the distinct ones. `layers`: computations gather single layers.
     """
 
     costs_of: Sequence[int]
@@ -81,8 +80,8 @@ class RowMoments:
 class _Walk:
     """A rank on its way along its row.
 
-    `moments`: the numbers of the distinct moments so far, by `LiveValues.key`, the number of the state and the offloaded
-    bytes. `states`: the numbers of the distinct states. `live`: the counts at each moment.
+    `moments`, `states`: the numbers of the distinct ones so far, moments by `LiveValues.key`, the number of the state and the
+    offloaded bytes. `live`: the counts at each moment.
     """
 
     def __init__(self, row: Row, table: Schedule, reading: Reading) -> None:

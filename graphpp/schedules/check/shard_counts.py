@@ -50,8 +50,7 @@ def shard_counts(
     table: Schedule, weights: Sequence[float] | None = None, gradients: Sequence[float] | None = None
 ) -> tuple[ShardCounts, ...]:
     """The counts of each rank. `weights`, `gradients`: the size of each stage's; None: every stage counts 1."""
-    ones = [1.0] * table.stages
-    sizes = weights if weights is not None else ones, gradients if gradients is not None else ones
+    sizes = [[1.0] * table.stages if each is None else each for each in (weights, gradients)]
     return tuple(_of_row(row, *sizes) for row in table.table)
 
 

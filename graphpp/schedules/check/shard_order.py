@@ -4,10 +4,9 @@ Contract
     in    a `ScheduleUnderCheck` with `where` filled, complete and in order
     out   nothing; or `ScheduleError` at the action that is missing or misplaced
 
-A stage with any UNSHARD or RESHARD has them alternate, UNSHARD first and RESHARD last, and each of its computations, W
-included, stands between an UNSHARD and the next RESHARD. UNSHARD may stand early (prefetch). Unsharding and resharding a
-stage without reading it is wasteful but accepted. A stage without either keeps its parameters unsharded. REDUCE_GRAD stands
-at most once per stage, after its last B or W; without one the runner reduces at the end of the step. The tables of torch's
+A stage with any UNSHARD or RESHARD has them alternate, UNSHARD first and RESHARD last, and each of its computations stands
+between an UNSHARD and the next RESHARD. A stage without either keeps its parameters unsharded. REDUCE_GRAD stands at most once
+per stage, after its last B or W; without one the runner reduces at the end of the step. The tables of torch's
 `_add_unshard_reshard` and `_add_reduce_grad` are accepted.
 """
 

@@ -4,7 +4,8 @@ Contract
 --------
     in    the table that the ranks run (sharded stages have UNSHARD, RESHARD and REDUCE_GRAD), the costs of its microbatches,
           the state that each rank holds (`table/state_bytes.py`; none: activations and messages between stages alone)
-    out   for each rank the column at which most bytes are alive together, and these bytes by kind
+    out   for each rank the column at which most bytes are alive together, and these bytes by kind; `check_memory` refuses a
+          table under which they are more than a cap
 
 Lifetimes are those of `live_values.py` and `rank_state.py`. The finish of the gradients counts at the last column. A table that
 is read once (`StepMemory`) answers for further costs in microseconds: the bytes of all moments are one product of integers.
@@ -23,6 +24,7 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.live_values import item_bytes
 from graphpp.schedules.check.rank_state import KINDS, state_bytes
 from graphpp.schedules.check.row_moments import Reading, RowMoments
+from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
@@ -59,6 +61,13 @@ class StepPeak(NamedTuple):
     def nbytes(self) -> int:
         """All bytes at the peak."""
         return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """`5 bytes are alive here (2 of weights, 3 of activations)`; of one kind: `3 bytes of activations are alive here`."""
+        parts = {kind: nbytes for kind, nbytes in self.parts.items() if nbytes}
+        if len(parts) == 1:
+            return f"{self.nbytes:,} bytes of {next(iter(parts))} are alive here"
+        return f"{self.nbytes:,} bytes are alive here ({', '.join(f'{nbytes:,} of {kind}' for kind, nbytes in parts.items())})"
 
 
 class StepMemory:
@@ -117,7 +126,7 @@ def step_peaks(
 def step_bytes(
     table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes] = (), offloaded: Sequence[OffloadWindow] = ()
 ) -> tuple[Iterator[tuple[int, dict[str, int]]], ...]:
-    """`StepMemory.bytes_by_column` of a table. The most bytes together are those of `step_peaks`, whose errors it raises."""
+    """`StepMemory.bytes_by_column` of a table."""
     memory, distinct = _read(table, costs, held, offloaded)
     return memory.bytes_by_column(distinct, held)
 
@@ -126,6 +135,34 @@ def step_totals(table: Schedule, costs: Costs) -> tuple[list[int], ...]:
     """`StepMemory.totals` of a table."""
     memory, distinct = _read(table, costs, (), ())
     return memory.totals(distinct)
+
+
+def check_memory(
+    subject: ScheduleUnderCheck,
+    costs: MicrobatchCosts,
+    cap: int | Sequence[int],
+    offloaded: Sequence[OffloadWindow] = (),
+    held: Sequence[HeldBytes] = (),
+) -> None:
+    """Raise `ScheduleError` at the peak of a rank with more than `cap` bytes alive; `cap`: for all ranks, or one for each."""
+    caps = [cap] * subject.schedule.ranks if isinstance(cap, int) else list(cap)
+    if len(caps) != subject.schedule.ranks:
+        raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {subject.schedule.ranks} run the schedule")
+    for peak, most in zip(step_peaks(subject.schedule, costs, held, offloaded), caps, strict=True):
+        if peak.nbytes > most:
+            what = f"{peak}, more than the cap of {most:,}"
+            raise subject.refusal(Position(peak.rank, peak.column), what, _remedy(peak))
+
+
+def _remedy(peak: StepPeak) -> str:
+    """The changes that would take fewer bytes: of activations, and of the state where there is any."""
+    if not any(nbytes for kind, nbytes in peak.parts.items() if kind != "activations"):
+        return "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
+    return (
+        "for fewer activations take another schedule (V-Min, 1F1B), recompute (memory.recompute) or smaller microbatches; for "
+        "fewer weights and gradients more stages on more ranks, or shards (dp_shard) with a smaller parallel.keep; if the "
+        "optimizer keeps other bytes, say so in memory.optimizer"
+    )
 
 
 @checked(ScheduleError, schedule=SCHEDULE, costs=EACH_COSTS, offloaded=WINDOWS)

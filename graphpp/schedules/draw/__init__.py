@@ -1,4 +1,4 @@
-"""Pictures of schedules and timelines: an SVG chart, an HTML page, a trace for chrome://tracing and Perfetto.
+"""Pictures of schedules and timelines: an SVG chart, a trace for chrome://tracing and Perfetto.
 
-`pictures` has the functions for users. May import the table and simulate packages of `graphpp.schedules`.
+`svg.py` and `chrome_trace.py` have the functions for users; `graphpp.html` is in `report/`.
 """

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.simulate.timeline import Event, Timeline, stages_of_ranks
 from graphpp.schedules.table.actions import Action
-from graphpp.schedules.table.schedule import Schedule
 
 STRIP = 0.8  # top of the strip of messages
 
@@ -57,12 +56,6 @@ class Chart:
         idle = [rect for rank, events in enumerate(by_rank) for rect in _idle(rank, events, timeline.makespan)]
         messages = [_strip(event, chunks) for event in timeline.events if _holds_up(event)]
         return cls(tuple(computations), tuple(idle), tuple(messages), stages)
-
-
-def stages_of_ranks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank, ascending."""
-    homes = schedule.rank_of_stage
-    return tuple(tuple(sorted(stage for stage in homes if homes[stage] == rank)) for rank in range(schedule.ranks))
 
 
 def _parts(event: Event, chunks: Mapping[int, int]) -> Iterator[Rect]:

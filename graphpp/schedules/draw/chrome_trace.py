@@ -1,27 +1,32 @@
 """Timelines in the trace format that chrome://tracing and Perfetto load.
 
 Contract
-    JSON with `traceEvents`: one complete event ("X") per event of a timeline, named as its action, with times in
-    microseconds; a process per rank, with a thread for computation and one for communication; a counter ("C") with the
-    bytes alive on each rank, if the timeline has memory curves. A unit of time other than seconds counts 1000
-    microseconds. Several timelines have processes of their own, each named after its timeline. (Format: the "Trace Event
-    Format" document of Chromium.)
+    JSON with `traceEvents`: one complete event ("X") per event of a timeline, named as its action, in microseconds (1000 for
+    a unit other than seconds); a process per rank of each timeline, with a thread for computation and one for communication;
+    a counter ("C") with the bytes alive on each rank, if the timeline has memory curves. (Chromium's "Trace Event Format".)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+from graphpp.arguments import checked, or_none
+from graphpp.errors import ScheduleError
+from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.table.costs import COSTS, Costs
+from graphpp.schedules.table.schedule import Schedule
 
 _COMPUTE, _COMMUNICATION = 0, 1
 _THREADS = {_COMPUTE: "compute", _COMMUNICATION: "communication"}
 
 
-def trace_json(timelines: Sequence[Timeline]) -> str:
-    """The trace as text, to be written to a `*.json` file."""
+@checked(ScheduleError, costs=or_none(COSTS))
+def chrome_trace(*drawn: Schedule | Timeline, costs: Costs | None = None) -> str:
+    """The events as JSON for chrome://tracing and Perfetto, a process per rank; arguments and errors as for `graphpp.svg`."""
+    timelines = timelines_of(drawn, costs)
     events: list[dict[str, Any]] = []
     for index, timeline in enumerate(timelines):
         first = 1 + sum(each.schedule.ranks for each in timelines[:index])

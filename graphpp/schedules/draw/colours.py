@@ -1,7 +1,6 @@
 """The colour of an action in a picture.
 
-Contract: one hue per kind of action; the stages of one rank are shades of it, the first stage the darkest. `ink_on` is black
-or white, whichever is readable on a colour.
+Contract: one hue per kind of action; the stages of one rank are shades of it, the first stage the darkest.
 """
 
 from __future__ import annotations
@@ -9,20 +8,10 @@ from __future__ import annotations
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 
 IDLE = "#e4e6e8"
-_OF_KIND = {
-    Kind.F: "#2a6fbb",
-    Kind.B: "#2f8f5b",
-    Kind.I: "#c8641b",
-    Kind.W: "#7d55a8",
-}
+_OF_KIND = {Kind.F: "#2a6fbb", Kind.B: "#2f8f5b", Kind.I: "#c8641b", Kind.W: "#7d55a8"}
 SEND, RECEIVE, COLLECTIVE = "#b3261e", "#e58a84", "#8a6d1a"
 _LIGHTEST = 0.55  # share of white in the shade of a rank's last stage
-_MEANINGS = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-}
+_MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:

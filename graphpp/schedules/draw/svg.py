@@ -1,26 +1,29 @@
 """The pipeline chart as one SVG: ranks down, time across, several timelines one above the other on one axis.
 
 Contract
-    `draw_svg` takes timelines in one unit of time and returns a standalone picture. Each timeline has a title, a row per
-    rank with the microbatch numbers that fit into their boxes, and, if it has memory curves, the bytes alive on each rank
-    below, all ranks of all timelines on one scale. A box shows its action and times when the pointer rests on it.
-    A picture of more than `_MOST_BOXES` boxes is thinned: neighbouring boxes of a rank become one box, in the colour of the
-    action that takes most of its time, with the number of each action; curves keep their highest point in each step.
+    in   schedules and timelines; a `Schedule` is simulated first: with `costs`, else with F = I = W = 1 for each rank and
+         microbatch
+    out  a standalone picture. Each timeline has a title, a row per rank with the microbatch numbers that fit into their boxes,
+         and, if it has memory curves, the bytes alive on each rank below, all on one scale. A box shows its action and times
+         when the pointer rests on it. For steps of many thousand actions `graphpp.html` makes the smaller file
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, quantiles
 
-from graphpp.errors import GraphPPError
+from graphpp.arguments import NUMBER, Accepted, checked, or_none
+from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.schedules.draw import colours
 from graphpp.schedules.draw.chart import Chart, Rect
 from graphpp.schedules.draw.svg_elements import FAINT, INK, Scale, SvgWriter, text_width
+from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import COSTS, Costs
+from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import scale_of, spell_bytes, spell_time, ticks
 
 _MARGIN, _LEFT, _RIGHT = 12.0, 104.0, 104.0
@@ -28,14 +31,18 @@ _ROW, _STRIP, _GAP, _LINE = 26.0, 22.0, 3.0, 22.0
 _NARROWEST, _WIDEST, _BOX = 640.0, 2400.0, 20.0  # pixels: the limits of the plot's width, and the width of a usual box
 _SMALLEST = 7.0  # pixels: the smallest readable size of a number
 _PER_TICK = 80.0
-_MOST_BOXES, _MOST_POINTS = 6000, 300  # boxes of a picture, and points of a rank's curve, before they are thinned
 
 
-def draw_svg(timelines: Sequence[Timeline], width: float | None = None) -> str:
-    """The picture as text; `width` of the whole picture in pixels, None: as wide as the numbers in the boxes need.
+_WIDTH = Accepted("pixels, above 0 and up to 100,000", lambda value: NUMBER.accepts(value) and 0 < value <= 1e5)  # type: ignore[operator]
 
-    Raises `GraphPPError` if there is no timeline, or if their units of time differ.
+
+@checked(ScheduleError, costs=or_none(COSTS), width=or_none(_WIDTH))
+def svg(*drawn: Schedule | Timeline, costs: Costs | None = None, width: float | None = None) -> str:
+    """The pipeline chart as a standalone SVG; `width` in pixels, None: as wide as the microbatch numbers need.
+
+    Raises `ScheduleError` for a table that cannot run, `GraphPPError` without a timeline or with different units of time.
     """
+    timelines = timelines_of(drawn, costs)
     unit = _common_unit(timelines)
     charts = [Chart.of(timeline) for timeline in timelines]
     span = max(timeline.makespan for timeline in timelines)
@@ -117,40 +124,9 @@ class _ChartLayout:
             if several:
                 self.writer.text(_MARGIN, y + _ROW * 0.76, _shortened(stages), 9, FAINT)
             self.writer.text(self.scale.x(self.scale.span) + 8, y + _ROW / 2, f"{timeline.bubble(rank):.1%} idle", fill=FAINT)
-        if len(chart.idle) + len(chart.computations) + len(chart.messages) > _MOST_BOXES:
-            self._thinned_rows(chart)
-        else:
-            for rect in (*chart.idle, *chart.computations, *chart.messages):
-                self._box(rect, len(chart.stages_of_rank[rect.rank]))
+        for rect in (*chart.idle, *chart.computations, *chart.messages):
+            self._box(rect, len(chart.stages_of_rank[rect.rank]))
         self.y += len(chart.stages_of_rank) * (_ROW + _GAP) + 6
-
-    def _thinned_rows(self, chart: Chart) -> None:
-        """The rows of a large picture: at most about `_MOST_BOXES` boxes, each of several actions."""
-        ranks = len(chart.stages_of_rank)
-        least = self.scale.span * ranks / (_MOST_BOXES / 2)  # half of the boxes for computations, half for messages
-        for rank in range(ranks):
-            self._box(Rect(rank, 0.0, self.scale.span), 1)
-        for rects in (chart.computations, chart.messages):
-            for run in runs_of(rects, least):
-                self._run_box(run, len(chart.stages_of_rank[run[0].rank]))
-
-    def _run_box(self, run: Sequence[Rect], chunks: int) -> None:
-        """One box for neighbouring boxes of a rank."""
-        if len(run) == 1:
-            self._box(run[0], chunks)
-            return
-        seconds: dict[str, float] = defaultdict(float)
-        for rect in run:
-            seconds[_fill(rect, chunks)] += rect.end - rect.start
-        first, end = run[0], max(rect.end for rect in run)
-        counts = Counter(rect.part.kind.value for rect in run if rect.part is not None)
-        times = [spell_time(time, self.unit) for time in (first.start, end)]
-        title = "{} on rank {}\nstart {}\nend {}".format(
-            ", ".join(f"{count} {kind}" for kind, count in counts.items()), first.rank, *times
-        )
-        y = self.y + first.rank * (_ROW + _GAP) + first.top * _ROW
-        box = (self.scale.x(first.start), y, self.scale.length(end - first.start), (1 - first.top) * _ROW)
-        self.writer.rect(box, max(seconds, key=seconds.__getitem__), title, class_="run")
 
     def _box(self, rect: Rect, chunks: int) -> None:
         y = self.y + rect.rank * (_ROW + _GAP) + rect.top * _ROW
@@ -191,7 +167,7 @@ class _ChartLayout:
 
     def _steps(self, points: Sequence[tuple[float, int]], end: float, base: float, most: int) -> str:
         path = [f"M{self.scale.x(points[0][0] if points else 0):.2f} {base:.2f}"]
-        for time, count in _highest(points, _MOST_POINTS):
+        for time, count in points:
             path.append(f"H{self.scale.x(time):.2f}V{base - (_STRIP * count / most if most else 0):.2f}")
         return "".join([*path, f"H{self.scale.x(end):.2f}V{base:.2f}Z"])
 
@@ -206,32 +182,6 @@ class _ChartLayout:
         self.writer.add("line", x1=left, x2=right, y1=self.y, y2=self.y, stroke=INK, stroke_width=1)
         self.writer.text(right + 8, self.y + 12, name, 10)
         self.y += 20
-
-
-def runs_of(rects: Sequence[Rect], least: float) -> Iterator[list[Rect]]:
-    """Neighbouring rectangles of a rank, together at least `least` long; a gap of that length ends a run."""
-    run: list[Rect] = []
-    for rect in sorted(rects, key=lambda rect: (rect.rank, rect.start)):
-        apart = bool(run) and (rect.rank != run[0].rank or rect.start - run[-1].end > least)
-        if run and (apart or run[-1].end - run[0].start >= least):
-            yield run
-            run = []
-        run.append(rect)
-    if run:
-        yield run
-
-
-def _fill(rect: Rect, chunks: int) -> str:
-    assert rect.part is not None, "idle time has no action"
-    return colours.shade(rect.part.kind, rect.chunk, chunks) if rect.part.is_compute else colours.message_colour(rect.part)
-
-
-def _highest(points: Sequence[tuple[float, int]], most: int) -> Iterator[tuple[float, int]]:
-    """At most `most` points of a curve: the first of each group of neighbours, at the height of the highest."""
-    step = -(-len(points) // most) if points else 1
-    for first in range(0, len(points), step):
-        group = points[first : first + step]
-        yield group[0][0], max(count for _, count in group)
 
 
 def _legend(charts: Sequence[Chart], memory: bool) -> Iterator[tuple[list[str], str]]:

@@ -1,4 +1,4 @@
-"""Megatron-Core's interleaved schedule: its helper functions, with the same results, and the schedule itself.
+"""Megatron-Core's interleaved schedule: its helper functions, with the same results, and the schedules made with them.
 
 Contract
     Megatron numbers a rank's stages as *chunks* 0, 1, ...; chunk c of rank r is stage c ranks + r. A rank runs `group`
@@ -144,7 +144,52 @@ def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: i
     warm_ups = [rank_microbatches(microbatches, chunks, group, ranks, rank)[2] for rank in range(ranks)]
     if ranks == 1:  # no schedule in Megatron; all forwards of a microbatch must run before its first backward
         warm_ups = [(chunks - 1) * group]
-    return from_orders([table_to_order(warm_up, chunks, steps) for warm_up in warm_ups], name="MegatronInterleaved")
+    orders = [table_to_order(warm_up, chunks, steps) for warm_up in warm_ups]
+    table = add_idle_cells([_row(rank, ranks, order) for rank, order in enumerate(orders)], stages)
+    return Schedule(table, stages, microbatches, "MegatronInterleaved")
+
+
+@stages_per_rank(2, alone=1)
+def combined_1f1b(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
+    """1F1B in which the forward of one microbatch overlaps with the backward of another, so that each hides the other's waits.
+
+    r0 0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2
+
+    The expert all-to-all of one part runs under the attention and the MLP of the other (Megatron-Core,
+    `overlap_moe_expert_parallel_comm`). Several stages on one rank: the forward goes down the stages while the backward comes
+    up. On several ranks this is Megatron's interleaved 1F1B with one more forward in the warm-up; with the usual warm-up the
+    first pair on the last rank would be the forward and the backward of one microbatch. `group` as in `megatron_interleaved`.
+    """
+    chunks = per_rank("Combined1F1B", ranks, stages, microbatches)
+    if ranks == 1:
+        steps, warm_ups = schedule_table(microbatches, chunks, 1), [chunks]
+    else:
+        size = least_group("Combined1F1B", ranks, microbatches, group)
+        steps = schedule_table(microbatches, chunks, size)
+        warm_ups = [min(len(steps), 2 * (ranks - rank) - 1 + (chunks - 1) * size) for rank in range(ranks)]
+
+    def row(rank: int, warm_up: int) -> list[Action]:
+        forwards = [Action(chunk * ranks + rank, Kind.F, microbatch) for microbatch, chunk in steps]
+        backwards = [Action((chunks - 1 - chunk) * ranks + rank, Kind.B, microbatch) for microbatch, chunk in steps]
+        overlaps = [Action(-1, Kind.OVERLAP_F_B, None, parts) for parts in zip(forwards[warm_up:], backwards, strict=False)]
+        return [*forwards[:warm_up], *overlaps, *backwards[len(overlaps) :]]
+
+    table = add_idle_cells([row(rank, warm_up) for rank, warm_up in enumerate(warm_ups)], stages)
+    return Schedule(table, stages, microbatches, "Combined1F1B")
+
+
+def forward_only(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """The table of evaluation: forwards in rounds of `ranks` microbatches, each round through all of a rank's stages.
+
+    r0 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
+    r1 .   1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
+
+    Any number of stages per rank, placed in a loop. The order is that of Megatron-Core's schedule with `forward_only`.
+    """
+    chunks = per_rank("ForwardOnly", ranks, stages, microbatches)
+    steps = schedule_table(microbatches, chunks, ranks)
+    rows = [[Action(chunk * ranks + rank, Kind.F, m) for m, chunk in steps] for rank in range(ranks)]
+    return Schedule(add_idle_cells(rows, stages), stages, microbatches, "ForwardOnly")
 
 
 @checked(ScheduleError, orders=_ORDERS)

@@ -14,10 +14,8 @@ from collections.abc import Callable
 
 from graphpp.arguments import COUNT, checked
 from graphpp.errors import ScheduleError
-from graphpp.schedules.generate.combined_1f1b import combined_1f1b
-from graphpp.schedules.generate.forward_only import forward_only
 from graphpp.schedules.generate.gpipe_1f1b import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, plain_loop
-from graphpp.schedules.generate.megatron_interleaved import megatron_interleaved
+from graphpp.schedules.generate.megatron_interleaved import combined_1f1b, forward_only, megatron_interleaved
 from graphpp.schedules.generate.v_half_v_min import v_half, v_min
 from graphpp.schedules.generate.zbv_dualpipev import dual_pipe_v, zbv_zero_bubble
 from graphpp.schedules.generate.zero_bubble import interleaved_zero_bubble, zb1p, zb2p

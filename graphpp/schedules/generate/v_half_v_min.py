@@ -7,9 +7,9 @@ Contract
 
 A *building block* gives the times at which each rank runs the four passes of one microbatch: F down, F up, I down, I up.
 Blocks repeated every six columns interlock, since a rank has six actions for each microbatch; the Ws fill the columns that
-remain. The lifetime of a microbatch in the block bounds the memory. At both ends of the table neighbouring blocks are
-missing. There a rank may run ahead of the blocks' order, as far as memory allows. How much memory it must then leave free
-is tried with a few values, and the shortest table wins.
+remain. The lifetime of a microbatch in the block bounds the memory. At both ends of the table, where neighbouring blocks are
+missing, a rank may run ahead of the blocks' order. How much memory it must then leave free is tried with a few values, and the
+shortest table wins.
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ class _Squeeze:
             column += 1
             if self.shorter_than is not None and any(self._too_long(rank, column, actions) for rank in ranks):
                 return None
-        return tuple(tuple(rank.row[: _length(rank.row)]) for rank in ranks)
+        for rank in ranks:
+            while rank.row[-1] is None:
+                rank.row.pop()
+        return tuple(tuple(rank.row) for rank in ranks)
 
     def _too_long(self, rank: _RankProgress, column: int, actions: int) -> bool:
         """Whether the row of a rank, with its waits so far, is no shorter than `shorter_than`."""
@@ -152,16 +155,20 @@ class _Squeeze:
     def _ready(self, number: int, rank: _RankProgress, step: int) -> bool:
         microbatch = rank.next[step]
         before = number - 1 if step % 2 == 0 else number + 1
-        if not 0 <= before < self.ranks:  # the V turns on this rank
-            return step == 0 or (number, step - 1, microbatch) in self.made
+        turns = not 0 <= before < self.ranks  # the V turns on this rank
         own = step == 0 or (number, step - 1, microbatch) in self.made
-        return own and (before, step, microbatch) in self.made
+        return own and (turns or (before, step, microbatch) in self.made)
 
     def _run(self, number: int, rank: _RankProgress, step: int | None) -> tuple[int, int, int] | None:
         """Append the next cell of a rank's row; returns (rank, pass, microbatch) of a pass that others may wait for."""
+        if step is None and rank.pending:
+            chunk, microbatch = rank.pending.popleft()
+            rank.alive -= 1
+            rank.row.append(Action(self._stage(number, chunk), Kind.W, microbatch))
+            return None
         if step is None:
-            rank.row.append(self._weight_grad(number, rank))
-            rank.waited += rank.row[-1] is None
+            rank.row.append(None)
+            rank.waited += 1
             return None
         microbatch = rank.next[step]
         rank.next[step] += 1
@@ -173,16 +180,5 @@ class _Squeeze:
             rank.pending.append((chunk, microbatch))
         return number, step, microbatch
 
-    def _weight_grad(self, number: int, rank: _RankProgress) -> Action | None:
-        if not rank.pending:
-            return None
-        chunk, microbatch = rank.pending.popleft()
-        rank.alive -= 1
-        return Action(self._stage(number, chunk), Kind.W, microbatch)
-
     def _stage(self, number: int, chunk: int) -> int:
         return number if chunk == 0 else 2 * self.ranks - 1 - number
-
-
-def _length(row: list[Action | None]) -> int:
-    return 1 + max(column for column, action in enumerate(row) if action)

@@ -7,8 +7,7 @@ Contract
 
 One rule makes all three schedules (Qi et al. 2023, arXiv:2401.10241). A rank warms up with some forwards, more of them the
 further it is from the last rank. Then F and I alternate, and W follows `lag` microbatches behind I; `lag` grows with the
-distance from the first rank. The delayed Ws run at the end; under
-ZB1P and ZB2P they run earlier wherever the rank would wait.
+distance from the first rank. The delayed Ws run at the end; under ZB1P and ZB2P also wherever the rank would wait.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Contract
     Where neighbouring stages stand on different ranks, each F is followed by its SEND_F and each B or I by its SEND_B, and
-    at that same moment the RECV is appended to the other rank's row. So all pairs have one total order, and each rank's
-    row has its own messages in that order. Therefore no two ranks can wait for each other, even where a send blocks until
-    it is received and neighbours send to each other. The order of computations does not change; idle cells are dropped,
-    since columns are no longer time.
+    at that same moment the RECV is appended to the other rank's row. So all messages have one total order, and no two ranks
+    can wait for each other, even where a send blocks until it is received. The order of computations does not change; idle
+    cells are dropped, since columns are no longer time.
 
         r0 0F0 0F1 .   0B0 0B1          r0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         r1 .   1F0 1B0 1F1 1B1   ->     r1 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1

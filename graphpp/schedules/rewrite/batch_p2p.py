@@ -10,10 +10,9 @@ Contract
         1RECV_F2 1B1 1SEND_B1 1F2   ->   1B1 (1RECV_F2;1SEND_B1)P2P 1F2
 
     A receive may be delayed up to the computation that reads it, to join a send. A send may pass other messages, but no
-    computation. Under the verb `all` a send may also be delayed past a computation to join another send, and receives up to
-    the next send may be hoisted to it. Messages of one channel never pass each other. Batches are made rank by rank from
-    left to right: each one that fits and closes no cycle of waits, as `graphpp.schedules.check.deadlock` defines waits. The
-    other end of a batched message may be unbatched.
+    computation. Under the verb `all` a send may also pass computations to join another send, and receives up to the next send
+    may be hoisted to it. Messages of one channel never pass each other. Batches are made rank by rank from left to right: each
+    one that fits and closes no cycle of waits (`graphpp.schedules.check.deadlock`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from typing import NamedTuple
 from graphpp.arguments import ROWS, checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.rewrite.p2p_batches import Batches, BatchNode, Channel, readers
-from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
+from graphpp.schedules.rewrite.p2p_batches import Batches, BatchNode, Channel, DynamicTopologicalOrder, readers
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
@@ -70,8 +68,7 @@ def batch_p2p(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
     for verb in verbs:
         for row in rows:
             _fuse(row, VERBS[verb], order)
-    table = tuple(row.cells() for row in rows)
-    return replace(schedule, table=table)
+    return replace(schedule, table=tuple(row.cells() for row in rows))
 
 
 def _fuse(rank: Batches, verb: Verb, order: DynamicTopologicalOrder[BatchNode]) -> None:
@@ -124,7 +121,5 @@ def _sends(leaves: Sequence[Action]) -> bool:
 
 def _may_pass(messages: Sequence[Action], computation: Action, verb: Verb) -> bool:
     """True if the messages may be delayed past the computation."""
-    if _sends(messages) and not verb.wide:
-        return False
     read = {reader for leaf in messages for reader in readers(leaf)}
-    return not read.intersection(computation.leaves)
+    return (verb.wide or not _sends(messages)) and read.isdisjoint(computation.leaves)

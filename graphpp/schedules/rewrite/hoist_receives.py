@@ -5,11 +5,9 @@ Contract
     out   rows with the same actions. A receive stands right before the computation that reads the `ahead`-th receive before it
           from the same rank, or at its old place if that is earlier. No other action moves, and batches (P2P) stay in place
 
-Receives from one rank keep their order, so each message still meets its buffer. On gloo an early irecv never blocks, so it
-adds no wait, and the deadlock proof of the original table still holds. On NCCL the messages of a pair of ranks, both ways,
-run in the order in which they are posted, so a receive posted before a send delays that send.
-
-Hoisting needs at most `ahead` more receive buffers for each sending rank.
+Receives from one rank keep their order, so each message still meets its buffer; there are at most `ahead` more buffers for each
+sending rank. On gloo an early irecv never blocks, so the deadlock proof of the original table still holds. On NCCL the messages
+of a pair of ranks, both ways, run in the order in which they are posted, so a receive posted before a send delays that send.
 """
 
 from __future__ import annotations

@@ -2,21 +2,21 @@
 
 Contract
     At first every send and receive is a batch by itself. `join` moves the batch at one column into the batch at another
-    column, unless some event would then wait for itself. The waits are those of `graphpp.schedules.check.deadlock`, kept
-    in one `DynamicTopologicalOrder` for all ranks: a batch is posted after the computation before it and after the end of
-    the batch before it; its messages run once it is posted; it ends when all of them have ended; the computations that
-    read its messages wait for its end.
+    column, unless some event would then wait for itself. The waits are those of `graphpp.schedules.check.deadlock`, in one
+    `DynamicTopologicalOrder` for all ranks: a batch is posted after the computation before it and after the end of the batch
+    before it; its messages run once it is posted; it ends, and the readers of its messages go on, when all have ended.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from graphlib import TopologicalSorter
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from graphpp.schedules.check.schedule_under_check import Position
-from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
 from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer
 from graphpp.schedules.table.schedule import Row
 
@@ -29,6 +29,7 @@ class _Posting(NamedTuple):
     over: bool
 
 
+N = TypeVar("N", bound=Hashable)
 BatchNode = Position | Action | _Posting
 Edge = tuple[BatchNode, BatchNode]
 Channel = tuple[bool, int]
@@ -38,8 +39,7 @@ Channel = tuple[bool, int]
 class Batches:
     """One rank's row with its batches.
 
-    `columns` maps the column where a batch stands to the columns at which its messages stood originally; `places` are its
-    keys, ascending.
+    `columns`: by the column of a batch, the columns at which its messages stood originally; `places`: its keys, ascending.
     """
 
     def __init__(self, rank: int, row: Row, rank_of: Mapping[int, int]) -> None:
@@ -49,14 +49,11 @@ class Batches:
         self.places = messages
         self._before: list[BatchNode | None] = [None] * len(row)  # the computation before each column
         self._reader: dict[Action, BatchNode] = {}
-        self._place_computations()
-
-    def _place_computations(self) -> None:
         last: BatchNode | None = None
-        for column, action in enumerate(self.row):
+        for column, action in enumerate(row):
             self._before[column] = last
             if action is not None and not action.is_communication:
-                last = Position(self._rank, column)
+                last = Position(rank, column)
                 self._reader.update(dict.fromkeys(action.leaves, last))
 
     # ------------------------------------------------------------------------------ the graph of waits
@@ -159,3 +156,59 @@ def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], n
             return False
         added.append(edge)
     return True
+
+
+class DynamicTopologicalOrder(Generic[N]):
+    """A topological order of a graph, while edges are added and removed (Pearce and Kelly, "A dynamic topological sort", 2006).
+
+    Raises `graphlib.CycleError` if the first edges, (before, after) pairs, have a cycle.
+    """
+
+    def __init__(self, edges: Iterable[tuple[N, N]]) -> None:
+        self._after: dict[N, set[N]] = defaultdict(set)
+        self._before: dict[N, set[N]] = defaultdict(set)
+        for one, other in edges:
+            self._after[one].add(other)
+            self._before[other].add(one)
+        order = TopologicalSorter(self._before).static_order()
+        self._place = {node: place for place, node in enumerate(order)}
+
+    def has(self, one: N, other: N) -> bool:
+        """True if the edge is in the graph."""
+        return other in self._after[one]
+
+    def remove(self, one: N, other: N) -> None:
+        """Remove an edge."""
+        self._after[one].remove(other)
+        self._before[other].remove(one)
+
+    def add(self, one: N, other: N) -> bool:
+        """Add an edge from `one` to `other`; returns False and changes nothing if that would close a cycle."""
+        place = self._place
+        low, high = place[other], place[one]
+        if low <= high:
+            later = _reach(other, self._after, lambda node: place[node] <= high)
+            if one in later:
+                return False
+            self._rearrange(_reach(one, self._before, lambda node: place[node] >= low), later)
+        self._after[one].add(other)
+        self._before[other].add(one)
+        return True
+
+    def _rearrange(self, first: set[N], then: set[N]) -> None:
+        """Redistribute the positions of both sets of nodes, the lower ones to `first`."""
+        place = self._place
+        nodes = sorted(first, key=place.__getitem__) + sorted(then, key=place.__getitem__)
+        for node, at in zip(nodes, sorted(place[node] for node in nodes), strict=True):
+            place[node] = at
+
+
+def _reach(start: N, edges: dict[N, set[N]], within: Callable[[N], bool]) -> set[N]:
+    """The nodes that can be reached from `start` through nodes for which `within` holds, `start` included."""
+    seen, todo = {start}, [start]
+    while todo:
+        for node in edges[todo.pop()]:
+            if node not in seen and within(node):
+                seen.add(node)
+                todo.append(node)
+    return seen

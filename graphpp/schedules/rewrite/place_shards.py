@@ -8,9 +8,9 @@ Contract
           RESHARD; RESHARD where another stage needs the room, and after the stage's last computation; REDUCE_GRAD after its
           last backward. Where the table has some of these already, only the stages without any get theirs, and keep theirs.
 
-Of the stages that a rank holds, the one whose next computation is farthest away makes room, as in Belady's replacement: no
-choice has fewer gathers. RESHARD stands right after the last computation that reads the stage, and the UNSHARD of the stage
-that takes its room right behind it, so that the parameters travel while other stages compute.
+The stage whose next computation is farthest away makes room (Belady's replacement: no choice has fewer gathers). RESHARD stands
+right after the last computation that reads the stage, and the UNSHARD of the stage that takes its room right behind it, so that
+the parameters travel while other stages compute.
 """
 
 from __future__ import annotations

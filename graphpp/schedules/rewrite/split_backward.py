@@ -1,10 +1,12 @@
-"""Split backwards: a whole backward B becomes I, in its place, and W, later. The rest of the table does not change.
+"""Split backwards: a whole backward B becomes I, in its place, and W, later. And the inverse: merge I and W to B.
 
-Contract
+Contract of `split_backward` and `defer_weight_grads`
     in    a table, compute-only or with communication; backwards inside overlaps are split too
     out   the same table with I in the place of B; the Ws that were split off or delayed stand elsewhere on their rank, in
           the order of their Is. `graphpp.schedules.check.checker.check` accepts the result if it accepted the input, since
           no other rank ever waits for a W
+`merge_backward` and `without_overlaps` leave out messages and idle cells. A table that runs to its end still does, since every
+computation that another rank reads keeps its place in the row or moves ahead.
 """
 
 from __future__ import annotations
@@ -36,7 +38,20 @@ def split_backward(schedule: Schedule) -> Schedule:
             cells += [split, *weights]
         return tuple(cells)
 
-    return _with(schedule, map(row, schedule.table))
+    return replace(schedule, table=tuple(map(row, schedule.table)))
+
+
+def without_overlaps(schedule: Schedule) -> Schedule:
+    """The computations alone, the parts of each overlap one after the other."""
+    rows = ((action for action in row if action and action.is_compute) for row in schedule.table)
+    return replace(schedule, table=tuple(tuple(leaf for action in row for leaf in action.leaves) for row in rows))
+
+
+def merge_backward(schedule: Schedule) -> Schedule:
+    """The computations alone, each I replaced by its B, the Ws dropped."""
+    rows = ((leaf for leaf in row if leaf and leaf.kind is not Kind.W) for row in without_overlaps(schedule).table)
+    whole = ((leaf._replace(kind=Kind.B) if leaf.kind is Kind.I else leaf for leaf in row) for row in rows)
+    return replace(schedule, table=tuple(map(tuple, whole)))
 
 
 @checked(ScheduleError, schedule=SCHEDULE, stages=ROWS, limit=or_none(INDEX))
@@ -61,21 +76,16 @@ def defer_weight_grads(
     Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that does not exist, for another
     value of `until`, and for a table whose REDUCE_GRAD or RESHARD would come before a delayed W.
     """
-    chosen = _chosen(stages)
+    chosen = frozenset(stages)
+    for stage in chosen:
+        require(ScheduleError, "stages", INTEGER, stage)
     _check_arguments(schedule, chosen, until)
 
     def delayed(leaf: Action) -> bool:
         early = limit is None or (leaf.microbatch or 0) < limit
         return leaf.stage in chosen and leaf.kind in (Kind.B, Kind.W) and early
 
-    return _with(schedule, [_deferred(row, delayed, until) for row in schedule.table])
-
-
-def _chosen(stages: Iterable[int]) -> frozenset[int]:
-    numbers = list(stages)
-    for stage in numbers:
-        require(ScheduleError, "stages", INTEGER, stage)
-    return frozenset(numbers)
+    return replace(schedule, table=tuple(_deferred(row, delayed, until) for row in schedule.table))
 
 
 def _check_arguments(schedule: Schedule, stages: frozenset[int], until: str) -> None:
@@ -93,7 +103,8 @@ def _check_arguments(schedule: Schedule, stages: frozenset[int], until: str) -> 
 
 
 def _deferred(row: Row, selected: Selector, until: str) -> Row:
-    last_forward = max((at for at, cell in enumerate(row) if cell and _has(cell, Kind.F)), default=-1)
+    forwards = [at for at, cell in enumerate(row) if cell and any(leaf.kind is Kind.F for leaf in cell.leaves)]
+    last_forward = max(forwards, default=-1)
     cells: list[Action | None] = []
     waiting: deque[Action] = deque()
     for column, action in enumerate(row):
@@ -105,10 +116,6 @@ def _deferred(row: Row, selected: Selector, until: str) -> Row:
     while cells and cells[-1] is None:
         cells.pop()
     return (*cells, *waiting)
-
-
-def _has(action: Action, kind: Kind) -> bool:
-    return any(leaf.kind is kind for leaf in action.leaves)
 
 
 def _split(action: Action | None, selected: Selector) -> tuple[Action | None, list[Action]]:
@@ -123,7 +130,3 @@ def _split(action: Action | None, selected: Selector) -> tuple[Action | None, li
     if action is None or len(rest) < 2:
         return (rest[0] if rest else None), weights
     return action._replace(parts=tuple(rest)), weights
-
-
-def _with(schedule: Schedule, rows: Iterable[Row]) -> Schedule:
-    return replace(schedule, table=tuple(rows))

@@ -35,12 +35,8 @@ SortKey = Callable[[int, Action], int]
 @checked(ScheduleError, schedule=SCHEDULE)
 def unbatch_p2p(schedule: Schedule) -> Schedule:
     """The schedule without batches; sends and receives outside of batches stay in place."""
-    apart = _apart(schedule, _by_parity)
+    apart = _apart(schedule, lambda rank, leaf: int((leaf.kind in SENDS) == bool(rank % 2)))
     return _apart(schedule, _by_order(schedule)) if find_cycle(ScheduleUnderCheck.of(apart)) else apart
-
-
-def _by_parity(rank: int, leaf: Action) -> int:
-    return int((leaf.kind in SENDS) == bool(rank % 2))
 
 
 def _by_order(schedule: Schedule) -> SortKey:

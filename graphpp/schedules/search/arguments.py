@@ -38,16 +38,19 @@ def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
     if not all(isinstance(cap, int | float) and cap == cap for cap in caps):
         raise ScheduleError(f"memory_cap={memory_cap!r} is no number of bytes; give one, or one for each of {ranks} ranks")
     if len(caps) != ranks:
-        raise ScheduleError(
-            f"memory_cap gives {len(caps)} ranks their bytes, but there are {ranks}; give one or {ranks}"
-        )
+        raise ScheduleError(f"memory_cap gives {len(caps)} ranks their bytes, but there are {ranks}; give one or {ranks}")
     return [float(cap) for cap in caps]
 
 
 def placements(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
     """The placements to try, each a mapping stage -> rank."""
     if isinstance(placement, Mapping) and all(map(INDEX.accepts, (*placement, *placement.values()))):
-        return [_checked_placement(stages, placement, ranks)]
+        if sorted(placement) != list(range(stages)):
+            raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
+        for stage, rank in placement.items():
+            if rank >= ranks:
+                raise ScheduleError(f"the placement puts stage {stage} on rank {rank}; ranks are 0..{ranks - 1}")
+        return [{stage: placement[stage] for stage in range(stages)}]
     if isinstance(placement, Mapping) or placement not in (None, "loop", "v"):
         raise ScheduleError(f"unknown placement {shown(placement)}; take 'loop', 'v', a mapping stage -> rank, or None")
     if stages < 1 or stages % ranks:
@@ -60,15 +63,6 @@ def placements(stages: int, placement: str | Home | None, ranks: int) -> list[di
     if placement is None:
         return [loop] if loop == v else [v, loop]
     return [loop if placement == "loop" else v]
-
-
-def _checked_placement(stages: int, placement: Home, ranks: int) -> dict[int, int]:
-    if sorted(placement) != list(range(stages)):
-        raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
-    for stage, rank in placement.items():
-        if not 0 <= rank < ranks:
-            raise ScheduleError(f"the placement puts stage {stage} on rank {rank}; ranks are 0..{ranks - 1}")
-    return {stage: placement[stage] for stage in range(stages)}
 
 
 def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Schedule:

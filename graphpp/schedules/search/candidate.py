@@ -3,7 +3,7 @@
 Contract
     `Candidate` has the order of forwards and backwards of each rank, and the forms of its backwards; `EvaluatedOrder` adds the
     times, and the rows with the weight gradients in place. `operation_costs` gives times and bytes of each operation in the
-    forms that the candidate chose.
+    forms that the candidate chose. Every solution of the search is `Timed`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Fill = tuple[int, int]
 class Candidate:
     """An order to evaluate. `whole[x]`: 1 where operation N + x is a whole backward.
 
-    `patience[rank]`: a pending weight gradient fills a wait of at least this share of its own time; 1 never delays the next
-    operation, 0 fills every wait. `beside[x]`: 1 where the backward N + x runs together with the forward that follows it in the
-    order, if one follows; empty where no pair is allowed.
+    `patience[rank]`: a pending weight gradient fills a wait of at least this share of its own time, so 1 never delays the next
+    operation. `beside[x]`: 1 where the backward N + x runs together with the forward that follows it in the order, if one
+    follows; empty where no pair is allowed.
     """
 
     orders: list[list[int]]
@@ -42,20 +42,37 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class EvaluatedOrder:
+class Timed:
+    """A solution with its times. `total`: the makespan plus the mean time at which the ranks finish."""
+
+    problem: Problem
+    candidate: Candidate
+    makespan: float
+    total: float
+
+    @property
+    def end(self) -> tuple[float, float]:
+        """The makespan and `total` in the units of the costs."""
+        return self.makespan * self.problem.unit, self.total * self.problem.unit
+
+    @property
+    def is_optimal(self) -> bool:
+        """True if no table can end sooner."""
+        return self.makespan <= self.problem.bound() * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class EvaluatedOrder(Timed):
     """A candidate with its times. `orders`: those of the candidate, or complete rows.
 
     `ends[op]`: the end of each operation of `orders`; `weights[rank]`: the weight gradients that stand in no order, as they
-    run, and `fills[rank]` where; `value`: the makespan plus the mean time at which the ranks finish.
+    run, and `fills[rank]` where.
     """
 
-    candidate: Candidate
     orders: Sequence[list[int]]
     ends: list[float]
     weights: list[list[int]]
     fills: list[list[Fill]]
-    makespan: float
-    value: float
 
     @cached_property
     def rows(self) -> list[list[int]]:

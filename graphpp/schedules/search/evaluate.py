@@ -3,7 +3,7 @@
 Contract
     in    a `Candidate`: per rank the order of its operations, which backwards are whole, and how long a wait must be for a
           weight gradient to fill it
-    out   an `EvaluatedOrder`; None if the order needs more memory than a rank has, or deadlocks, or its value is above `limit`
+    out   an `EvaluatedOrder`; None if the order needs more memory than a rank has, or deadlocks, or its total is above `limit`
 
 `evaluate_order` is for orders of forwards and backwards: a weight gradient runs where its rank would wait long enough, where an
 operation needs its bytes, or at the end. `evaluate_rows` is for complete rows, in which all operations have their places. The
@@ -54,8 +54,8 @@ def _evaluate(
     if not walk.run(mates, limit) or not walk.finish():
         return None
     makespan = max(walk.free)
-    value = makespan + sum(walk.free) / problem.ranks
-    return EvaluatedOrder(candidate, orders, walk.ends, walk.weights, walk.fills, makespan, value)
+    total = makespan + sum(walk.free) / problem.ranks
+    return EvaluatedOrder(problem, candidate, makespan, total, orders, walk.ends, walk.weights, walk.fills)
 
 
 class _Walk:

@@ -2,7 +2,7 @@
 
 Contract
     in    a sequence of a problem's elements, the forms of its backwards, and optionally a `Sequenced` that begins alike
-    out   a `Sequenced`; None if a rank needs more bytes than it has, or if the value of the sequence is above `limit`
+    out   a `Sequenced`; None if a rank needs more bytes than it has, or if the total of the sequence is above `limit`
 
 A sequence has every element behind those that it reads, so one pass gives all times. `Sequenced.states` has the state of the
 ranks before every `Elements.every`th element, from which a sequence that begins alike goes on. Sequences with pairs are
@@ -11,13 +11,13 @@ evaluated as rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, operation_costs
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, Fill, Timed, operation_costs
 from graphpp.schedules.search.evaluate import evaluate_rows
 from graphpp.schedules.search.sequence import Elements
 
@@ -35,35 +35,39 @@ _Operation = tuple[int, int, int, float, float, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Sequenced:
-    """A sequence with its times, as in `EvaluatedOrder`."""
+class Sequenced(Timed):
+    """A sequence with its times. `ends[op]`: the end of each operation."""
 
     elements: Elements
-    candidate: Candidate
     sequence: list[int]
     ends: list[float]
-    makespan: float
-    total: float
     states: list[_State]
-
-    @property
-    def value(self) -> tuple[float, float]:
-        """The makespan, and the makespan plus the mean end of the ranks, in the units of the costs."""
-        unit = self.elements.problem.unit
-        return self.makespan * unit, self.total * unit
-
-    @property
-    def is_optimal(self) -> bool:
-        """True if no table can end sooner."""
-        return self.makespan <= self.elements.problem.bound() * (1 + 1e-9)
 
     @cached_property
     def solution(self) -> EvaluatedOrder:
         """The sequence as rows."""
-        rows, none = self.elements.rows(self.sequence), self.elements.problem.ranks
-        return EvaluatedOrder(
-            self.candidate, rows, self.ends, [[] for _ in range(none)], [[] for _ in range(none)], self.makespan, self.total
-        )
+        rows = self.elements.rows(self.sequence)
+        weights: list[list[int]] = [[] for _ in rows]
+        fills: list[list[Fill]] = [[] for _ in rows]
+        return EvaluatedOrder(self.problem, self.candidate, self.makespan, self.total, rows, self.ends, weights, fills)
+
+
+def sequences(elements: Elements, candidate: Candidate, rows: Sequence[list[int]]) -> Iterator[Sequenced]:
+    """The sequences of rows of computations: messages stand as `add_send_recv` has them, and by time early and late."""
+    problem, first = elements.problem, elements.sequence(rows, candidate)
+    found = evaluate_sequence(elements, candidate, first)
+    if found is None:
+        return
+    yield found
+    ends, messages = found.ends, [each for each in first if each >= 3 * problem.count]
+    for late in (False, True) if messages else ():
+        keys = list(ends)
+        for message in messages:
+            reader = message - 3 * problem.count
+            keys[message] = ends[reader] - problem.took[reader] if late else ends[problem.reads[message]]
+        timed = evaluate_sequence(elements, candidate, elements.sorted(first, keys.__getitem__))
+        if timed:
+            yield timed
 
 
 def evaluate_sequence(
@@ -72,7 +76,7 @@ def evaluate_sequence(
     """The times of a sequence. `like`: a sequence whose results are taken as far as it has the same elements and forms."""
     if any(candidate.beside):
         found = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
-        return Sequenced(elements, candidate, sequence, found.ends, found.makespan, found.value, []) if found else None
+        return found and Sequenced(elements.problem, candidate, found.makespan, found.total, elements, sequence, found.ends, [])
     start, every = 0, elements.every
     if like is not None and like.candidate.whole == candidate.whole and like.states:
         other = like.sequence
@@ -110,7 +114,8 @@ def _passed(
                 free[rank] = ends[op] = now + took
         states.append(_State(list(free), list(live), list(least)))
     makespan = max(free)
-    return Sequenced(elements, candidate, sequence, ends, makespan, makespan + sum(free) / ranks, states)
+    total = makespan + sum(free) / ranks
+    return Sequenced(elements.problem, candidate, makespan, total, elements, sequence, ends, states)
 
 
 @lru_cache(maxsize=4)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from graphpp.schedules.search.candidate import Candidate
+from graphpp.schedules.search.candidate import Candidate, operation_time, pair_time
 from graphpp.schedules.search.problem import Problem
 
 
@@ -37,7 +37,8 @@ class _Ranks:
     """
 
     def __init__(self, problem: Problem, candidate: Candidate, window: int) -> None:
-        self.problem, self.whole, self.window = problem, candidate.whole, window
+        self.problem, self.candidate, self.whole, self.window = problem, candidate, candidate.whole, window
+        self.reader = {problem.reads[op]: op for op in range(2 * problem.count)}
         self.orders = [list(order) for order in candidate.orders]
         self.ends = [-1.0] * (2 * problem.count) + [0.0]
         self.at, self.free = [0] * problem.ranks, [0.0] * problem.ranks
@@ -66,7 +67,10 @@ class _Ranks:
                 self._run(rank, order[at : at + 1], now + self._time(order[at]))
             else:
                 order.insert(at + 1, order.pop(mate))
-                self._run_pair(rank, now)
+                order[at : at + 2] = backward, forward = sorted(order[at : at + 2], reverse=True)
+                self.beside[backward - problem.count] = 1
+                start = max(now, self._there(backward), self._there(forward))
+                self._run(rank, order[at : at + 2], start + pair_time(problem, self.candidate, backward, forward))
         else:
             self._weight(rank, now)
 
@@ -101,9 +105,7 @@ class _Ranks:
                 if op // problem.microbatches in overtaken or self._there(op) < 0:
                     return None
                 forward, backward = min(first, op), max(first, op)
-                pair = problem.beside[(backward - count) // problem.microbatches, forward // problem.microbatches]
-                whole = self.whole[backward - count]
-                saving = self._time(first) + self._time(op) - (pair.whole if whole else pair.split)
+                saving = self._time(first) + self._time(op) - pair_time(problem, self.candidate, backward, forward)
                 alive = max(self.live[rank], most if op < count else 0)
                 fits = alive + self._needs(forward) + self._needs(backward) <= problem.cap[rank]
                 return place if fits and self._there(op) - now < saving - 1e-9 else None
@@ -111,17 +113,6 @@ class _Ranks:
             base += size
             most = max(most, base)
         return None
-
-    def _run_pair(self, rank: int, now: float) -> None:
-        """Run the next two operations of the rank together, as soon as the inputs of both are there."""
-        problem, order, at = self.problem, self.orders[rank], self.at[rank]
-        order[at : at + 2] = sorted(order[at : at + 2], reverse=True)
-        backward, forward = order[at : at + 2]
-        x = backward - problem.count
-        self.beside[x] = 1
-        pair = problem.beside[x // problem.microbatches, forward // problem.microbatches]
-        start = max(now, self._there(backward), self._there(forward))
-        self._run(rank, order[at : at + 2], start + (pair.whole if self.whole[x] else pair.split))
 
     def _next(self, rank: int) -> Iterator[tuple[int, int, int]]:
         order, at, problem = self.orders[rank], self.at[rank], self.problem
@@ -142,10 +133,7 @@ class _Ranks:
         return needs.whole if self.whole[op - count] else needs.inputs
 
     def _time(self, op: int) -> float:
-        count = self.problem.count
-        if op >= count and self.whole[op - count]:
-            return self.problem.whole[(op - count) // self.problem.microbatches]
-        return self.problem.took[op]
+        return operation_time(self.problem, self.candidate, op)
 
     def _weight(self, rank: int, now: float) -> None:
         weight = self.weights[rank].pop(0)
@@ -160,29 +148,17 @@ class _Ranks:
             self.ends[op] = end
             self._count_bytes(rank, op)
         heapq.heappush(self.events, (end, rank))
-        for op in ops:
-            for reader in self._readers(op, op % self.problem.count // self.problem.microbatches):
-                other = self.problem.home[reader % self.problem.count // self.problem.microbatches]
-                heapq.heappush(self.events, (max(end + self.problem.lag[reader], self.free[other]), other))
+        for reader in (self.reader[op] for op in ops if op in self.reader):
+            other = self.problem.rank_of(reader)
+            heapq.heappush(self.events, (max(end + self.problem.lag[reader], self.free[other]), other))
 
     def _count_bytes(self, rank: int, op: int) -> None:
         problem, count = self.problem, self.problem.count
         stage = op % count // problem.microbatches
+        change = problem.saved[stage] if op < count else -problem.saved[stage]
         self.at[rank] += 1
-        if op < count:
-            self.base[rank] += problem.saved[stage]
-            self.live[rank] += problem.saved[stage]
-        else:
-            self.base[rank] -= problem.saved[stage]
-            self.live[rank] -= problem.saved[stage]
-            if not self.whole[op - count]:
-                self.live[rank] += problem.kept[stage]
-                self.weights[rank].append(op + count)
-
-    def _readers(self, op: int, stage: int) -> Iterator[int]:
-        step = self.problem.microbatches
-        if op >= self.problem.count:
-            if stage > 0:
-                yield op - step
-        else:
-            yield op + step if stage < self.problem.stages - 1 else op + self.problem.count
+        self.base[rank] += change
+        self.live[rank] += change
+        if op >= count and not self.whole[op - count]:
+            self.live[rank] += problem.kept[stage]
+            self.weights[rank].append(op + count)

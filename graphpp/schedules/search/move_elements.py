@@ -1,59 +1,64 @@
-"""Improve a sequence of computations and messages by moving single elements and pieces of a microbatch.
+"""The steps of local search that move single computations and messages of a sequence; and steps towards fewer bytes.
 
 Contract
-    in    a `Sequenced`, how many steps to take, and a source of randomness
-    out   the best `Sequenced` found; equal for equal arguments on every machine
+    A step moves one element behind or before another one of its rank, with the elements between them that depend on it; or it
+    shifts some successive elements of a microbatch on all their ranks; or it makes a backward whole or split, or pairs a
+    backward with a forward. Weight gradients and messages have places of their own.
 
-A step moves one element behind or before another one of its rank, with the elements between them that depend on it; or it
-shifts some successive elements of a microbatch on all their ranks; or it makes a backward whole or split, or pairs a backward
-with a forward. `local_search` places weight gradients by a rule, and knows no messages; here each has a place of its own. A
-result that is a little worse is accepted, as in `local_search`.
+`save_bytes` moves elements so that the ranks need fewer bytes, and the sequence ends as soon as before. Few steps make a
+rank's peak lower, so of sequences with equal peaks one that has fewer bytes alive after its operations is taken: it is on the
+way to lower peaks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from random import Random
 
-from graphpp.schedules.search.candidate import Candidate
+from graphpp.schedules.search.candidate import Candidate, operation_costs, pair_costs, peaks
 from graphpp.schedules.search.evaluate_sequence import Sequenced, evaluate_sequence
 from graphpp.schedules.search.sequence import Elements
 
 _FARTHEST = 10
 """Places by which one step moves an element in the row of its rank."""
 
-
-def move_elements(start: Sequenced, steps: int, random: Random, heat: float = 0.5) -> Sequenced:
-    """Take `steps` steps, or fewer if a lower bound is reached. `heat`: how much worse is accepted at first, in operations."""
-    moves = Moves(start.elements, random)
-    best = current = start
-    bound = start.elements.problem.bound() * (1 + 1e-9)
-    for step in range(steps):
-        if best.makespan <= bound:
-            break
-        luck = random.random()
-        limit = current.total + heat * moves.unit * (1 - step / steps) * luck * luck * luck * luck
-        neighbour = moves.neighbour(current)
-        found = neighbour and evaluate_sequence(start.elements, *neighbour, limit + 1e-9, current)
-        if found:
-            current = found
-            if (found.makespan, found.total) < (best.makespan - 1e-9, best.total):
-                best = found
-    return best
-
-
 _Neighbour = tuple[Candidate, list[int]]
 
 
+def save_bytes(start: Sequenced, steps: int, random: Random) -> Sequenced:
+    """Take `steps` steps; the result ends no later, and its ranks need no more bytes in sum."""
+    moves, latest = Moves(start.elements, random), start.makespan * (1 + 1e-10)
+    best, least = start, _bytes(start)
+    for _ in range(steps):
+        moved = moves.step(best, 2 * latest)
+        if moved and moved.makespan <= latest:
+            needed = _bytes(moved)
+            if needed <= least:
+                best, least = moved, needed
+    return best
+
+
+def _bytes(solution: Sequenced) -> tuple[int, int]:
+    """The sum of the ranks' peaks, and the sum of the bytes alive after each operation."""
+    problem, candidate, rows = solution.problem, solution.candidate, solution.solution.orders
+    costs = pair_costs(problem, candidate, rows)[0] if candidate.beside else operation_costs(problem, bytes(candidate.whole))
+    alive = sum(sum(accumulate(map(costs.change.__getitem__, row))) for row in rows)
+    return sum(peaks(problem, candidate, rows)), alive
+
+
 class Moves:
-    """The steps of the search."""
+    """The steps that move elements."""
 
     def __init__(self, elements: Elements, random: Random) -> None:
         self.elements, self.problem, self.random = elements, elements.problem, random
-        self.unit = self.problem.period() * self.problem.ranks / (3 * self.problem.stages)
         self.flips = [stage for stage in range(self.problem.stages) if self.problem.prefers_whole(stage)]
+
+    def step(self, current: Sequenced, limit: float) -> Sequenced | None:
+        """A neighbour of a sequence."""
+        neighbour = self.neighbour(current)
+        return evaluate_sequence(self.elements, *neighbour, limit, current) if neighbour else None
 
     def neighbour(self, old: Sequenced) -> _Neighbour | None:
         """Another sequence, or other forms of backwards; None if nothing changes."""

@@ -18,11 +18,10 @@ from math import inf
 from graphpp.arguments import checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.search.arguments import caps_of
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
-from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import Numbered, candidate_of, numbered, rows_of
+from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.tables import Numbered, Tables, candidate_of, numbered, rows_of
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
@@ -57,14 +56,9 @@ def place_weight_grads(
 
 def _placed(problem: Problem, given: Numbered) -> Iterator[Numbered]:
     """The soonest placements."""
-    found = [evaluate_order(problem, each) for each in _candidates(problem, given)]
-    fitting = sorted((each for each in found if each is not None), key=_value)
-    for solution in fitting[:_KEPT]:
-        yield from (numbered(problem, solution, join=join) for join in (True, False))
-
-
-def _value(solution: EvaluatedOrder) -> tuple[float, float]:
-    return solution.makespan, solution.value
+    solutions = filter(None, (evaluate_order(problem, candidate) for candidate in _candidates(problem, given)))
+    for solution in sorted(solutions, key=lambda solution: solution.end)[:_KEPT]:
+        yield from (numbered(solution, join=join) for join in (True, False))
 
 
 def _candidates(problem: Problem, given: Numbered) -> Iterator[Candidate]:

@@ -53,26 +53,20 @@ class Problem:
     microbatches: int
     home: tuple[int, ...]
     took: tuple[float, ...]
-    whole: tuple[float, ...]
-    """The time of a whole backward, per stage."""
+    whole: tuple[float, ...]  # the time of a whole backward, per stage
     reads: tuple[int, ...]
     lag: tuple[float, ...]
     saved: tuple[int, ...]
     kept: tuple[int, ...]
     needs: tuple[Needs, ...]
     cap: tuple[float, ...]
-    count: int
-    """N: the number of forwards."""
-    unit: float
-    """The longest operation's time, in the units of the costs."""
-    overlap: float
-    """The time of a pair as a share of the sum of its parts' times; 1: there are no pairs."""
+    count: int  # N, the number of forwards
+    unit: float  # the longest operation's time, in the units of the costs
+    overlap: float  # the time of a pair as a share of the sum of its parts' times; 1: there are no pairs
     overhead: float
-    blocking: bool
-    """Messages occupy ranks, so the times are estimates."""
+    blocking: bool  # messages occupy ranks, so the times are estimates
     beside: Mapping[tuple[int, int], Pair]
-    messages: tuple[float, ...] = ()
-    """The time for which sends and receives occupy each rank, where they are operations of their own; else empty."""
+    messages: tuple[float, ...] = ()  # the time of each rank's sends and receives, where they are operations of their own
 
     @classmethod
     def of(cls, costs: Costs, home: Mapping[int, int], microbatches: int, cap: Sequence[float]) -> Problem:
@@ -82,7 +76,6 @@ class Problem:
         times, lags = _times(costs, homes), _lags(costs, homes)
         unit = max(map(max, times)) or 1.0
         times, lags = ([[time / unit for time in each] for each in listed] for listed in (times, lags))
-        kept = [stage.saved_bytes if stage.kept_bytes is None else stage.kept_bytes for stage in costs.stages]
         spread = [value for per_stage in times[:3] for value in per_stage for _ in range(microbatches)]
         return cls(
             len(cap),
@@ -94,7 +87,7 @@ class Problem:
             _reads(stages, microbatches),
             tuple(value for per_stage in lags for value in per_stage for _ in range(microbatches)),
             tuple(stage.saved_bytes for stage in costs.stages),
-            tuple(kept),
+            tuple(stage.bytes_after_input_grad for stage in costs.stages),
             tuple(Needs(*(stage.change(kind)[0] for kind in (Kind.F, Kind.I, Kind.W, Kind.B))) for stage in costs.stages),
             tuple(cap),
             stages * microbatches,
@@ -137,6 +130,10 @@ class Problem:
         """The time between microbatches if the busiest rank never waits."""
         return max(sum(map(self.least, self.on(rank))) for rank in range(self.ranks))
 
+    def operation_length(self) -> float:
+        """The mean time of an F, I or W."""
+        return self.period() * self.ranks / (3 * self.stages)
+
     def prefers_whole(self, stage: int) -> bool:
         """True if a whole backward has an advantage: less time, or fewer bytes."""
         _, inputs, weights = self.stage_times(stage)
@@ -167,15 +164,10 @@ class Problem:
 def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
     """Per stage: forward, input gradients, weight gradients, whole backward; each with the messages that occupy its rank."""
     forward, inputs = _occupied(costs, home)
-    extra = costs.overhead
+    occupied = ((Kind.F, forward), (Kind.I, inputs), (Kind.W, [0.0] * len(home)), (Kind.B, inputs))
     return [
-        [stage.forward + occupied + extra for stage, occupied in zip(costs.stages, forward, strict=True)],
-        [stage.input_grad + occupied + extra for stage, occupied in zip(costs.stages, inputs, strict=True)],
-        [stage.weight_grad + extra for stage in costs.stages],
-        [
-            (stage.input_grad + stage.weight_grad if stage.backward is None else stage.backward) + occupied + extra
-            for stage, occupied in zip(costs.stages, inputs, strict=True)
-        ],
+        [stage.of(kind) + messages + costs.overhead for stage, messages in zip(costs.stages, each, strict=True)]
+        for kind, each in occupied
     ]
 
 
@@ -214,9 +206,8 @@ def _occupied(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[floa
 def _lags(costs: Costs, home: Sequence[int]) -> list[list[float]]:
     """Per stage, for forward, input and weight gradients: the time from the end of an input's maker until the reader can start.
 
-    A blocking receive is part of its reader's time and begins with its send, which is part of its maker's time; so the reader
-    can start one message time before the end of the maker. The overhead before an action is part of its time too; a rank that
-    waits spends the overhead while it waits.
+    A blocking receive is part of its reader's time, its send of its maker's time, and both begin together; so the reader can
+    start one message time before the end of the maker. A rank that waits spends the overhead of its next action while it waits.
     """
     sign = -1 if costs.blocking else 1
     up, down = _messages(costs, home)

@@ -8,13 +8,13 @@ Contract
 
     1. start orders: stable patterns (`start_patterns.py`) and every named schedule, each also with its waits filled
        (`fill_waits.py`)
-    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest, and then by moving
-       single operations, weight gradients included (`search_sequences.py`). Where messages occupy ranks (`Costs.blocking`),
-       this search alone has sends and receives, each at a place of its own; the steps before it estimate them. The best
-       result is also moved towards fewer bytes
+    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest: first by shifting
+       pieces of microbatches, then by moving single operations, weight gradients included (`move_elements.py`). Where messages
+       occupy ranks (`Costs.blocking`), the second search alone has sends and receives, each at a place of its own; the first
+       one estimates them. The best result is also moved towards fewer bytes
     3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
        with such pairs; the tables without pairs are starts there, so the result is never behind them
-    4. the exact times of the results and of the named schedules are compared (`choose_table.py`); the one that ends soonest
+    4. the exact times of the results and of the named schedules are compared (`tables.py`); the one that ends soonest
        wins
 
 Equal arguments give an equal table on every machine: the search counts steps, not seconds.
@@ -22,9 +22,10 @@ Equal arguments give an equal table on every machine: the search counts steps, n
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from math import inf
 from random import Random
 
@@ -32,46 +33,38 @@ from graphpp.arguments import COUNT, INTEGER, NUMBER, TEXT, Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.search.arguments import (
-    Home,
-    caps_of,
-    check_size,
-    placements,
-    too_tight,
-)
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, peaks
-from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, numbered
+from graphpp.schedules.search.arguments import Home, caps_of, check_size, placements, too_tight
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
 from graphpp.schedules.search.evaluate import evaluate_order
-from graphpp.schedules.search.evaluate_sequence import Sequenced
+from graphpp.schedules.search.evaluate_sequence import Sequenced, sequences
 from graphpp.schedules.search.fill_waits import fill_waits
-from graphpp.schedules.search.local_search import local_search
-from graphpp.schedules.search.pause_collector import paused_collector
+from graphpp.schedules.search.local_search import Shifts, distinct, search_in_rounds
+from graphpp.schedules.search.move_elements import Moves, save_bytes
 from graphpp.schedules.search.problem import Problem, with_messages
-from graphpp.schedules.search.search_sequences import is_worth_moving, search_sequences, sequences
 from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns
+from graphpp.schedules.search.tables import Numbered, Tables, apart, candidate_of, numbered
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import Schedule
 
-Found = tuple[Problem, EvaluatedOrder]
-
 _EFFORT, _MOST_STEPS = 1_000_000, 20_000
-"""Search steps times forwards, which take a few seconds; and the most steps, since small problems need fewer."""
-_ROUNDS = (6, 3, 1)
-"""The number of solutions that continue in each round; all rounds take the same number of steps."""
+"""Steps of the first search times forwards, which take a few seconds; and the most steps, since small problems need fewer."""
+_MORE_MOVES, _MOST_MOVED = 2, 3_333
+"""The second search takes so many times as many steps, if a problem has at most so many forwards: else they are too few."""
+_RESULTS, _SAVING = 3, 0.05
+"""The number of its sequences that become tables, and the steps that save bytes as a share of the others."""
+_STARTS = 6
+"""The number of solutions from which the first search starts."""
 _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
-_FRUGAL, _LESS = 100, 0.95
-"""The number of candidates that are tried for fewer bytes once the best end is reached; each must need less than that share."""
 _FILL_EFFORT = 80_000
 """Forwards of all the solutions whose waits are filled, or whose messages get places; at least two solutions are taken."""
 
 
-_TIMES = Accepted("a number from 0 to 1000", lambda value: NUMBER.accepts(value) and 0 <= value <= 1000)  # type: ignore[operator]
+_EFFORTS = Accepted("a number from 0 to 1000", lambda value: NUMBER.accepts(value) and 0 <= value <= 1000)  # type: ignore[operator]
 
 
-@checked(ScheduleError, costs=COSTS, ranks=COUNT, microbatches=COUNT, seed=INTEGER, effort=_TIMES, name=TEXT)
+@checked(ScheduleError, costs=COSTS, ranks=COUNT, microbatches=COUNT, seed=INTEGER, effort=_EFFORTS, name=TEXT)
 def schedule_auto(
     costs: Costs,
     memory_cap: int | Sequence[int] | None = None,
@@ -109,6 +102,18 @@ def schedule_auto(
     return best
 
 
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Run the body without collections of reference cycles: the search makes millions of tuples and hardly any cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 # ---------------------------------------------------------------------------------- the search
 
 
@@ -116,29 +121,32 @@ def _searched(
     problems: Sequence[Problem], given: Sequence[Numbered], costs: Costs, random: Random, effort: float
 ) -> list[Numbered]:
     """Tables for the problems, which differ in their placement, found from patterns and from the given tables."""
-    starts: list[Found] = []
+    starts: list[EvaluatedOrder] = []
     for problem in problems:
-        alike = [each for each in given if each.home == problem.home]
-        starts += [(problem, solution) for solution in _starts(problem, alike, random)]
-    found = _improved(starts, effort, random)
-    moved = search_sequences(_as_sequences(problems, [*found, *starts], given, costs), random, effort)
-    solutions = [*(found if not costs.blocking else []), *((each.elements.problem, each.solution) for each in moved)]
-    return [numbered(*each, join=join) for each in solutions for join in (False, True)]
+        starts += _starts(problem, [each for each in given if each.home == problem.home], random)
+    steps = min(_MOST_STEPS, _EFFORT / problems[0].count) * effort
+    orders = search_in_rounds(starts, steps, lambda order: Shifts(order.problem, random))
+    placed = distinct(_as_sequences(problems, [*orders, *starts], given, costs))
+    if placed and problems[0].count <= _MOST_MOVED:
+        moved = search_in_rounds(placed, _MORE_MOVES * steps, lambda sequence: Moves(sequence.elements, random))
+        placed = [save_bytes(moved[0], int(_SAVING * _MORE_MOVES * steps), random), *moved]
+    solutions = [*(orders if not costs.blocking else []), *(each.solution for each in placed[:_RESULTS])]
+    return [numbered(each, join=join) for each in solutions for join in (False, True)]
 
 
 def _as_sequences(
-    problems: Sequence[Problem], found: Sequence[Found], given: Sequence[Numbered], costs: Costs
+    problems: Sequence[Problem], orders: Sequence[EvaluatedOrder], given: Sequence[Numbered], costs: Costs
 ) -> Iterator[Sequenced]:
     """The solutions as sequences; with messages where these occupy ranks, and then the given tables too.
 
     The times of the solutions only estimate such messages, so the best solution may come from any of them.
     """
     for problem in problems:
-        if not costs.blocking and not is_worth_moving(problem):
+        if not costs.blocking and problem.count > _MOST_MOVED:
             continue
         elements = Elements.of(with_messages(problem, costs) if costs.blocking else problem)
         most = max(2, _FILL_EFFORT // problem.count)
-        own = {id(each): (each.candidate, each.rows) for each in [each for of, each in found if of is problem][:most]}
+        own = {id(each): (each.candidate, each.rows) for each in [each for each in orders if each.problem is problem][:most]}
         named = [(each.candidate, each.computations()) for each in given if costs.blocking and each.home == problem.home]
         for candidate, rows in (*own.values(), *named[:most]):
             yield from sequences(elements, apart(problem, candidate), rows)
@@ -147,12 +155,13 @@ def _as_sequences(
 def _starts(problem: Problem, given: Sequence[Numbered], random: Random) -> list[EvaluatedOrder]:
     """Solutions to start the search from, with different values, the best first."""
     most = max(2, _FILL_EFFORT // problem.count)
-    keep = min(_FILLED, max(_ROUNDS[0], most))
+    keep = min(_FILLED, max(_STARTS, most))
     known = _best(problem, (candidate_of(problem, each) for each in given), keep)
     for whole in _wholes(problem):
         known += _best(problem, start_patterns(problem, whole, random), keep)
-    filled = (fill_waits(problem, each.candidate, window) for each in _best_of(known, most) for window in _WINDOWS)
-    return _different(known + _best(problem, filled, _ROUNDS[0]), _ROUNDS[0])
+    best = sorted(known, key=lambda each: each.end)[:most]
+    filled = (fill_waits(problem, each.candidate, window) for each in best for window in _WINDOWS)
+    return distinct(known + _best(problem, filled, _STARTS))[:_STARTS]
 
 
 def _wholes(problem: Problem) -> list[bytearray]:
@@ -165,58 +174,13 @@ def _wholes(problem: Problem) -> list[bytearray]:
 
 
 def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[EvaluatedOrder]:
-    """The best of the candidates that can run; one that reaches the lower bound is enough, with as few bytes as are found."""
+    """The best of the candidates that can run; one that reaches the lower bound is enough."""
     found: list[EvaluatedOrder] = []
-    bound = problem.bound() * (1 + 1e-9)
-    left = iter(candidates)
-    for candidate in left:
-        limit = 1.02 * found[-1].value if len(found) == most else inf
+    for candidate in candidates:
+        limit = 1.02 * found[-1].total if len(found) == most else inf
         solution = evaluate_order(problem, candidate, limit)
         if solution:
-            found = _different([*found, solution], most)
-        if found and found[0].makespan <= bound:
-            return found if problem.blocking else [_most_frugal(problem, found[0], islice(left, _FRUGAL))]
-    return found
-
-
-def _most_frugal(problem: Problem, best: EvaluatedOrder, candidates: Iterable[Candidate]) -> EvaluatedOrder:
-    """A candidate that ends as soon as `best`, which no other table can beat, with fewer bytes on each rank; or `best`."""
-    bound = problem.bound() * (1 + 1e-9)
-    less = _with_less(problem, best)
-    for candidate in candidates:
-        found = evaluate_order(less, candidate, 2 * bound)
-        if found and found.makespan <= bound:
-            best, less = found, _with_less(problem, found)
-    return best
-
-
-def _with_less(problem: Problem, solution: EvaluatedOrder) -> Problem:
-    """The problem under caps a little below the bytes that a solution needs."""
-    return replace(problem, cap=tuple(_LESS * each for each in peaks(problem, solution.candidate, solution.rows)))
-
-
-def _best_of(solutions: Sequence[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:
-    return sorted(solutions, key=lambda each: (each.makespan, each.value))[:most]
-
-
-def _different(solutions: Iterable[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:
-    """The best solutions, one for each pair of makespan and value; solutions equal in both are most often the same table."""
-    kept = {(round(each.makespan, 6), round(each.value, 6)): each for each in solutions}
-    return [kept[key] for key in sorted(kept)][:most]
-
-
-def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]:
-    """In every round fewer solutions are searched, each for longer. The best comes first."""
-    found = sorted(starts, key=_end)
-    for width in _ROUNDS if found else ():
-        found = found[:width]
-        if any(solution.makespan <= problem.bound() * (1 + 1e-9) for problem, solution in found):
+            found = distinct([*found, solution])[:most]
+        if found and found[0].is_optimal:
             break
-        steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort / len(_ROUNDS) / width)
-        found = sorted(((problem, local_search(problem, each, steps, random)) for problem, each in found), key=_end)
     return found
-
-
-def _end(found: Found) -> float:
-    problem, solution = found
-    return solution.makespan * problem.unit

@@ -1,7 +1,7 @@
 """One order of the operations of all ranks: the form in which the search moves single operations and messages.
 
 Contract
-    A sequence has the computations of all ranks, and the messages between them where messages occupy ranks (`messages.py`).
+    A sequence has the computations of all ranks, and the messages between them where they occupy ranks (`with_messages`).
     Each element stands after the elements that it reads. A message stands there once, by the number of its SEND: the rows of
     both its ranks have the message at that place. So all messages have one total order, and no two ranks wait for each other,
     even where a send waits for its receive. Every table that `graphpp.schedules.check.checker.check` accepts has such a
@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
 
 from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.problem import Problem
-from graphpp.schedules.table.in_order import Stuck
+from graphpp.schedules.table.in_order import in_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,34 +71,14 @@ class Elements:
     def sequence(self, rows: Sequence[Sequence[int]], candidate: Candidate) -> list[int]:
         """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it.
 
-        The messages of a pair follow the pair, the forward's first. In every round each rank runs at most one cell, as in
-        `in_order`; a rank is looked at again when the element that it waits for has run.
+        The messages of a pair follow the pair, the forward's first.
         """
-        found: list[int] = []
-        done = bytearray(len(self.before))
-        left = [_cells(candidate, row)[::-1] for row in rows]
-        now, later, waiting = list(range(len(left))), list[int](), dict[int, list[int]]()
-        while now:
-            rank = heappop(now)
-            cell = left[rank][-1] if left[rank] else ()
-            missing = next((need for op in cell for need in self.reads[op] if not done[need]), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-            elif cell:
-                left[rank].pop()
-                later.append(rank)
-                for each in (*cell, *(self.sends[op] for op in reversed(cell) if op in self.sends)):
-                    found.append(each)
-                    done[each] = 1
-                    for other in waiting.pop(each, ()):
-                        if other > rank:
-                            heappush(now, other)
-                        else:
-                            later.append(other)
-            if not now:
-                now, later = sorted(later), now
-        if any(left):
-            raise Stuck({rank: rest[-1] for rank, rest in enumerate(left) if rest})
+        found, done = list[int](), bytearray(len(self.before))
+        cells = (_cells(candidate, row) for row in rows)
+        for _, cell in in_order(cells, lambda _, cell: all(done[need] for op in cell for need in self.reads[op])):
+            for each in (*cell, *(self.sends[op] for op in reversed(cell) if op in self.sends)):
+                found.append(each)
+                done[each] = 1
         return found
 
     @cached_property

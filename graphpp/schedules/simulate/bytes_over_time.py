@@ -4,8 +4,7 @@ Contract
     in   the events of a table, simulated or measured, the costs and the state of `check/step_memory.py`
     out  for each rank (time, bytes by kind), each pair valid until the next one. The highest sum is the rank's `StepPeak`.
          `memory_curves` has these sums, of activations and messages alone
-    Bytes change in the order of the row. The action of a row that overlaps a later one (a gather, a reduction) changes them at
-    its place in the row, and no earlier than the action before it.
+    Bytes change in the order of the row, also those of a gather or a reduction that overlaps a later action.
 """
 
 from __future__ import annotations

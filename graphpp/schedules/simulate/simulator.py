@@ -5,22 +5,21 @@ Contract
     out   a `Timeline`; or `ScheduleError` where ranks wait for each other forever, naming the action at which each stops
 
 A rank runs its row in order. An action starts when its rank is free and its inputs have arrived. A value for another rank
-arrives one message time after the end of its computation, or after its SEND where the table has one. Nothing else delays
-a message: channels have room for any number of messages, and a receive need not be posted before the send. With
-`costs.blocking` a SEND occupies its rank for the message time, and a RECV occupies its own rank until the message has
+arrives one message time after the end of its computation, or after its SEND where the table has one; channels take any number
+of messages. With `costs.blocking` a SEND occupies its rank for the message time, and a RECV its own until the message has
 ended; a compute-only table gets sends and receives first. The messages of a batch run concurrently.
-
-Gathers and reductions of sharded stages run on a line of their own, one after the other in the order of the row, while the rank
-computes: UNSHARD and REDUCE_GRAD only start them. The first computation after an UNSHARD waits for the gather of its stage, and
-the step for all reductions. Their events last as long as they occupy the line, not the rank.
+Gathers and reductions of sharded stages run on a line of their own, in the order of the row, while the rank computes: UNSHARD
+and REDUCE_GRAD only start them. The first computation after an UNSHARD waits for the gather of its stage, and the step for all
+reductions. Their events last as long as they occupy the line, not the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from graphpp.arguments import one_of, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.simulate.bytes_over_time import memory_curves
@@ -30,12 +29,13 @@ from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.in_order import Stuck, in_order
 from graphpp.schedules.table.schedule import Schedule
 
+_DRAWABLE = one_of(Schedule, Timeline, takes="a graphpp.Schedule or a graphpp.Timeline")
+
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of one step: events, makespan, bubble and peak bytes per rank, in the units of `costs`.
 
-    Raises `ScheduleError` if the costs are for another number of stages, and if the table cannot run to its end
-    (`graphpp.schedules.check.checker.check` says more about a wrong table).
+    Raises `ScheduleError` if the costs are for another number of stages, and if the table cannot run to its end.
     """
     if len(costs.stages) != schedule.stages:
         raise ScheduleError(
@@ -44,18 +44,30 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         )
     if costs.blocking and not schedule.has_communication:
         schedule = add_send_recv(schedule)
-    _check_stages(schedule)
+    strange = next((stage for stage in schedule.rank_of_stage if not 0 <= stage < schedule.stages), None)
+    if strange is not None:
+        raise ScheduleError(f"{schedule.name!r}: there is no stage {strange} of {schedule.stages}")
     machine = _Machine(schedule, costs)
     machine.run()
     events = tuple(event for rank in machine.ranks for event in sorted(rank.events, key=lambda event: event.start))
     return Timeline(schedule, events, memory_curves(schedule, events, costs))
 
 
-def _check_stages(schedule: Schedule) -> None:
-    """Raise `ScheduleError` if the table has an action of a stage that does not exist."""
-    for stage, rank in schedule.rank_of_stage.items():
-        if not 0 <= stage < schedule.stages:
-            raise ScheduleError(f"{schedule.name!r}, rank {rank}: there is no stage {stage} of {schedule.stages}")
+def timelines_of(drawn: Sequence[Schedule | Timeline], costs: Costs | None = None) -> list[Timeline]:
+    """The timelines, and the simulated steps of schedules: with `costs`, else with F = I = W = 1 for each rank and microbatch.
+
+    The unit of the latter is "units". Raises `ScheduleError` for anything else, and for tables that `simulate` refuses.
+    """
+    for each in drawn:
+        require(ScheduleError, "drawn", _DRAWABLE, each)
+    return [each if isinstance(each, Timeline) else _step(each, costs) for each in drawn]
+
+
+def _step(schedule: Schedule, costs: Costs | None) -> Timeline:
+    if costs is not None:
+        return simulate(schedule, costs)
+    unit = Costs.unit(schedule.stages, schedule.ranks) if schedule.stages else Costs(())
+    return replace(simulate(schedule, unit), unit="units")
 
 
 class _PostSends(NamedTuple):
@@ -79,11 +91,8 @@ def _steps(action: Action) -> tuple[_Step, ...]:
 
 @dataclass
 class _RankState:
-    """`free`: when the rank can start its next action.
-
-    `line_free`: when its next gather or reduction can start; `gathered`: when the parameters of a stage are there; `unreduced`:
-    the stages with gradients that are not reduced yet.
-    """
+    """When the rank is `free`, and the line of its gathers and reductions; when the parameters of a stage are `gathered`; the
+    stages with gradients that are not reduced yet."""
 
     free: float = 0.0
     line_free: float = 0.0

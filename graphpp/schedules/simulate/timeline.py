@@ -60,3 +60,9 @@ class Timeline:
     def peak_bytes(self, rank: int) -> int:
         """The most bytes alive on a rank at any time; 0 if the timeline has no memory curves."""
         return max((count for _, count in self.memory[rank]), default=0) if self.memory else 0
+
+
+def stages_of_ranks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank, ascending."""
+    homes = schedule.rank_of_stage
+    return tuple(tuple(sorted(stage for stage in homes if homes[stage] == rank)) for rank in range(schedule.ranks))

@@ -1,8 +1,8 @@
 """One instruction of a schedule, written as `torch.distributed.pipelining` writes it.
 
 Contract
-    An action says which stage runs which kind of work on which microbatch. Actions are hashable values. Text and value
-    are one-to-one: `str(parse(text)) == text` and `parse(str(action)) == action`.
+    An action says which stage runs which kind of work on which microbatch. Text and value are one-to-one:
+    `str(parse(text)) == text` and `parse(str(action)) == action`.
 
         2F0                       stage 2 runs the forward of microbatch 0
         2B0   2I0   2W0           its backward: whole, input gradients only, weight gradients only (B = I + W)
@@ -128,8 +128,7 @@ def message(action: Action, stages: int) -> tuple[Action, Action] | None:
 def inputs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
     """For each value that a computation reads, the computations of which any one makes that value.
 
-    A B or an I reads the activations that its own stage's forward saved, and a W reads the values that its I left. The values
-    of the neighbouring stage are those of `upstream`.
+    A B or an I reads what its own stage's forward saved, a W what its I left, and all of them the values of `upstream`.
     """
     own = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
     makers = upstream(action, stages)
@@ -152,15 +151,15 @@ def peer(message: Action) -> Action:
 
 def has_right_parts(action: Action) -> bool:
     """Whether an action has parts exactly if its kind asks for parts, and only single actions of the kinds allowed there."""
-    allowed = WITH_PARTS.get(action.kind, frozenset())
-    return bool(allowed) == bool(action.parts) and all(not part.parts and part.kind in allowed for part in action.parts)
+    if not action.parts:
+        return action.kind not in WITH_PARTS
+    return all(not part.parts and part.kind in WITH_PARTS.get(action.kind, ()) for part in action.parts)
 
 
 def parse(text: str) -> Action:
-    """Read one action, strictly: no blanks, no leading zeros, nothing left over.
+    """Read one action, strictly, unlike torch's `_Action.from_str`: no blanks, no leading zeros, nothing left over.
 
-    Raises `ScheduleError` naming the column in `text`, counted from 1. torch's `_Action.from_str` accepts `2F0junk`, `2F` and
-    overlaps with unknown parts; this function does not.
+    Raises `ScheduleError` naming the column in `text`, counted from 1.
     """
     action, end = _compound(text) if text.startswith("(") else _plain(text, 0)
     if end != len(text):

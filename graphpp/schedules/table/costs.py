@@ -3,8 +3,7 @@
 Contract
     Times are in seconds, or all of them in another unit; bytes are per microbatch. A stage's activations live from the
     start of its F to the end of its B. Where the backward is split, `saved_bytes` live until the end of I, and from then
-    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`). `check/live_values.py` says when the
-    values between two stages are alive.
+    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`).
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ class StageCosts:
         return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
 
 
-_NUMBERS = Accepted(
-    "a tuple of seconds", lambda value: isinstance(value, tuple | list) and all(map(NUMBER.accepts, value))
+_TIME = Accepted("a finite number, 0 or more", lambda value: NUMBER.accepts(value) and 0 <= value < inf)  # type: ignore[operator]
+_TIMES = Accepted(
+    "a tuple of finite numbers, 0 or more", lambda value: isinstance(value, tuple | list) and all(map(_TIME.accepts, value))
 )
 _STAGES = Accepted(
     "a tuple of graphpp.StageCosts",
     lambda value: isinstance(value, tuple | list) and all(isinstance(each, StageCosts) for each in value),
 )
-
 
 DEPTH = 2
 """How many messages from one rank to another graphpp's transport has in flight at most."""
@@ -123,24 +122,22 @@ class Costs:
 
     def __post_init__(self) -> None:
         require(ScheduleError, "stages", _STAGES, self.stages)
-        for name, sends in (("sends_forward", self.sends_forward), ("sends_backward", self.sends_backward)):
-            require(ScheduleError, name, _NUMBERS, sends)
-        require(ScheduleError, "overlap", NUMBER, self.overlap)
-        require(ScheduleError, "overhead", NUMBER, self.overhead)
         boundaries = max(len(self.stages) - 1, 0)
-        for name, sends in (("sends_forward", self.sends_forward), ("sends_backward", self.sends_backward)):
-            if len(sends) not in (0, boundaries):
+        by_boundary = {"sends_forward": self.sends_forward, "sends_backward": self.sends_backward}
+        by_stage = {"gathers": self.gathers, "reductions": self.reductions}
+        for name, times in (by_boundary | by_stage).items():
+            require(ScheduleError, name, _TIMES, times)
+        for name in ("overlap", "overhead"):
+            require(ScheduleError, name, _TIME, getattr(self, name))
+        for name, times in by_boundary.items():
+            if len(times) not in (0, boundaries):
                 raise ScheduleError(
-                    f"{name} has the times of {len(sends)} messages, but {len(self.stages)} stages have {boundaries} "
+                    f"{name} has the times of {len(times)} messages, but {len(self.stages)} stages have {boundaries} "
                     "boundaries; give one for each, or none"
                 )
-        for name, times in (("gathers", self.gathers), ("reductions", self.reductions)):
-            require(ScheduleError, name, _NUMBERS, times)
+        for name, times in by_stage.items():
             if len(times) not in (0, len(self.stages)):
                 raise ScheduleError(f"{name} has the times of {len(times)} stages, and there are {len(self.stages)}: give all")
-        times = (*self.sends_forward, *self.sends_backward, *self.gathers, *self.reductions, self.overlap, self.overhead)
-        if not all(0 <= number < inf for number in times):
-            raise ScheduleError("times of messages, gathers, reductions, overlap and overhead are finite numbers, 0 or more")
 
     @classmethod
     @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)

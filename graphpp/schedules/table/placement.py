@@ -17,6 +17,7 @@ from graphpp.arguments import COUNT, INDEX, TEXT, checked, require
 from graphpp.errors import ScheduleError
 
 _STAGES_PER_RANK = "_stages_per_rank"
+_MOST_RANKS, _MOST_FORWARDS = 2**12, 2**20
 G = TypeVar("G", bound=Callable[..., object])
 
 
@@ -28,9 +29,6 @@ def stages_per_rank(count: int, *, alone: int | None = None) -> Callable[[G], G]
         return generator
 
     return declare
-
-
-_MOST_RANKS, _MOST_FORWARDS = 2**12, 2**20
 
 
 def usual_stages(generator: object, ranks: int) -> int:
@@ -98,10 +96,8 @@ def two_per_rank(name: str, ranks: int, stages: int, microbatches: int) -> None:
     """Raise `ScheduleError` unless there are two stages for each rank, placed in a V."""
     check_counts(ranks, stages, microbatches)
     if stages != 2 * ranks:
-        raise ScheduleError(
-            f"{name} runs two stages per rank, rank r having stages r and {2 * ranks - 1} - r: {stages} stages do not "
-            f"fit {ranks} ranks, {2 * ranks} stages would"
-        )
+        placed = f"two stages per rank, rank r having stages r and {2 * ranks - 1} - r"
+        raise ScheduleError(f"{name} runs {placed}: {stages} stages do not fit {ranks} ranks, {2 * ranks} stages would")
 
 
 def round_length(name: str, ranks: int, microbatches: int) -> int:

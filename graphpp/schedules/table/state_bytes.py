@@ -5,16 +5,16 @@ Contract
     in    `StateBytes`: state grouped by the stages that read it; the rank of each stage; over how many ranks it is sharded
     out   `HeldBytes` of each rank: bytes for the whole step, and bytes that come and go with the actions of sharded stages
 
-A rank holds a parameter once, however many of its stages read it. Gradients are summed by stages, so a tied parameter has a
-sum in each stage that makes a gradient of it, and one more at the end of the step. Where parameters are not sharded, gradients
-count for the whole step: `param.grad` keeps their memory from step to step, unless it is set to None in between.
+A rank holds a parameter once, however many of its stages read it. A tied parameter has a sum of gradients in each stage that
+makes one, and one more at the end of the step. Where parameters are not sharded, gradients count for the whole step, since
+`param.grad` keeps their memory.
 
 Where parameters are sharded, a rank holds shards of them and of the sums for good, rows rounded up. Whole parameters go when
 their stages are put away (`frees`), or stay from then on; whole sums go when they are reduced. Where computations gather single
 layers (`layers`), whole parameters and gradients come and go within each of them.
 
-Where gradients are averaged over several ranks in the order of the ranks, a rank receives a part of a sum from each of them,
-together as many bytes as the sum. These stay until the gradients of the step are finished.
+Where gradients are averaged over several ranks in the order of the ranks, a rank receives as many bytes as the sum has, which
+stay until the gradients of the step are finished.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 from graphpp.arguments import COUNT, INDEX, Accepted, require
 from graphpp.errors import ScheduleError
@@ -247,13 +248,8 @@ class _OnRank:
         return len({self._rank_of[stage] for stage in each.readers}) > 1
 
 
-def _of_microbatch(each: StateBytes) -> int:
-    """The gradients that one microbatch makes of whole parameters: they have the dtype of the parameters."""
-    return each.weights
-
-
-def _sums(each: StateBytes) -> int:
-    return each.sums
+_of_microbatch = attrgetter("weights")  # the gradients of one microbatch have the dtype of the parameters
+_sums = attrgetter("sums")
 
 
 def _row_sums(each: StateBytes) -> int:

@@ -7,10 +7,10 @@ from math import gcd
 
 import pytest
 
-from graphpp.cluster_planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
+from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
 
 
-def _all(gpus: int, batch: int, limits: Limits) -> set[MeshShape]:
+def _all(gpus: int, batch: int, limits: MeshLimits) -> set[MeshShape]:
     """By trying all sizes."""
     sizes = range(1, gpus + 1)
     shapes = (MeshShape(*each) for each in product(sizes, repeat=6) if _product(each) == gpus)
@@ -24,7 +24,7 @@ def _product(numbers: tuple[int, ...]) -> int:
     return found
 
 
-def _fits(shape: MeshShape, batch: int, limits: Limits) -> bool:
+def _fits(shape: MeshShape, batch: int, limits: MeshLimits) -> bool:
     return (
         batch % (shape.dp_replicate * shape.dp_shard * shape.ep) == 0
         and shape.pp <= limits.stages
@@ -37,23 +37,24 @@ def _fits(shape: MeshShape, batch: int, limits: Limits) -> bool:
     )
 
 
-def _within_a_machine(shape: MeshShape, limits: Limits) -> bool:
+def _within_a_machine(shape: MeshShape, limits: MeshLimits) -> bool:
     """Whether parameters are sharded over as many ranks of a machine as divide the data ranks."""
     return shape.dp_shard == gcd(shape.dp_replicate * shape.dp_shard, max(1, limits.domain // shape.stride("dp_shard")))
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 6, 8])
 @pytest.mark.parametrize(
-    "limits", [Limits(4), Limits(8, experts=6, tp=8, cp=2), Limits(2, tp=8, domain=2), Limits(1, experts=4, cp=4)]
+    "limits",
+    [MeshLimits(4), MeshLimits(8, experts=6, tp=8, cp=2), MeshLimits(2, tp=8, domain=2), MeshLimits(1, experts=4, cp=4)],
 )
-def test_every_shape_that_fits_is_found_once(gpus: int, limits: Limits) -> None:
+def test_every_shape_that_fits_is_found_once(gpus: int, limits: MeshLimits) -> None:
     found = list(mesh_shapes(gpus, 24, limits))
     assert len(found) == len(set(found))
     assert set(found) == _all(gpus, 24, limits)
 
 
 def test_a_batch_that_no_ranks_can_share_leaves_shapes_out() -> None:
-    assert {shape.data_ranks for shape in mesh_shapes(8, 2, Limits(8))} == {1, 2}
+    assert {shape.data_ranks for shape in mesh_shapes(8, 2, MeshLimits(8))} == {1, 2}
 
 
 def test_neighbours_along_inner_dimensions_are_near() -> None:

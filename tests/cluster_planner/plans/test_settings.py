@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.settings import SEARCHED, ScheduleChoice, Setting, admits, schedule_choices, table_of
+from graphpp.cluster_planner.plans.settings import (
+    SEARCHED,
+    PlanSetting,
+    ScheduleChoice,
+    admits,
+    schedule_choices,
+    table_of,
+)
 from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.megatron_interleaved import legal_groups
 
@@ -35,11 +42,11 @@ def test_all_choices_take_their_numbers() -> None:
 
 def test_offload_beside_a_fraction_of_recomputation_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"offload: .*got 0\.5"):
-        Setting(MeshShape(pp=2), 1, 4, ScheduleChoice("1F1B"), recompute=0.5, offload=0.25)
+        PlanSetting(MeshShape(pp=2), 1, 4, ScheduleChoice("1F1B"), recompute=0.5, offload=0.25)
 
 
 def test_a_setting_is_a_line_of_english() -> None:
-    one = Setting(MeshShape(dp_shard=8), 1, 1, ScheduleChoice("auto"), recompute="full", recomputed=(1,))
+    one = PlanSetting(MeshShape(dp_shard=8), 1, 1, ScheduleChoice("auto"), recompute="full", recomputed=(1,))
     assert str(one) == "pp 1 x dp_shard 8, 1 stage, loop, 1 microbatch of 1 row, recompute full of 1 layer"
-    many = Setting(MeshShape(pp=2), 4, 8, ScheduleChoice("ZBVZeroBubble", 2), keep=1)
+    many = PlanSetting(MeshShape(pp=2), 4, 8, ScheduleChoice("ZBVZeroBubble", 2), keep=1)
     assert str(many) == "pp 2, 4 stages, ZBVZeroBubble, 8 microbatches of 4 rows, keep 1"

@@ -37,14 +37,6 @@ def test_collectives_and_waits_are_recognised_and_their_group_too() -> None:
     assert sum(map(is_wait, joint.graph.nodes)) == 1
 
 
-def test_several_values_reduced_at_once_are_one_collective() -> None:
-    def function(x: Tensor) -> list[Tensor]:
-        return [c10d.wait_tensor.default(each) for each in c10d.all_reduce_coalesced.default([x, x + 1], "sum", "7")]
-
-    (collective,) = collectives(traced(function, X).graph)
-    assert is_started(collective)
-
-
 def test_nobody_removes_or_merges_a_collective() -> None:
     joint = traced(lambda x: [reduced(x), reduced(x), x * 2][2:], X)
     for each in (clean_up, merge_views, relax_views):
@@ -85,12 +77,6 @@ def test_what_came_lies_in_the_memory_of_the_collective() -> None:
     assert shared_results(joint.graph) == frozenset()
     assert shared_results(traced(lambda x: [y := reduced(x), y.t()], X).graph) == {0, 1}
     assert shared_results(traced(lambda x: [c10d.wait_tensor.default(x)], X).graph) == {0}
-
-
-def test_a_collective_is_given_a_contiguous_value() -> None:
-    joint = relax_views(traced(lambda x: [reduced(x @ x)], X))
-    (collective,) = collectives(joint.graph)
-    assert collective.args[0].target is torch.ops.aten.contiguous.default  # type: ignore[union-attr]
 
 
 def test_texts_of_ranks_in_other_groups_differ_in_one_line() -> None:

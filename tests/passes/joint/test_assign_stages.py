@@ -7,12 +7,12 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.joint.assign_stages import assign_stages, from_parameter, stage_inputs
+from graphpp.passes.joint.assign_stages import from_parameter, stage_inputs
 from graphpp.passes.lower import lower
 from graphpp.runtime import program
 from graphpp.runtime.program import Phase, PipelineProgram
@@ -120,12 +120,6 @@ def test_a_cut_falls_between_two_module_calls() -> None:
     }  # fmt: skip
 
 
-def test_a_cut_falls_inside_a_module() -> None:
-    joint = joint_of(repeated)
-    assigned(joint, *starts(joint, "shared.1"))
-    assert (stages_of_call(joint, "shared"), stages_of_call(joint, "shared.0")) == ({0, 1}, {0})
-
-
 def test_a_cut_falls_between_the_calls_of_a_shared_module() -> None:
     joint = joint_of(repeated)
     assigned(joint, *starts(joint, "shared@1", "shared@2"))
@@ -224,9 +218,3 @@ def test_a_buffer_overwritten_with_a_value_of_the_inputs_is_written_where_it_is_
     ]
     assert writers == [1]
     assert [stage.buffers for stage in compiled.stages] == [(), ("mean",), ()]
-
-
-def test_assign_returns_the_graph_that_it_was_given() -> None:
-    joint = joint_of(chain)
-    assert assign_stages(joint, (0,)) is joint
-    assert {node.meta["stage"] for node in joint.computed() if isinstance(node, fx.Node)} == {0, None}

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpp.passes.graph.collectives import group_of, is_collective, is_started, is_wait
+from graphpp.passes.graph.collectives import group_of, is_collective, is_wait
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.graph.stage_graphs import PhaseGraph
-from graphpp.passes.overlap.emit_woven import emit_woven
-from graphpp.passes.overlap.list_schedule import ListScheduler, SchedulingUnits, list_schedule
+from graphpp.passes.overlap.list_schedule import ListScheduler, SchedulingUnits
 from graphpp.passes.overlap.stream_timing import GraphTiming, estimate_order
-from graphpp.passes.overlap.weave import collective_order, concatenate, weave
+from graphpp.passes.overlap.weave import collective_order, concatenate, emit_woven, weave
 from graphpp.passes.text.render import render
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase, Program
@@ -163,12 +162,6 @@ def test_a_collective_of_one_part_is_under_way_while_the_other_computes() -> Non
     assert all(not parts for parts in under_way(concatenate(pair())).values())
 
 
-def test_one_part_alone_hides_its_collectives_under_weight_gradients() -> None:
-    alone = weave([pair()[1]], ticks)
-    assert alone.woven.seconds < alone.sequence.seconds
-    assert any(parts for parts in under_way(alone.graph).values())
-
-
 def test_without_collectives_the_parts_stand_one_after_the_other() -> None:
     parts = [slot(0, F, lambda x, w: [x @ w @ w], *values(2)), slot(1, B, lambda x, w: [w @ x], *values(2))]
     woven = weave(parts, ticks)
@@ -286,15 +279,6 @@ def test_the_text_says_which_part_a_line_belongs_to() -> None:
     assert "_group_0 = 'ep'" in lines
 
 
-def test_parts_of_one_stage_and_phase_are_told_apart() -> None:
-    parts = [pair(1)[0], pair(1)[0]]
-    woven = weave(parts, ticks)
-    assert woven.title == "stage 0 forward with stage 0 forward b"
-    inputs = [values(2, 3), values(2, 4)]
-    for mine, theirs in zip(results(parts, inputs, ticks), apart(parts, inputs), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 # ------------------------------------------------------------------------------------------------------------- the clock
 
 
@@ -309,18 +293,6 @@ def test_the_clock_stalls_only_for_a_collective_that_is_not_done() -> None:
     assert found.hidden == found.possible == pytest.approx(1 / 3)
 
 
-def test_collectives_of_one_group_share_a_link() -> None:
-    def function(x: Tensor, y: Tensor) -> list[Tensor]:
-        return [wait(sent) for sent in (start(x, "ep"), start(y, "ep"))]
-
-    def two_groups(x: Tensor, y: Tensor) -> list[Tensor]:
-        return [wait(sent) for sent in (start(x, "ep"), start(y, "other"))]
-
-    one, two = (GraphTiming(slot(0, F, each, *values(2)).graph, ticks) for each in (function, two_groups))
-    assert estimate_order(one, one.nodes).seconds == one.bound() == 6
-    assert estimate_order(two, two.nodes).seconds == two.bound() == 3
-
-
 def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:
     def function(x: Tensor) -> list[Tensor]:
         a = x @ x
@@ -330,9 +302,3 @@ def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:
     timing = GraphTiming(slot(0, F, function, *values(1)).graph, ticks)
     tensor = 4 * 4 * 4
     assert estimate_order(timing, timing.nodes).peak == 2 * tensor
-
-
-def test_a_collective_without_a_wait_is_run_like_an_operation() -> None:
-    graph = slot(0, F, lambda x: [start(x, "ep") @ x], *values(1)).graph
-    assert not any(map(is_started, graph.nodes))
-    assert list_schedule(graph, ticks).estimate.seconds == 4

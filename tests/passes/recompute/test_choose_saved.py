@@ -115,13 +115,6 @@ def test_no_choice_changes_a_bit(name: str) -> None:
             assert not wrong, f"{choice}: {wrong}"
 
 
-@pytest.mark.parametrize("recompute", [None, 0.3])
-def test_verify_passes(recompute: Any) -> None:
-    pipe, _ = made("dropout", recompute)
-    inputs, target = batch()
-    assert pipe.verify(inputs, target=target).ok
-
-
 def test_fewer_bytes_for_smaller_fractions_and_the_plan_says_so() -> None:
     example = graphpp.Microbatch((torch.randn(16, D),), target=torch.randn(16, D))
     found = {}
@@ -156,35 +149,3 @@ def test_no_memory_is_saved_twice_or_beside_what_is_at_hand(recompute: Any, monk
     held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), inputs, target)}
     pipe.step(inputs, target=target)
     assert seen
-
-
-class Skipping(nn.Module):
-    """The last layer reads a value of the first layer, which the layers between relay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = torch.tanh(self.layers[0](x))
-        x = self.layers[2](torch.tanh(self.layers[1](first)))
-        return self.layers[3](torch.tanh(x) * first)
-
-
-def test_a_relayed_value_is_handed_on_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived: dict[str, list[int]] = {}
-
-    def arguments(task: Task) -> list[Any]:
-        boxed = usual(task)
-        if task.key.phase is Phase.FORWARD and task.key.microbatch == 0:
-            for role, value in zip(task.program.inputs, boxed, strict=True):
-                if isinstance(role, p.Received):
-                    arrived.setdefault(role.name, []).append(value.untyped_storage().data_ptr())
-        return boxed
-
-    usual = Task.arguments
-    monkeypatch.setattr(Task, "arguments", arguments)
-    pipe = graphpp.compile(Skipping(), mean_square, split=[f"layers.{n}" for n in (1, 2, 3)], schedule="1F1B", microbatches=2)
-    pipe.step(torch.randn(4, D), target=torch.randn(4, D))
-    relayed = [places for places in arrived.values() if len(places) > 1]
-    assert relayed and all(len(set(places)) == 1 for places in relayed)

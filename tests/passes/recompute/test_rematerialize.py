@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.op_costs import OpCosts, is_cheap
 from graphpp.passes.graph.stage_graphs import StagedGraphs
@@ -49,18 +48,6 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class Views(nn.Module):
-    """A product read through three views (transposed, cut in two, reshaped), and the input itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(D, 2 * D, bias=False), nn.Linear(D, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.mix(x).chunk(2, -1)
-        return self.out((first @ second.transpose(0, 1)) @ second)
 
 
 def by_layer(node: fx.Node) -> str | None:
@@ -135,34 +122,11 @@ def test_equal_layers_do_not_all_give_up_the_same_at_once() -> None:
     assert early and "layers.3" not in early  # the first layers are recomputed when the last layers' saved values are dead
 
 
-def test_small_values_and_long_chains_stay_saved() -> None:
-    joint = graph(None, "layers.1")
-    recomputed = again(lean(joint, seconds_per_byte=8 / COSTS.memory))
-    assert not [node for node in recomputed if node.meta["val"].numel() < 1000 and COSTS(node)]
-    assert cut_stages(lean(joint, may_recompute=lambda node: False), 2).saved_bytes == cut_stages(joint, 2).saved_bytes
-
-
-def test_views_of_one_memory_are_saved_once_and_of_what_is_at_hand_never() -> None:
-    joint = lean(graph(Views()), 1)
-    kept = saved(joint, cut_stages(joint, 1), 0)
-    assert len({root(node) for node in kept}) == len(kept)
-    assert all(root(node) is node and node.op != "placeholder" for node in kept)
-
-
 def test_what_reads_a_written_buffer_runs_once() -> None:
     before = graph(Layers(norm=nn.BatchNorm1d), "layers.1")
     after = lean(before, fraction=0.01, region_of=by_layer)
     assert [node for node in before.computed() if "batch_norm" in str(node.target)]
     assert not [node for node in again(after) if "batch_norm" in str(node.target)]
-
-
-def test_random_numbers_are_drawn_again_for_a_budget_only() -> None:
-    before = graph(None, "layers.1")
-    graphs = [lean(before, fraction=fraction, region_of=by_layer) for fraction in (None, 0.01)]
-    drawn = [[node for node in again(each) if "seeded" in str(node.target)] for each in graphs]
-    assert not drawn[0] and drawn[1]
-    keys = {node.args[1] for node in before.computed() if "seeded" in str(node.target)}
-    assert {node.args[1] for node in drawn[1]} <= keys
 
 
 @pytest.mark.parametrize("fraction", [None, 0.3])

@@ -19,9 +19,9 @@ from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
 from tests import internals
 from tests.fuzz.harness import shuffled
-from tests.models import MODELS, cuts
+from tests.models import MODELS
 from tests.passes.graphs import assigned, captured, starts
-from tests.training import Counting, differences, eager, trained
+from tests.training import Counting
 
 D, ROWS = 4, 12
 
@@ -91,33 +91,6 @@ def test_what_stays() -> None:
     assert written == []
 
 
-def test_without_anything_to_prepare_nothing_changes() -> None:
-    staged = staged_of(nn.Sequential(nn.ReLU(), nn.LayerNorm(D)))
-    assert not staged.hoisted
-
-
-class Squared(nn.Module):
-    """A result that depends on parameters alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w.square()
-
-
-def test_results_are_made_for_each_microbatch() -> None:
-    net = Squared()
-    pipe = graphpp.compile(net, loss, microbatches=2)
-    pipe.step(torch.randn(4, D), target=torch.zeros(4))
-    expected = net.w.grad
-    net.w.grad = None
-    for _ in range(2):
-        (loss(net(torch.zeros(0)), None) / 2).backward()
-    assert expected is not None and net.w.grad is not None and torch.equal(expected, net.w.grad)
-
-
 @pytest.mark.parametrize("schedule", ["1F1B", shuffled(2, 3, 1)])
 def test_no_bit_changes_while_parameters_do(schedule: Any) -> None:
     """Several optimizer steps with an evaluation between them."""
@@ -141,11 +114,6 @@ def test_no_bit_changes_while_parameters_do(schedule: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "hf_gpt2"])
-def test_models_equal_the_plain_loop(name: str) -> None:
-    assert differences(trained(1, name, 2, split=cuts(name, 2), schedule="1F1B", microbatches=3), eager(name, 3, 2)) == []
-
-
 def test_casts_of_weights_run_once_per_step_and_are_dropped() -> None:
     case = MODELS["sequential"]()
     counts = []
@@ -163,17 +131,3 @@ def test_casts_of_weights_run_once_per_step_and_are_dropped() -> None:
     linears = 6
     per_microbatch = (counts[1] - counts[0]) / 2
     assert counts[0] - 2 * per_microbatch == 2 * linears  # a weight and a bias each, for any number of microbatches
-
-
-def made_once(recompute: Any) -> set[str]:
-    """The names of the values that a step of one process computes once."""
-    torch.manual_seed(0)
-    pipe = graphpp.compile(Net(), loss, microbatches=2, memory=recompute)
-    pipe.step(torch.randn(6, D), target=torch.zeros(6))
-    prepared = [program.stages[0].hoisted for program in internals.first_graph(pipe).variants.values()]
-    return {str(role) for item in prepared if item is not None for role in item.outputs}
-
-
-@pytest.mark.parametrize("recompute", ["full", 0.3])
-def test_a_budget_does_not_make_them_once_more(recompute: Any) -> None:
-    assert made_once(recompute) == made_once(None) != set()

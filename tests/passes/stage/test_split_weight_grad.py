@@ -116,13 +116,6 @@ def test_behind_a_frozen_stage_everything_is_w_and_a_frozen_stage_has_neither() 
     assert names(staged.graphs[W, 1]) == names(staged.graphs[B, 1])
 
 
-def test_a_frozen_stage_between_others_has_only_i() -> None:
-    model = Layers()
-    model.layers[1].requires_grad_(False)
-    staged = halves(model, "layers.1", "layers.2")
-    assert names(staged.graphs[W, 1]) == [] and names(staged.graphs[I, 1]) == names(staged.graphs[B, 1])
-
-
 def test_what_may_run_again_is_kept_as_the_smaller_of_a_value_and_its_inputs() -> None:
     hand = Hand("w0", "w1")
     weight, other = hand.input(p.Parameter("w1")), hand.input(p.Parameter("w0"))
@@ -139,12 +132,6 @@ def test_what_may_run_again_is_kept_as_the_smaller_of_a_value_and_its_inputs() -
     assert roles(split_weight_grad(joint, staged).graphs[I, 1].outputs, p.Saved) == ["wide"]
     freer = split_weight_grad(joint, staged, lambda node: node.name == "wide")
     assert roles(freer.graphs[I, 1].outputs, p.Saved) == ["narrow"]
-
-
-def test_with_leave_to_run_again_fewer_bytes_are_kept_and_never_more() -> None:
-    strict, freer = (halves(Layers(), "layers.1", "layers.2", rerun=rerun) for rerun in (False, True))
-    assert all(few <= many for few, many in zip(freer.kept_bytes, strict.kept_bytes, strict=True))
-    assert strict.kept_bytes[1] > 0
 
 
 def test_a_node_runs_twice_only_with_leave() -> None:

@@ -6,7 +6,6 @@ import gc
 import linecache
 import math
 import operator
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from graphpp.passes.text.naming import format_value, python_name
-from graphpp.passes.text.render import RenderedGraph, define, docstring, render
+from graphpp.passes.text.naming import python_name
+from graphpp.passes.text.render import define, render
 from graphpp.runtime import program
 from graphpp.runtime.randomness import seeded
 
@@ -46,19 +45,7 @@ nameless.__name__ = "shifted"
 # ---------------------------------------------------------------------------------------------- random graphs of [2, 3]
 
 FLOATS = [0.0, -0.0, 1.5, 3e38, 5e-324, -1e-5, math.inf, -math.inf, math.nan]
-ODD_NAMES = [
-    "run",
-    "boxed",
-    "take",
-    "torch",
-    "class",
-    "lambda",
-    "float",
-    "slice",
-    "_aten_sin_default",
-    "_device_0",
-    "_bound_0",
-]
+ODD_NAMES = ["run", "boxed", "take", "torch", "class", "lambda", "float", "slice", "_aten_sin_default", "_device_0", "_bound_0"]
 ROLES = [
     program.Parameter("layers.0.weight"),
     program.Parameter("1.weight"),
@@ -264,28 +251,6 @@ def test_lines_say_shape_role_module_and_source() -> None:
     ]
 
 
-def test_stages_stand_where_there_are_several() -> None:
-    graph = a_graph()
-    sine = next(node for node in graph.nodes if node.op == "call_function")
-    with graph.inserting_after(sine):
-        for stage in (None, 1):
-            graph.call_function(aten.cos.default, (sine,)).meta = {**sine.meta, "stage": stage}
-    text = render(graph).text
-    assert all(f"# f32[2, 3] {stage} in layers.0" in text for stage in ("stage 0", "stage 1", "any stage"))
-
-
-def test_what_arrives_says_from_where() -> None:
-    graph = fx.Graph()
-    for kind in (program.Received, program.Saved):
-        node = graph.placeholder(f"mul_{kind.__name__.lower()}")
-        node.meta = {"val": torch.zeros(2), "role": kind(node.name), "calls": ("layers.1",), "source": "model.py:7"}
-    graph.output(())
-    assert lines_of(render(graph).text)[2:4] == [
-        "mul_received,  # f32[2] received, from layers.1 (model.py:7)",
-        "mul_saved,  # f32[2] saved, from layers.1 (model.py:7)",
-    ]
-
-
 @pytest.mark.parametrize(
     ("target", "spelled"),
     [
@@ -317,19 +282,6 @@ def test_texts_for_two_devices_differ_in_the_line_that_names_the_device() -> Non
     ]
 
 
-def test_values_are_spelled_by_dtype_and_shape() -> None:
-    assert format_value(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bf16[2, 3]"
-    assert format_value((torch.zeros(()), [torch.zeros(1, dtype=torch.float8_e5m2)])) == "(f32[], (float8_e5m2[1]))"
-    assert format_value(3) == "int"
-
-
-def test_a_title_of_any_kind_is_a_docstring() -> None:
-    title = 'a "quoted" title\nwith """ and \\n'
-    namespace: dict[str, Any] = {}
-    exec(docstring(title), namespace)
-    assert ast.get_docstring(ast.parse(docstring(title)), clean=False) == title.replace('"""', "'''")
-
-
 def test_only_sub_graphs_and_graphpp_s_functions_are_defined() -> None:
     with pytest.raises(TypeError, match=r"builtins.object"):
         define("name", object())
@@ -354,21 +306,6 @@ def test_sub_graphs_in_sub_graphs_are_defined() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- tracebacks
-
-
-def failing(rendered: RenderedGraph) -> str:
-    """The traceback of running `sin` on no tensor."""
-    try:
-        rendered.load("<graphpp stage 3>")(["no tensor"])
-    except Exception:  # torch raises its own kinds
-        return traceback.format_exc()
-    raise AssertionError("it ran")
-
-
-def test_tracebacks_show_the_line() -> None:
-    trace = failing(render(a_graph()))
-    assert 'File "<graphpp stage 3>"' in trace
-    assert "sin_default = _aten_sin_default(layers_0_attn_wq_weight)" in trace
 
 
 def test_two_texts_of_one_name_are_told_apart_and_forgotten() -> None:

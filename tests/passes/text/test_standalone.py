@@ -104,51 +104,7 @@ def test_a_file_runs_in_a_process_of_its_own_and_prints_its_results(tmp_path: Pa
     assert re.search(r"sent \w+: float32\[6, 16\]\n", printed)
 
 
-def test_a_file_captured_for_another_device_runs_on_this_one(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (llama / "programs/stage0_prepare.py").read_text()
-    assert "torch.device('cpu')" in text
-    moved = tmp_path / "stage0_prepare.py"
-    moved.write_text(text.replace("'cpu'", "'cuda:0'"))
-    load(moved).main("cpu")
-    assert "prepared cos: float32" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int32]
-)
-@pytest.mark.parametrize(("shape", "strides"), [((4, 3, 2), (0, 2, 6)), ((2, 3, 0), (3, 1, 1)), ((), ())])
-def test_example_inputs(llama: Path, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    made = load(llama / "programs/stage0_forward.py").example(shape, strides, dtype, "cpu", None)
-    assert (made.shape, made.stride(), made.dtype) == (shape, strides, dtype)
-    assert dtype.is_floating_point or dtype.is_complex or not made.any()
-
-
 # ------------------------------------------------------------------------------- objects without a name in Python
-
-
-class Chooses(nn.Module):
-    """A branch on data, whose two sides are sub-graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * 2, (self.first(x),))
-        return self.second(x)
-
-
-def test_sub_graphs_are_spelled_out(tmp_path: Path, from_files: Callable[[Path], list[str]]) -> None:
-    torch.manual_seed(0)
-    model, x = Chooses(), torch.randn(4, 4)
-    expected = graphpp.compile(model, split=["second"], microbatches=2, debug=tmp_path).eval(x).output
-    folder = tmp_path / "rank0/eval/programs"
-    assert "\ndef _true_graph_0(" in (folder / "stage0_evaluate.py").read_text()
-    load(folder / "stage0_evaluate.py").main()
-    from_files(folder)
-    assert torch.equal(graphpp.compile(model, split=["second"], microbatches=2).eval(x).output, expected)
 
 
 def test_random_numbers_need_no_graphpp(tmp_path: Path, from_files: Callable[[Path], list[str]]) -> None:
@@ -196,10 +152,3 @@ def test_an_object_that_cannot_be_spelled_is_named_in_the_header(tmp_path: Path)
     assert "needs     _bound_0, which cannot be spelled: builtins.object: this file cannot run" in module.__doc__
     with pytest.raises(SystemExit, match="cannot run by itself, needs _bound_0"):
         module.main()
-
-
-def test_results_without_roles_have_their_names(tmp_path: Path) -> None:
-    graph = graph_of(torch.ops.aten.sin.default)
-    file = tmp_path / "a.py"
-    file.write_text(standalone(graph, render(graph), origin()))
-    assert load(file).RESULTS == ["sin_default"]

@@ -209,13 +209,6 @@ def test_a_cycle_leaves_out_the_actions_it_only_passes() -> None:
     ]
 
 
-def test_a_deadlock_within_one_rank() -> None:
-    message = refusal("1F0 0F0 1B0 0B0", ranks=1, microbatches=1)
-    assert "1F0 (rank 0, column 0) waits for 0F0 (rank 0, column 1)" in message
-    message = refusal("(0F0;1F0)OVERLAP_F_B 1B0 0B0", ranks=1, microbatches=1)
-    assert "(0F0;1F0)OVERLAP_F_B (rank 0, column 0) waits for (0F0;1F0)OVERLAP_F_B (rank 0, column 0)" in message
-
-
 def test_sends_that_cross_need_a_buffer_and_are_refused() -> None:
     """Both ranks send first and receive afterwards: gloo would buffer the sends, NCCL would hang."""
     message = refusal(
@@ -354,13 +347,6 @@ def test_messages_of_a_batch_keep_the_order_of_their_channel() -> None:
     )
     check(Schedule.of(rows.format(0, 1).split("\n")), ranks=2, stages=2, microbatches=2)
     assert "1RECV_F0 stands before 1RECV_F1 (column 0), but rank 0 sends 0SEND_F1 before 0SEND_F0" in refusal(rows.format(1, 0))
-
-
-def test_overlapped_parts_count_as_their_parts() -> None:
-    rows = ["0F0 (0F1;0B0)OVERLAP_F_B 0B1"]
-    check(Schedule.of(rows), ranks=1, stages=1, microbatches=2)
-    assert "0F1 stands in column 1 already" in refusal("0F0 (0F1;0B0)OVERLAP_F_B 0F1 0B1", ranks=1, stages=1)
-    assert "0B0 needs 0F0, which stands in column 0" in refusal("(0F0;0B0)OVERLAP_F_B 0F1 0B1", ranks=1, stages=1)
 
 
 def test_messages_are_the_data_flow() -> None:

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.memory_cap import check_memory
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
 from graphpp.schedules.check.shard_counts import shard_counts
-from graphpp.schedules.check.step_memory import StepMemory, step_peaks
+from graphpp.schedules.check.step_memory import StepMemory, check_memory, step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.table.actions import Kind
@@ -132,14 +131,6 @@ def test_a_tied_parameter_counts_once_and_its_gradient_once_a_stage() -> None:
     assert sent_by_stage([TIED], 4, 2)[1] == [50, 0, 50, 50]
 
 
-def test_a_shared_parameter_is_whole_while_any_of_its_stages_is() -> None:
-    (held, _) = held_bytes([TIED], {0: 0, 1: 1, 2: 0, 3: 1}, 2, 4, frees=True)
-    assert held.standing == {"shards": 25 + 25 + 25, "optimizer": 50, "buffers": 0}
-    rows = ["0UNSHARD 0F0 2UNSHARD 0RESHARD 2F0 2B0 2RESHARD 0UNSHARD 0B0 0RESHARD", ""]
-    found = step_peaks(Schedule.of(rows, stages=4, microbatches=1), saving(0, 0, 0, 0), [held, HeldBytes()])
-    assert found[0].most["weights"] == 100
-
-
 def test_the_finish_of_the_gradients_can_be_the_peak() -> None:
     held = HeldBytes({"weights": 10, "gradients": 10}, at_end=50)
     (found,) = step_peaks(Schedule.of(["0F0 0B0"]), saving(20), [held])
@@ -163,16 +154,6 @@ def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
     for peak, count in zip(found, counts, strict=True):
         assert (peak.most["weights"], peak.most["gradients"]) == (count.whole, count.gradients)
         assert max(peak.most.values()) <= peak.nbytes <= sum(peak.most.values())
-
-
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
-@pytest.mark.parametrize("keep", [1, 2])
-def test_fewer_whole_stages_take_fewer_bytes(name: str, keep: int) -> None:
-    placed = place_shards(make_table(name, 4, 8, 8), keep)
-    state = [StateBytes((s,), (s,), weights=1000, sums=1000) for s in range(8)]
-    found = step_peaks(placed, Costs.unit(8, 4), held_bytes(state, placed.rank_of_stage, 4, 4, frees=True))
-    for peak, count in zip(found, shard_counts(placed), strict=True):
-        assert (peak.most["weights"], peak.most["gradients"]) == (1000 * count.whole, 1000 * count.gradients)
 
 
 def test_a_cap_names_the_rank_the_kinds_and_what_to_do() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpp.schedules.draw.chart import STRIP, Chart, Rect, stages_of_ranks
-from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.draw.chart import STRIP, Chart, Rect
+from graphpp.schedules.simulate.timeline import Event, Timeline, stages_of_ranks
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import named, tables

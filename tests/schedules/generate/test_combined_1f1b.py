@@ -9,8 +9,8 @@ import pytest
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.combined_1f1b import combined_1f1b
 from graphpp.schedules.generate.megatron_interleaved import (
+    combined_1f1b,
     from_orders,
     rank_microbatches,
     schedule_table,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
@@ -149,16 +148,6 @@ def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> 
     assert max(map(len, schedule.table)) == 2 * (microbatches + ranks - 1)
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [*product([1, 2, 4, 7], [1, 2, 5, 9])])
-def test_1f1b_keeps_few_microbatches_alive(ranks: int, microbatches: int) -> None:
-    for rank, row in enumerate(make_table("1F1B", ranks, ranks, microbatches).table):
-        alive, most = 0, 0
-        for action in filter(None, row):
-            alive += 1 if action.kind is Kind.F else -1
-            most = max(most, alive)
-        assert most == min(microbatches, ranks - rank)
-
-
 def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
     """Gradients then accumulate in the same order, and stay bit-equal, for any number of ranks."""
     for name in ("GPipe", "1F1B"):
@@ -211,11 +200,6 @@ def test_auto(ranks: int, stages: int, name: str) -> None:
     assert make_table("auto", ranks, stages, 4).name == name
 
 
-def test_auto_on_one_rank_is_the_plain_loop() -> None:
-    row = "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
-    assert make_table("auto", 1, 3, 2) == Schedule.of([row])
-
-
 @pytest.mark.parametrize(
     ("name", "ranks", "stages", "microbatches", "fault"),
     [
@@ -237,27 +221,6 @@ def test_counts_that_do_not_fit(name: str, ranks: int, stages: int, microbatches
         make_table(name, ranks, stages, microbatches)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_interleaved_admits_what_torch_admits(ranks: int) -> None:
-    for microbatches in range(1, 4 * ranks + 2):
-        if admitted(ranks, microbatches):
-            make_table("Interleaved1F1B", ranks, 2 * ranks, microbatches)
-            continue
-        with pytest.raises(ScheduleError) as caught:
-            make_table("Interleaved1F1B", ranks, 2 * ranks, microbatches)
-        below, above = str(caught.value).split("nearest that fit are ")[1].split(",")[0].split(" and ")
-        assert int(below) < microbatches < int(above)
-        assert [count for count in range(int(below), int(above) + 1) if admitted(ranks, count)] == [
-            int(below),
-            int(above),
-        ]
-
-
-def test_plain_loop_wants_one_rank() -> None:
-    with pytest.raises(ScheduleError, match="one rank, not on 2"):
-        plain_loop(2, 2, 2)
-
-
 # ------------------------------------------------------------------------------------------ stage_ids
 
 
@@ -266,15 +229,6 @@ def test_stage_ids() -> None:
     assert [stage_ids(rank, 3, 6, "v") for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert stage_ids(0, 1, 2, "v") == stage_ids(0, 1, 2) == (0, 1)
     assert stage_ids(1, 2, 2) == (1,)
-
-
-@given(st.integers(1, 9), st.integers(1, 5))
-def test_stage_ids_deal_out_every_stage_once(ranks: int, local: int) -> None:
-    dealt = [stage_ids(rank, ranks, ranks * local) for rank in range(ranks)]
-    assert sorted(stage for ids in dealt for stage in ids) == list(range(ranks * local))
-    assert all(stage % ranks == rank for rank, ids in enumerate(dealt) for stage in ids)
-    table = make_table("LoopedBFS", ranks, ranks * local, 1)
-    assert {stage: rank for rank, ids in enumerate(dealt) for stage in ids} == table.rank_of_stage
 
 
 @pytest.mark.parametrize(

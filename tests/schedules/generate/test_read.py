@@ -21,11 +21,6 @@ from graphpp.schedules.table.schedule import Schedule
 # ------------------------------------------------------------------------------------------ build
 
 
-@pytest.mark.parametrize("name", ["GPipe", "gpipe", "GPIPE", " 1f1b ", "interleaved1f1b", "loopedBFS"])
-def test_names_in_any_case(name: str) -> None:
-    assert make_table(name, 2, 2, 4).name.casefold() == name.strip().casefold()
-
-
 def test_build_takes_what_a_user_has(tmp_path: Path) -> None:
     wanted = make_table("1F1B", 2, 2, 2)
     rows = [[None if cell is None else str(cell) for cell in row] for row in wanted.table]
@@ -98,17 +93,6 @@ def test_a_table_for_other_counts_is_refused_with_both(form: str, stages: int, m
     assert "is a table for 4 stages and 8 microbatches, but the pipeline runs " in message
     assert f"runs {stages} stages and {microbatches} microbatches" in message
     assert f"schedule {built.name!r}" in message
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_table_for_other_ranks_is_refused(form: str, csv: Path) -> None:
-    with pytest.raises(ScheduleError, match="rows for 2 ranks, but 4 run it"):
-        check(make_table(FORMS[form](csv), 4, 4, 8), ranks=4, stages=4, microbatches=8)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_table_for_the_same_counts_is_accepted(form: str, csv: Path) -> None:
-    check(make_table(FORMS[form](csv), 2, 4, 8), ranks=2, stages=4, microbatches=8)
 
 
 # ------------------------------------------------------------------------------------------ read

@@ -7,7 +7,6 @@ import pytest
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.generate.v_half_v_min import V_HALF, V_MIN, Block
-from graphpp.schedules.table.actions import Kind
 from tests.schedules.replay import replayed
 
 # (makespan, peak in a rank's microbatches) of the authors' generator at unit costs.
@@ -67,17 +66,3 @@ def test_blocks_interlock_and_fit_the_limit(block: Block) -> None:
             assert above[1] < below[1]
             assert below[2] < above[2]
             assert above[3] < below[3]
-
-
-def test_less_memory_takes_longer() -> None:
-    for ranks, microbatches in ((4, 8), (8, 16), (6, 13)):
-        shapes = [
-            replayed(make_table(name, ranks, 2 * ranks, microbatches)) for name in ("ZBVZeroBubble", "V-Half", "V-Min")
-        ]
-        assert shapes == sorted(shapes)
-        assert [peak for _, peak in shapes] == sorted((peak for _, peak in shapes), reverse=True)
-
-
-def test_only_split_backwards() -> None:
-    schedule = make_table("V-Half", 3, 6, 4)
-    assert {action.kind for _, _, action in schedule.cells()} == {Kind.F, Kind.I, Kind.W}

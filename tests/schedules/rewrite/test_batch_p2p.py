@@ -143,12 +143,6 @@ def test_nothing_to_fuse() -> None:
     assert batch_p2p(forwards, ("all",)) == forwards
 
 
-def test_a_batch_that_stands_there_already_grows_or_stays() -> None:
-    once = batch_p2p(add_send_recv(make_table("1F1B", 3, 3, 4)), ["send_forward_recv_backward"])
-    assert proved(batch_p2p(once)) == batch_p2p(add_send_recv(make_table("1F1B", 3, 3, 4)))
-    assert batch_p2p(batch_p2p(once)) == batch_p2p(once)
-
-
 def test_recomputation_is_kept() -> None:
     schedule = add_send_recv(Schedule.parse(f"{make_table('1F1B', 2, 2, 3)}\nrecompute 0: 1 2"))
     assert schedule.recomputed

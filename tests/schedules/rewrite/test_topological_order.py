@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
+from graphpp.schedules.rewrite.p2p_batches import DynamicTopologicalOrder
 from tests.exhaustive import examples
 
 

@@ -1,18 +1,16 @@
 """Small scheduling problems, drawn from seeds, whose optima or lower bounds are known: `optima.json` beside this file.
 
-    python -m tests.schedules.search.cases [--effort 5] [NAME ...]     solve cases with OR-tools, and write `optima.json`
-
 Contract
     `CASES` are 2 to 4 ranks, 2 to 8 microbatches, 1 or 2 stages a rank (in a loop or a V), under caps from the bytes of one
-    microbatch to no cap, in five families of costs (`_FAMILIES`). Times are whole numbers, since the solver has no others.
-    `known()` gives the makespan of the best table that the solver found or was given, and a lower bound of all tables.
+    microbatch to no cap, in five families of costs (`_FAMILIES`). `known()` gives the makespan of the best known table, and a
+    lower bound of all tables. OR-tools' CP-SAT found both on 2026-11-25; its model of these problems, whose times are whole
+    numbers, is `tests/schedules/search/exact.py` of commit eacd6bb.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -22,7 +20,6 @@ from random import Random
 from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.search.arguments import one_by_one, placements
 from graphpp.schedules.search.scheduler import schedule_auto
-from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
@@ -129,16 +126,11 @@ def _grid() -> Iterator[Case]:
 
 
 def _cases(
-    family: Callable[[Random, int], Costs],
-    ranks: int,
-    layout: tuple[int, str],
-    microbatches: int,
-    factors: Iterable[float],
-    seed: str = "",
+    family: Callable[[Random, int], Costs], ranks: int, layout: tuple[int, str], microbatches: int, factors: Iterable[float]
 ) -> Iterator[Case]:
-    """The cases of one pipeline under several caps; `seed`: a word of the name, from which the costs are drawn."""
+    """The cases of one pipeline under several caps; the costs are drawn from the name."""
     chunks, placement = layout
-    word = f"{family.__name__.strip('_')} {ranks}x{microbatches} {placement}{chunks}{seed}"
+    word = f"{family.__name__.strip('_')} {ranks}x{microbatches} {placement}{chunks}"
     costs = family(Random(word), ranks * chunks)
     [home] = placements(ranks * chunks, placement, ranks)
     need = peak_bytes(one_by_one(costs, home, ranks, 1), costs)
@@ -148,48 +140,3 @@ def _cases(
 
 
 CASES = tuple(_grid())
-
-
-def drawn(number: int, seed: int) -> Iterator[Case]:
-    """Cases that stand in no file: families, sizes and caps of the grid in combinations, and with costs, drawn from a seed."""
-    random = Random(seed)
-    factors = sorted({factor for _, factors in _FAMILIES.values() for factor in factors})
-    families = [family for family in _FAMILIES if family is not _unit]  # unit costs cannot be drawn
-    for at in range(number):
-        family = random.choice(families)
-        ranks = random.randint(2, 3 if family in (_blocking, _overlap) else 4)  # the solver proves few larger ones
-        layout, microbatches, factor = random.choice(_LAYOUTS), random.randint(3, 5), random.choice(factors)
-        yield from _cases(family, ranks, layout, microbatches, [factor], f" seed {seed}.{at}")
-
-
-# ---------------------------------------------------------------------------------- the solver's command
-
-
-def solve(case: Case, table: Schedule, effort: float, before: Known | None = None) -> Known:
-    """Solve a case with OR-tools from a table that the search found; a result of an earlier run is only ever improved."""
-    from tests.schedules.search.exact import exact  # OR-tools is not needed to read the results
-
-    end = round(simulate(table, case.costs).makespan)
-    start = None if case.costs.blocking else table
-    found = exact(case.costs, case.home, case.microbatches, case.caps, effort, known=start, longest=end)
-    ends = [end, *([before.makespan] if before else []), *([found.makespan] if found.makespan is not None else [])]
-    return Known(min(ends), max(found.bound, before.bound if before else 0))
-
-
-def main(names: Sequence[str], effort: float) -> None:
-    """Solve the cases with these names, or all that are not proven yet, and write each result at once."""
-    results = known() if OPTIMA.exists() else {}
-    for case in CASES:
-        before = results.get(case.name)
-        if case.name in names or (not names and (before is None or before.bound < before.makespan)):
-            results[case.name] = solve(case, case.search(), effort, before)
-            print(case.name, results[case.name], flush=True)
-            lines = (f"{json.dumps(name)}: {json.dumps([each.makespan, each.bound])}" for name, each in results.items())
-            OPTIMA.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="the cases to solve; all that are not proven yet if none is named")
-    parser.add_argument("--effort", type=float, default=5.0, help="the solver's deterministic time for a case, about seconds")
-    main(**vars(parser.parse_args()))

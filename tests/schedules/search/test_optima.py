@@ -1,4 +1,4 @@
-"""The schedules that the search finds, against stored optima and lower bounds (`optima.json`), and the solver of these."""
+"""The schedules that the search finds, against stored optima and lower bounds (`optima.json`)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import one_by_one
 from graphpp.schedules.search.candidate import peaks
-from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import apart, candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
-from graphpp.schedules.search.evaluate_sequence import evaluate_sequence
+from graphpp.schedules.search.evaluate_sequence import evaluate_sequence, sequences
 from graphpp.schedules.search.fill_waits import fill_waits
-from graphpp.schedules.search.move_elements import Moves, move_elements
+from graphpp.schedules.search.local_search import local_search
+from graphpp.schedules.search.move_elements import Moves, save_bytes
 from graphpp.schedules.search.problem import Problem, with_messages
 from graphpp.schedules.search.scheduler import schedule_auto
-from graphpp.schedules.search.search_sequences import save_bytes, sequences
 from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns
+from graphpp.schedules.search.tables import Tables, apart, candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import BACKWARDS, Kind
 from graphpp.schedules.table.costs import Costs
 from tests.exhaustive import examples, further
-from tests.schedules.search.cases import CASES, OPTIMA, Case, drawn, known, solve
+from tests.schedules.search.cases import CASES, Case, known
 
 KNOWN = known()
 
@@ -123,9 +122,9 @@ def test_the_times_of_rows_are_the_simulators(case: Case, seed: int) -> None:
             continue
         [placed] = sequences(Elements.of(problem), found.candidate, found.rows)
         assert placed.solution.rows == found.rows
-        moved = move_elements(placed, 40, random).solution
+        moved = local_search(placed, 40, Moves(placed.elements, random)).solution
         assert moved.makespan <= found.makespan + 1e-9
-        table = schedule_of(problem, numbered(problem, moved, join=False), "moved")
+        table = schedule_of(problem, numbered(moved, join=False), "moved")
         check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
         timeline = simulate(table, costs)
         assert timeline.makespan == pytest.approx(moved.makespan * problem.unit)
@@ -149,12 +148,12 @@ def test_the_times_of_sequences_with_messages_are_the_simulators(case: Case, see
     assume(found is not None)  # under a tight cap no pattern may fit
     assert found is not None
     for placed in sequences(elements, found.candidate, found.rows):
-        moved = move_elements(placed, 60, random)
-        assert moved.value <= placed.value
-        table = schedule_of(elements.problem, numbered(elements.problem, moved.solution, join=False), "moved")
+        moved = local_search(placed, 60, Moves(elements, random))
+        assert moved.end <= placed.end
+        table = schedule_of(elements.problem, numbered(moved.solution, join=False), "moved")
         check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
         timeline = simulate(table, costs)
-        assert timeline.makespan == pytest.approx(moved.value[0])
+        assert timeline.makespan == pytest.approx(moved.end[0])
         assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))
 
 
@@ -164,9 +163,9 @@ def test_messages_as_add_send_recv_places_them_take_what_the_simulator_says() ->
     problem = Problem.of(case.costs, case.home, 4, case.caps)
     exact = with_messages(problem, case.costs)
     first = next(sequences(Elements.of(exact), *rows_of(problem, table)[:2]))
-    assert first.value[0] == pytest.approx(simulate(table, case.costs).makespan)
-    assert schedule_of(exact, numbered(exact, first.solution, join=False), "sent") == add_send_recv(table)
-    assert simulate(case.search(), case.costs).makespan < 0.8 * first.value[0]
+    assert first.end[0] == pytest.approx(simulate(table, case.costs).makespan)
+    assert schedule_of(exact, numbered(first.solution, join=False), "sent") == add_send_recv(table)
+    assert simulate(case.search(), case.costs).makespan < 0.8 * first.end[0]
 
 
 @settings(max_examples=examples(12), deadline=None)
@@ -185,7 +184,7 @@ def test_a_sequence_takes_the_time_of_its_rows(case: Case, seed: int) -> None:
         rows = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
         assert (found is None) == (rows is None)
         if found and rows:
-            assert (found.makespan, found.total) == pytest.approx((rows.makespan, rows.value))
+            assert (found.makespan, found.total) == pytest.approx((rows.makespan, rows.total))
             assert found.ends[:-1] == pytest.approx([max(each, 0.0) for each in rows.ends[:-1]])
             current = found
 
@@ -222,31 +221,3 @@ def test_a_named_table_takes_what_the_simulator_says(ranks: int, stages: int, bl
             end = tables.end(tables.complete(rows_of(Problem.of(costs, home, 6, [cap] * ranks), table)))
             fits = max(peak_bytes(table, costs)) <= cap
             assert end == (pytest.approx(simulate(table, costs).makespan) if fits else inf)
-
-
-# ---------------------------------------------------------------------------------- the solver
-
-
-@pytest.mark.parametrize("name", ["uneven 2x3 loop2 cap 1.4", "forms 2x5 loop1 cap 1.9", "blocking 2x4 loop1 cap inf"])
-def test_the_solvers_table_takes_the_time_that_the_solver_says(name: str) -> None:
-    pytest.importorskip("ortools")
-    from tests.schedules.search.exact import exact
-
-    case = next(each for each in CASES if each.name == name)
-    solved = exact(case.costs, case.home, case.microbatches, case.caps, 4.0)
-    assert solved.table is not None
-    check(solved.table, ranks=case.ranks, stages=len(case.costs.stages), microbatches=case.microbatches)
-    timeline = simulate(solved.table, case.costs)
-    assert timeline.makespan == pytest.approx(solved.makespan)
-    assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))
-    assert solved.makespan == solved.bound == KNOWN[name].makespan
-    assert OPTIMA.exists()
-
-
-def test_the_solvers_bound_holds_where_messages_occupy_ranks() -> None:
-    pytest.importorskip("ortools")
-    [case] = drawn(1, 0)
-    assert case.costs.blocking
-    table = case.search(0.1)
-    solved = solve(case, table, 0.1)
-    assert sum(each.of(Kind.F) for each in case.costs.stages) < solved.bound <= simulate(table, case.costs).makespan

@@ -46,11 +46,6 @@ def test_torch_reads_and_writes_the_same(action: Action) -> None:
     assert theirs.is_compute_op == action.is_compute
 
 
-def test_every_kind_is_one_of_torch() -> None:
-    theirs = {kind.value for kind in torch_schedules._ComputationType}
-    assert {kind.value for kind in Kind} - {"P2P"} == {value for value in theirs if not value.startswith("WAIT_")}
-
-
 @pytest.mark.parametrize(
     ("text", "action"),
     [

@@ -18,7 +18,7 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.table.actions import Action, Kind, parse
+from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.exhaustive import examples
 from tests.schedules.tables import Machine, Rows, named, rows_of, tables
@@ -147,11 +147,6 @@ def test_what_is_recomputed_may_be_any_collection_of_pairs() -> None:
             replace(table, recomputed=wrong)  # type: ignore[arg-type]
 
 
-def test_parse_is_the_action_parser() -> None:
-    """The cells of a table are read by the strict parser of actions, so its errors are the table's errors."""
-    assert Schedule.of([["(0F1;0B0)OVERLAP_F_B"]]).table == ((parse("(0F1;0B0)OVERLAP_F_B"),),)
-
-
 # ------------------------------------------------------------------------------------------ forwards only
 
 
@@ -196,15 +191,6 @@ def test_forwards_of_any_legal_table(table: tuple[Rows, int, int, Random]) -> No
     evaluated(Schedule.of(rows, stages=stages, microbatches=microbatches))
 
 
-@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
-@pytest.mark.parametrize("with_communication", [False, True])
-def test_forwards_of_torch_schedules_with_split_and_overlapped_backwards(name: str, with_communication: bool) -> None:
-    fake = SimpleNamespace(pp_group_size=2, num_stages=4, _n_microbatches=8)
-    make: Any = getattr(torch_schedules, name)._calculate_single_rank_operations
-    schedule = make_table({rank: make(fake, rank) for rank in range(2)}, 2, 4, 8)
-    evaluated(add_send_recv(schedule) if with_communication else schedule)
-
-
 def test_forwards_only_is_the_same_table_without_the_rest() -> None:
     table = Schedule.of(["0UNSHARD 0F0 (0F1;0B0)OVERLAP_F_B . 0I1 0W1", "1F0 1B0 1F1 1B1"], name="mine")
     assert str(table.forward_only()) == "mine: 2 stages, 2 microbatches\nr0 0F0 0F1\nr1 1F0 1F1"
@@ -212,12 +198,6 @@ def test_forwards_only_is_the_same_table_without_the_rest() -> None:
         "mine: 2 stages, 2 microbatches\nr0 0F0      0SEND_F0 0F1      0SEND_F1\nr1 1RECV_F0 1F0      1RECV_F1 1F1"
     )
     assert table.forward_only().forward_only() == table.forward_only()
-
-
-def test_forwards_only_keeps_the_counts() -> None:
-    """The counts stay, even if the last stage or microbatch has no forward in the table."""
-    table = Schedule.of(["0F0 0B0 1B1"])
-    assert (table.forward_only().stages, table.forward_only().microbatches) == (2, 2)
 
 
 def test_a_schedule_can_be_pickled_whatever_was_asked_of_it() -> None:

@@ -10,13 +10,13 @@ import pytest
 
 import graphpp
 from graphpp import TrainingPlan, TrainingPlans
-from graphpp.cluster_planner.plans.layers.recomputed_layers import priced_setting
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.offloaded import windows_of_setting
-from graphpp.cluster_planner.plans.predict import Prediction, predict, tables_of
-from graphpp.cluster_planner.plans.question import Question
-from graphpp.cluster_planner.plans.refine.least_offload import least_offload
-from graphpp.cluster_planner.plans.settings import ScheduleChoice, Setting
+from graphpp.cluster_planner.plans.predict_step import Prediction, predict, tables_of
+from graphpp.cluster_planner.plans.refine.least_memory import least_offload
+from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
+from graphpp.cluster_planner.plans.single_layers import priced_setting
 from graphpp.devices import CPU_CORE, Link, Machines
 from graphpp.errors import GraphPPError, ScheduleError
 from tests import internals
@@ -24,7 +24,7 @@ from tests.cluster_planner.plans.test_plan import LENGTH, costs, example, traine
 from tests.distributed import run_ranks
 
 FAST, SLOW = 1e10, 2e7  # bytes/s between the device and the host
-SETTING = Setting(MeshShape(pp=2), 4, 8, ScheduleChoice("LoopedBFS", 2))
+SETTING = PlanSetting(MeshShape(pp=2), 4, 8, ScheduleChoice("LoopedBFS", 2))
 
 
 def machines(bandwidth: float | None) -> Machines:
@@ -32,14 +32,14 @@ def machines(bandwidth: float | None) -> Machines:
     return Machines(replace(CPU_CORE, host=link), 2)
 
 
-def predicted(offload: float | None, bandwidth: float = FAST, setting: Setting = SETTING) -> Prediction:
-    found = predict(question(bandwidth), replace(setting, offload=offload))
+def predicted(offload: float | None, bandwidth: float = FAST, setting: PlanSetting = SETTING) -> Prediction:
+    found = predict(request_of(bandwidth), replace(setting, offload=offload))
     assert found is not None
     return found
 
 
-def question(bandwidth: float | None) -> Question:
-    return Question(costs(None, "cpu"), machines(bandwidth), 32, LENGTH, None)
+def request_of(bandwidth: float | None) -> PlanRequest:
+    return PlanRequest(costs(None, "cpu"), machines(bandwidth), 32, LENGTH, None)
 
 
 def plans(bandwidth: float | None, **options: Any) -> TrainingPlans:
@@ -60,7 +60,7 @@ def test_offload_takes_bytes_and_a_slow_link_takes_time() -> None:
 
 
 def test_each_value_has_the_latency_of_a_copy() -> None:
-    asked, setting = question(FAST), replace(SETTING, offload=1.0)
+    asked, setting = request_of(FAST), replace(SETTING, offload=1.0)
     distant = replace(asked, machines=Machines(replace(CPU_CORE, host=Link(1.0, FAST, 1.0)), 2))
     tables, cut = tables_of(asked, setting), asked.stages(setting).cut
     assert tables is not None
@@ -77,19 +77,19 @@ def test_each_value_has_the_latency_of_a_copy() -> None:
 def test_the_least_fraction_that_fits(share: float) -> None:
     none, every = predicted(None).peak, predicted(1.0).peak
     cap = round(every + share * (none - every))
-    found = least_offload(question(FAST), SETTING, cap)
+    found = least_offload(request_of(FAST), SETTING, cap)
     assert found is not None and found.offload is not None
     assert predicted(found.offload).peak <= cap
     assert predicted(found.offload - 1 / 8 or None).peak > cap
 
 
 def test_a_setting_that_fits_offloads_nothing() -> None:
-    assert least_offload(question(FAST), SETTING, predicted(None).peak) == SETTING
+    assert least_offload(request_of(FAST), SETTING, predicted(None).peak) == SETTING
 
 
 def test_all_may_be_too_little_and_a_device_without_link_offloads_nothing() -> None:
-    assert least_offload(question(FAST), SETTING, predicted(1.0).peak - 1) is None
-    assert least_offload(question(None), SETTING, predicted(None).peak) is None
+    assert least_offload(request_of(FAST), SETTING, predicted(1.0).peak - 1) is None
+    assert least_offload(request_of(None), SETTING, predicted(None).peak) is None
 
 
 def test_a_model_that_fits_by_offload_alone() -> None:

@@ -7,27 +7,27 @@ from dataclasses import replace
 import pytest
 
 from graphpp import TrainingPlan
-from graphpp.cluster_planner.plans.layers.recomputed_layers import layer_names
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict import Prediction, predict
-from graphpp.cluster_planner.plans.question import Question
-from graphpp.cluster_planner.plans.refine.least_recompute import least_recompute
-from graphpp.cluster_planner.plans.settings import ScheduleChoice, Setting
+from graphpp.cluster_planner.plans.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.refine.least_memory import least_recompute
+from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
+from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.devices import Machines
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.planner.segments import Cut
 from tests.cluster_planner.plans.test_plan import LENGTH, costs, plans, trained
 from tests.distributed import run_ranks
 
-SETTING = Setting(MeshShape(pp=2), 4, 8, ScheduleChoice("1F1B"), None, "full")
+SETTING = PlanSetting(MeshShape(pp=2), 4, 8, ScheduleChoice("1F1B"), None, "full")
 
 
-def question() -> Question:
-    return Question(costs(None, "cpu"), Machines.read("2xCPU"), 32, LENGTH, None)
+def request_of() -> PlanRequest:
+    return PlanRequest(costs(None, "cpu"), Machines.read("2xCPU"), 32, LENGTH, None)
 
 
-def predicted(setting: Setting, cut: Cut | None = None) -> Prediction:
-    found = predict(question(), setting, cut)
+def predicted(setting: PlanSetting, cut: Cut | None = None) -> Prediction:
+    found = predict(request_of(), setting, cut)
     assert found is not None
     return found
 
@@ -43,9 +43,9 @@ def between(share: float) -> int:
 def test_no_rank_recomputes_a_layer_more_than_its_memory_asks_for(word: str, share: float) -> None:
     setting, cap = replace(SETTING, recompute=word), between(share)
     if predicted(setting).peak > cap:
-        assert least_recompute(question(), setting, cap) is None
+        assert least_recompute(request_of(), setting, cap) is None
         return
-    found = least_recompute(question(), setting, cap)
+    found = least_recompute(request_of(), setting, cap)
     assert found is not None
     least, cut = found
     assert predicted(least, cut).peak <= cap and least.recomputed is not None
@@ -57,16 +57,16 @@ def test_no_rank_recomputes_a_layer_more_than_its_memory_asks_for(word: str, sha
 
 
 def test_the_first_rank_of_1f1b_recomputes_more() -> None:
-    found = least_recompute(question(), SETTING, between(0.5))
+    found = least_recompute(request_of(), SETTING, between(0.5))
     assert found is not None
     first, last = found[0].recomputed or ()
     assert first > last
 
 
 def test_a_cap_above_all_asks_for_none_and_one_below_all_for_too_much() -> None:
-    found = least_recompute(question(), SETTING, 2**40)
+    found = least_recompute(request_of(), SETTING, 2**40)
     assert found is not None and (found[0].recompute, found[0].recomputed) == (None, None)
-    assert least_recompute(question(), SETTING, 1000) is None
+    assert least_recompute(request_of(), SETTING, 1000) is None
 
 
 def test_all_and_no_layers_are_the_words() -> None:
@@ -79,7 +79,7 @@ def test_all_and_no_layers_are_the_words() -> None:
 
 
 def test_the_names_are_those_of_the_first_layers_of_each_stage() -> None:
-    known = question().costs
+    known = request_of().costs
     cut = (0, known.layers[3])
     assert layer_names(known, replace(SETTING, recomputed=(2, 1)), cut) == ("layers.0", "layers.1", "layers.3")
     assert layer_names(known, SETTING, cut) == ()

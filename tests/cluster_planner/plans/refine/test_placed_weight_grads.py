@@ -11,12 +11,12 @@ from torch import Tensor
 import graphpp
 from graphpp import Schedule, TrainingPlan
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict import predict
-from graphpp.cluster_planner.plans.refine import searched_order
-from graphpp.cluster_planner.plans.refine.placed_weight_grads import MOST, placed_weight_grads
-from graphpp.cluster_planner.plans.settings import ORDER, ScheduleChoice, Setting
+from graphpp.cluster_planner.plans.predict_step import predict
+from graphpp.cluster_planner.plans.refine import better_orders
+from graphpp.cluster_planner.plans.refine.better_orders import MOST_PLACED, placed_weight_grads
+from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice
 from graphpp.schedules.table.actions import Kind
-from tests.cluster_planner.plans.refine.test_searched_order import OPTIONS, SETTING, predicted, question
+from tests.cluster_planner.plans.refine.test_searched_order import OPTIONS, SETTING, predicted, request_of
 from tests.cluster_planner.plans.test_plan import LENGTH, VOCAB, Decoder, example, loss, plans
 from tests.distributed import run_ranks
 from tests.models import Batch
@@ -25,27 +25,27 @@ from tests.reference import eager_steps
 
 def test_weight_gradients_are_placed_where_that_is_faster_and_fits() -> None:
     named = predicted(SETTING)
-    free = placed_weight_grads(question(), named, 2**33)
-    assert free is not None and placed_weight_grads(question(), named, 1000) is None
+    free = placed_weight_grads(request_of(), named, 2**33)
+    assert free is not None and placed_weight_grads(request_of(), named, 1000) is None
     for cap in (2**33, free.peak - 1):
-        found = placed_weight_grads(question(), named, cap)
+        found = placed_weight_grads(request_of(), named, cap)
         assert found is not None and found.seconds.total < named.seconds.total and found.peak <= cap
-        assert found == predict(question(), found.setting, named.cut) == placed_weight_grads(question(), named, cap)
+        assert found == predict(request_of(), found.setting, named.cut) == placed_weight_grads(request_of(), named, cap)
         assert str(found.setting.schedule) == "1F1B, weight gradients placed"
         assert Kind.W in found.setting.schedule.table(2, 4).kinds
         assert replace(found.setting, schedule=SETTING.schedule) == SETTING
-        assert placed_weight_grads(question(), found, cap) is None
+        assert placed_weight_grads(request_of(), found, cap) is None
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        replace(SETTING, microbatches=MOST), replace(SETTING, offload=0.5),
-        Setting(MeshShape(), 4, 4, ScheduleChoice("auto")),
+        replace(SETTING, microbatches=MOST_PLACED), replace(SETTING, offload=0.5),
+        PlanSetting(MeshShape(), 4, 4, ScheduleChoice("auto")),
     ],
 )  # fmt: skip
-def test_long_steps_and_offload_and_single_ranks_stay_as_they_are(setting: Setting) -> None:
-    assert placed_weight_grads(question(), replace(predicted(SETTING), setting=setting), 2**33) is None
+def test_long_steps_and_offload_and_single_ranks_stay_as_they_are(setting: PlanSetting) -> None:
+    assert placed_weight_grads(request_of(), replace(predicted(SETTING), setting=setting), 2**33) is None
 
 
 def batch(plan: TrainingPlan) -> Tensor:
@@ -64,7 +64,7 @@ def stepped(rank: int, plan: TrainingPlan) -> tuple[str, dict[str, Tensor | None
 
 
 def test_a_plan_with_placed_weight_gradients_has_eagers_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searched_order, "MOST", 4)
+    monkeypatch.setattr(better_orders, "MOST_SEARCHED", 4)
     options = {**OPTIONS, "schedules": ["1F1B", ORDER]}
     best = plans(**options).best
     assert str(best.setting.schedule) == "1F1B, weight gradients placed" and str(best.setting.schedule) in str(best.setting)

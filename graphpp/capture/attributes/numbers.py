@@ -1,0 +1,98 @@
+"""Numbers and flags in attributes that each call of a forward leaves, and a stand-in for tensors in their places.
+
+Contract: `NumberUpdate.apply` gives an attribute the value that eager leaves. A tensor that a forward assigns in place of a
+number exists on one stage only. `LostTensor` stands for the tensor on the module, and raises at every use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from graphpp._torch.tensor_subclass import made
+from graphpp.capture.source_lines import user_line
+from graphpp.errors import GraphPPError
+
+
+class Place(NamedTuple):
+    """An attribute of a module, or the item `item` of the list or dict in an attribute."""
+
+    module: str
+    attribute: str
+    item: Any = None
+
+    def __str__(self) -> str:
+        path = f"{self.module}.{self.attribute}" if self.module else self.attribute
+        return path if self.item is None else f"{path}.{self.item}"
+
+
+@dataclass(frozen=True)
+class NumberUpdate:
+    """The value of an attribute after each call of one captured graph; `is_tensor`: a tensor, of which no value is known."""
+
+    place: Place
+    value: int | float | str | None
+    is_tensor: bool = False
+
+    def apply(self, model: nn.Module) -> bool:
+        """Change the attribute as a call in eager does; returns whether it had another value before."""
+        fqn, attribute, item = self.place
+        module = model.get_submodule(fqn)
+        holder, key = (vars(module), attribute) if item is None else (vars(module)[attribute], item)
+        present = getattr(module, attribute, None) if item is None else holder[item]  # the class may have the attribute
+        value = _lost_tensor(str(self.place)) if self.is_tensor else self.value
+        if type(present) is type(value) and repr(present) == repr(value):
+            return False
+        holder[key] = value
+        return True
+
+    def written(self) -> list[Any]:
+        """The update as plain data."""
+        return [*self.place, self.value, self.is_tensor]
+
+
+def read_update(written: list[Any]) -> NumberUpdate:
+    """The update that `NumberUpdate.written` gave."""
+    *place, value, is_tensor = written
+    return NumberUpdate(Place(*place), value, is_tensor)
+
+
+class LostTensor(torch.Tensor):
+    """Stands on a module for a tensor that no rank keeps. Every use but `repr`, copies and pickles raises `GraphPPError`."""
+
+    _name: str
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub has a nameless argument
+        return f"<a tensor that the forward assigned to {self._name} and no rank has kept>"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        name = next((each._name for each in args if isinstance(each, cls)), "an attribute")
+        raise GraphPPError(
+            f"the forward assigns a tensor to {name}, which is read at {user_line()}, and a pipeline "
+            "keeps no tensors of a step but losses and metrics. Let the loss function return the tensor, "
+            "`return loss, {'name': value}`, and read `metrics` of the step's result."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LostTensor:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _lost_tensor, (self._name,)
+
+    __hash__ = object.__hash__
+
+
+_BLANK = torch.empty(0, device="meta")
+
+
+def _lost_tensor(name: str) -> LostTensor:
+    found = made(LostTensor, _BLANK, False)
+    found._name = name
+    return found

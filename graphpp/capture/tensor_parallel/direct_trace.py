@@ -1,0 +1,104 @@
+"""Trace model, loss and backward directly, without an export before: the route for models with `DTensor` parameters.
+
+Contract
+--------
+- The graph is that of AOT Autograd over the model's own code, whose autograd gives `DTensor`s their gradients. Custom
+  Functions, `no_grad` and autocast within the model act as in eager. An autocast around the step is entered by the forward
+  alone.
+- As after an export, every operation has `nn_module_stack` in its metadata: the calls of modules around the operation, hooks
+  included, outermost first, each under the module's FQN and, from a module's second call on, `@k`.
+- The same refusals as during an export hold while the forward runs, and the same facts are learned from the last forward.
+- Shapes are those of the example. `CaptureError` explains every error of the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp._torch import aot
+from graphpp.capture.activation_checkpoints import CheckpointedCalls, record_checkpoints
+from graphpp.capture.attributes.exported import Exported
+from graphpp.capture.attributes.numbers import NumberUpdate
+from graphpp.capture.autograd_functions import FunctionCalls
+from graphpp.capture.eager_branches import Answering, as_eager_first
+from graphpp.capture.explain_errors import explain_errors
+from graphpp.capture.outside_state import refuse_generators, refuse_outside_state
+from graphpp.capture.refusals import refuse_during_trace
+from graphpp.capture.source_lines import calling_line
+from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
+
+Context = contextlib.AbstractContextManager[None]
+
+
+def direct_trace(
+    step: Any,
+    spread: SpreadTensors,
+    inputs: tuple[torch.Tensor, ...],
+    mode: Any,
+    device: torch.device,
+    updates: Iterable[NumberUpdate],
+) -> Exported:
+    """The joint graph of a step on fake `inputs`, with torch's descriptors, in the place of an export.
+
+    `step`: capture's module of model and loss; `spread`: the `DTensor`s of its model, in whose places are local shards now;
+    `updates`: the numbers in attributes with which the call begins. Raises `CaptureError`.
+    """
+    return as_eager_first(partial(_traced, step, spread, inputs, mode, device, updates), aot.as_under_export)
+
+
+def _traced(
+    step: Any,
+    spread: SpreadTensors,
+    inputs: tuple[torch.Tensor, ...],
+    mode: Any,
+    device: torch.device,
+    updates: Iterable[NumberUpdate],
+    answering: Answering,
+) -> Exported:
+    autocast = torch.autocast(device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
+    checkpoints = CheckpointedCalls()
+
+    @contextlib.contextmanager
+    def forward() -> Iterator[None]:
+        step.begin(updates)  # the trace runs the forward more than once, and the last run counts
+        step.found.checkpoints = checkpoints
+        patches = record_checkpoints(checkpoints), refuse_during_trace(), refuse_outside_state()
+        with contextlib.ExitStack() as stack, spread.read_as_dtensors():
+            for each in (*patches, answering(), autocast, aot.LinesNoted(calling_line)):
+                stack.enter_context(each)
+            yield
+
+    without = torch.autocast(device.type, enabled=False)
+    with explain_errors(), without, _noting_calls(step, forward), aot.joint_trace(mode, step, inputs) as traced:
+        refuse_generators(traced.graph)
+    return Exported(traced, FunctionCalls(), step.found, inputs)
+
+
+@contextlib.contextmanager
+def _noting_calls(root: nn.Module, around: Callable[[], Context]) -> Iterator[None]:
+    """While open, traced nodes get the calls of modules under `root`. Each call of `root` runs within `around()`."""
+    names = {id(module): name for name, module in root.named_modules()}
+    calls = Counter[str]()
+
+    @contextlib.contextmanager
+    def noted(module: nn.Module) -> Iterator[None]:
+        name = names.get(id(module))
+        if name is None:
+            yield
+            return
+        if module is root:
+            calls.clear()
+        key = f"{name}@{calls[name]}" if calls[name] else name
+        calls[name] += 1
+        with around() if module is root else contextlib.nullcontext(), aot.within_module(key, name, type(module)):
+            yield
+
+    with aot.notes_kept(), aot.calls_within(noted):
+        yield

@@ -1,0 +1,147 @@
+"""`graphpp doctor`: versions, devices, backends, defects of this torch, and under torchrun the links between the ranks.
+
+Contract: rank 0 prints. Exit code 1 where graphpp cannot run: a torch that it does not support, or a library that is missing.
+Each pair (r, r + 1), and (last, 0) of more than two ranks, is measured over the pipeline's group while the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphpp.cli.command import Answer, add_command
+from graphpp.cli.forms import read_bytes
+from graphpp.cli.torch_defects import DEFECTS
+from graphpp.units import spell_bytes, spell_time
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphpp.parallel.rank_place import RankPlace
+
+SUPPORTED = (2, 11), (2, 16)  # of torch, the second one excluded; `pyproject.toml` says the same
+REQUIRED = ("filelock", "jinja2", "networkx", "numpy", "rich", "safetensors", "typer")
+OPTIONAL = ("triton", "transformers", "torchdata")
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add the command."""
+    add_command(root, "doctor")(doctor)
+
+
+def doctor(
+    size: Annotated[str, typer.Option(help="Bytes of the large message between ranks.")] = "16MiB",
+    repeats: Annotated[int, typer.Option(min=1, max=10_000, help="Messages over each link.")] = 20,
+) -> Answer | None:
+    """Print what this machine and its PyTorch can do. Under torchrun (-m graphpp doctor) measure the links between ranks."""
+    import torch.distributed as dist  # help pages need not load torch
+
+    from graphpp.parallel.place import place_of
+
+    links, nbytes = list[dict[str, Any]](), read_bytes("--size", size)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        place = place_of(None, None, None)
+        links = measure_links(place, nbytes, repeats)
+        dist.destroy_process_group()  # gloo's threads may abort a process that ends with a living group
+        if place.rank:
+            return None
+    found, release = versions(), ".".join(metadata.version("torch").split(".")[:2])
+    missing = [name for name in REQUIRED if found[name] is None]
+    available = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
+    defects = [{**each._asdict(), "state": each.state(release)} for each in DEFECTS]
+    document = {
+        "ok": is_supported(release) and not missing, "versions": found, "missing": missing, "devices": devices(),
+        "torch_supported": is_supported(release), "backends": available, "torch_defects": defects, "links": links,
+    }  # fmt: skip
+    return Answer("\n".join(_text(document, release)), document, bool(document["ok"]))
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python, graphpp, torch and the libraries; None: not installed."""
+    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    own = {"python": platform.python_version(), "graphpp": str(sys.modules["graphpp"].__version__)}
+    return {**own, **{name: installed.get(name) for name in ("torch", *REQUIRED, *OPTIONAL)}}
+
+
+def is_supported(release: str) -> bool:
+    """Whether graphpp supports a release of torch such as `2.13`."""
+    return SUPPORTED[0] <= tuple(map(int, release.split("."))) < SUPPORTED[1]
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU with its cores and torch's threads, and every accelerator; `bytes` of memory."""
+    import torch
+
+    from graphpp.backends.processor import processor_name
+
+    name, nbytes = processor_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name += f", {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    found = {f"cuda:{at}": torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())}
+    others = [{"device": place, "name": each.name, "bytes": each.total_memory} for place, each in found.items()]
+    return [{"device": "cpu", "name": name, "bytes": nbytes}, *others]
+
+
+def measure_links(place: RankPlace, size: int, repeats: int) -> list[dict[str, Any]]:
+    """By pair of ranks the latency (seconds of 8 bytes) and the bandwidth (bytes per second), medians; on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    small, large = (torch.zeros(nbytes, dtype=torch.uint8, device=place.device) for nbytes in (8, max(size, 8)))
+    found = list[dict[str, Any]]()
+    for low in range(place.ranks if place.ranks > 2 else 1):
+        pair = low, (low + 1) % place.ranks
+        dist.barrier(place.group)
+        times = torch.zeros(2, dtype=torch.float64, device=place.device)
+        if place.rank in pair:
+            times[0] = _round_trip(place, pair, small, small, repeats) / 2
+            times[1] = _round_trip(place, pair, large, small, repeats)
+        every = [torch.empty_like(times) for _ in range(place.ranks)]
+        dist.all_gather(every, times, place.group)
+        latency, trip = every[low].tolist()
+        found.append({"ranks": pair, "latency": latency, "bandwidth": large.nbytes / max(trip - latency, 1e-9)})
+    return found
+
+
+def _round_trip(place: RankPlace, pair: tuple[int, int], sent: torch.Tensor, back: torch.Tensor, repeats: int) -> float:
+    """The median seconds of `sent` from the first rank of the pair to the second, then `back`; the first trip warms up."""
+    import torch.distributed as dist
+
+    from graphpp.streams import wait_for_device
+
+    first, seconds = place.rank == pair[0], list[float]()
+    other = pair[first] if place.group is None else dist.get_global_rank(place.group, pair[first])
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        for tensor, sends in ((sent, first), (back, not first)):
+            (dist.send if sends else dist.recv)(tensor, other, place.group)
+        wait_for_device(place.device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
+def _text(found: dict[str, Any], release: str) -> list[str]:
+    least, beyond = (".".join(map(str, each)) for each in SUPPORTED)
+    said = "is supported" if found["torch_supported"] else "IS NOT SUPPORTED"
+    defects = [each for each in found["torch_defects"] if each["state"] != "gone"]
+    tried = {True: "", False: f" (not tried in {release})"}
+    links = [
+        "ranks {} - {}: ".format(*each["ranks"])
+        + f"latency {spell_time(each['latency'], 's')}, {spell_bytes(int(each['bandwidth']))}/s"
+        for each in found["links"]
+    ] or ["links between ranks: run this command under torchrun to measure them"]
+    return [
+        *(f"{name:<14}{version or ('MISSING' if name in REQUIRED else '-')}" for name, version in found["versions"].items()),
+        f"\ntorch {release} {said} (>={least}, <{beyond})\n",
+        *(f"{each['device']}: {each['name']}, {spell_bytes(each['bytes'])}" for each in found["devices"]),
+        f"\ntorch.distributed: {', '.join(found['backends'])}\n\ndefects of torch {release} that graphpp avoids:",
+        *(f"  {each['where']}: {each['what']}{tried[each['state'] == 'present']}; here {each['instead']}" for each in defects),
+        "",
+        *links,
+    ]

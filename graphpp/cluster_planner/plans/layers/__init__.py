@@ -1,1 +1,0 @@
-"""Single layers of a setting: those that are recomputed, and those that computations gather one after the other."""

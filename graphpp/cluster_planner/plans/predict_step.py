@@ -1,0 +1,331 @@
+"""The seconds and the bytes of a step under one setting.
+
+Contract
+    in   a `PlanRequest`: the costs of the model's segments, the machines, the batch; a `PlanSetting`
+    out  a `Prediction`, None where the schedule takes other numbers. Seconds are those of `schedules/simulate/step_time.py`
+         plus the optimizer's step, bytes those of `schedules/check/step_memory.py`
+    A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
+    pipeline each further round takes the same time, and as many bytes or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from graphpp.cluster_planner.plans.offloaded import windows_of_setting
+from graphpp.cluster_planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
+from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
+from graphpp.cluster_planner.plans.settings import PlanSetting, admits
+from graphpp.cluster_planner.plans.single_layers import LayerGathers, priced_setting
+from graphpp.cluster_planner.plans.training_plan import StepSeconds
+from graphpp.planner.segments import Cut
+from graphpp.schedules.check.step_memory import StepPeak
+from graphpp.schedules.simulate.step_time import HostCopies
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs, with_messages
+from graphpp.schedules.table.offload_window import OffloadWindow
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
+
+_SMALL = 2e-3  # of a step: gathers and reductions that take less together count as hidden
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The step of a setting. `peaks`: the most bytes of each pipeline rank; `memory`: of the fullest, by kind.
+
+    `sent`: the bytes that the rank with most sends along each dimension of the mesh in a step.
+    """
+
+    setting: PlanSetting
+    cut: Cut
+    seconds: StepSeconds
+    peaks: tuple[int, ...]
+    memory: Mapping[str, int]
+    sent: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
+
+
+def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) -> Prediction | None:
+    """The prediction for a setting, by default for the cut whose heaviest stage is lightest; None where there is no table."""
+    tables = tables_of(request, setting)
+    if tables is None:
+        return None
+    step = _Step(request, setting, cut or request.stages(setting).cut)
+    return step.prediction([step.of(table) for table in tables], counts_of(setting))
+
+
+def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | None:
+    """The tables to simulate for a setting; None where its schedule does not take the numbers."""
+    if not admits(setting.schedule, setting.shape.pp, setting.microbatches):
+        return None
+    sharded = request.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
+    found = [read_table(setting.schedule, setting.shape.pp, each, setting.keep, sharded) for each in counts_of(setting)]
+    return [each for each in found if each is not None] if all(found) else None
+
+
+class OrderCosts(NamedTuple):
+    """The costs of the stages, and the bytes beside activations of each rank: `least` at its peak, `most` of each kind."""
+
+    costs: Costs
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> OrderCosts:
+    """The costs under which another order than the table's is searched."""
+    step = _Step(request, setting, cut)
+    peaks = step.rank_peaks(table)
+    least = tuple(each.nbytes - each.most["activations"] for each in peaks)
+    return OrderCosts(step.waiting, least, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks))
+
+
+def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
+    """The most bytes of each pipeline rank, as `predict` has them."""
+    step = _Step(request, setting, cut)
+    return step.continued_peaks([step.rank_peaks(table) for table in tables], counts_of(setting))
+
+
+class _Simulated(NamedTuple):
+    """One simulated step. `alone`: its makespan without gathers, reductions and copies to the host; `waits`: by how much the
+    copies delay it; `busy`, `stages`: of the busiest rank; `exchanged`: bytes sent within computations of one microbatch, by
+    dimension, and `along`: bytes sent along data ranks, each of the rank with most."""
+
+    makespan: float
+    alone: float
+    waits: float
+    busy: float
+    stages: list[int]
+    peaks: tuple[StepPeak, ...]
+    memory: Mapping[str, int]
+    exchanged: Mapping[str, float]
+    along: float
+
+
+_GROWING = ("makespan", "busy", "alone", "waits")
+
+
+class _Step:
+    """The stages of a setting, with their costs."""
+
+    def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut) -> None:
+        self._request, self._setting, self.cut = request, setting, cut
+        self._priced = priced_setting(request, setting, cut)
+
+    @cached_property
+    def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:
+        """The costs with the seconds of gathers and reductions, and the state, of the stages."""
+        shape, experts = self._setting.shape, self._priced.expert_state
+        segments = self._priced.segments
+        named = [
+            replace(one, shards=shape.dp_shard if expert else shape.shards)
+            for one, expert in zip(segments.state, experts, strict=True)
+        ]
+        costs, state = replace(segments, state=tuple(named)).stages(self.cut)
+        gathers, reductions = self._collected(state, experts)
+        machines, stride = self._request.machines, shape.stride("pp")
+        crossing = self._crossing()
+        on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
+        timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
+        moving = replace(timed, stages=with_messages(costs.stages, *crossing), flow=FLOW)
+        keep = self._setting.keep
+        return replace(moving, overlap=overlap_of(self._priced, keep), woven=keep != 0), state
+
+    def _crossing(self) -> tuple[list[int], list[int]]:
+        """The bytes over each boundary between stages, forward and backward."""
+        sizes = self._priced.forward_bytes, self._priced.backward_bytes
+        forward, backward = ([each[start - 1] for start in self.cut[1:]] for each in sizes)
+        return forward, backward
+
+    def _collected(self, state: Sequence[StateBytes], experts: Sequence[bool]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By stage the seconds in which parameters are gathered, and gradients are summed over all ranks that have them."""
+        gathers, reductions = [0.0] * self._setting.stages, [0.0] * self._setting.stages
+        for one, expert in zip(state, experts, strict=True):
+            gather, reduce = self._of_state(one, expert)
+            for stage in one.readers:
+                gathers[stage] += gather
+            for stage in one.makers:
+                reductions[stage] += reduce
+        return tuple(gathers), tuple(reductions)
+
+    def _of_state(self, one: StateBytes, expert: bool) -> tuple[float, float]:
+        machines, shape = self._request.machines, self._setting.shape
+        ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
+        sent = one.sums if one.sent is None else one.sent
+        shared = ranks > 1 and self._setting.keep != 0  # computations gather and sum single layers themselves
+        gather = machines.all_gather(one.weights, ranks, stride) if shared else 0.0
+        reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
+        for name in ("dp_replicate", "cp"):
+            size = getattr(shape, name)
+            reduce += machines.all_reduce(sent // ranks, size, shape.stride(name)) if size > 1 else 0.0
+        return gather, reduce
+
+    def _held(self, table: ReadTable, in_order: bool = False) -> tuple[HeldBytes, ...]:
+        _, state = self._stages
+        shape = self._setting.shape
+        shards = shape.shards if self._request.dtype is not None or shape.shards > 1 else None
+        keep = self._setting.keep
+        layers = self._layers.bytes() if keep == 0 else None
+        home, copies = table.rank_of_stage, shape.dp_replicate * shape.cp
+        return held_bytes(state, home, shape.pp, shards, keep is not None, layers, in_order=in_order, averaged_over=copies)
+
+    @cached_property
+    def _layers(self) -> LayerGathers:
+        return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut)
+
+    @property
+    def waiting(self) -> Costs:
+        """The costs of the stages; where computations gather single layers, with the seconds for which these wait."""
+        costs, _ = self._stages
+        return self._layers.costs(costs) if self._setting.keep == 0 else costs
+
+    def rank_peaks(self, table: ReadTable) -> tuple[StepPeak, ...]:
+        """The peak of each rank in one step with as many microbatches as the table."""
+        searched = self._setting.schedule.order is not None  # its gradients may wait, as they add up in order of microbatches
+        memory = table.memory if self._setting.offload is None else table.offloading(self._windows(table))
+        return memory.peaks([self._stages[0]], self._held(table, in_order=searched))
+
+    def _windows(self, table: ReadTable) -> tuple[OffloadWindow, ...]:
+        fraction = self._setting.offload
+        return () if fraction is None else windows_of_setting(self._priced, self.cut, table.schedule, fraction)
+
+    def continued_peaks(self, peaks: Sequence[tuple[StepPeak, ...]], counts: Sequence[int]) -> tuple[int, ...]:
+        """The most bytes of each rank with all microbatches, from one or two simulated steps."""
+        continued = self._continued(counts)
+
+        def peak(low: StepPeak, high: StepPeak) -> int:  # messages do not grow with the microbatches
+            rests = (each.nbytes - each.parts["messages"] for each in (low, high))
+            return round(continued(*rests)) + high.parts["messages"]
+
+        return tuple(map(peak, peaks[0], peaks[-1]))
+
+    def _continued(self, counts: Sequence[int]) -> Callable[[float, float], float]:
+        """A straight line through the figures of one or two simulated steps, up to that of all microbatches."""
+        further = (self._setting.microbatches - counts[-1]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
+        return lambda low, high: high + further * (high - low)
+
+    def of(self, table: ReadTable) -> _Simulated:
+        """One step with as many microbatches as the table."""
+        peaks = self.rank_peaks(table)
+        makespan, busy, alone = self._spans(table)
+        waits = self._waits_for_copies(table, makespan)
+        fullest = max(peaks, key=lambda each: each.nbytes)
+        busiest = busy.index(max(busy))
+        own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
+        bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table)
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
+
+    def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
+        """The seconds by which copies of offloaded values, and waits for them, delay a step of such a makespan."""
+        link, windows = self._request.machines.device.host, self._windows(table)
+        if link is None or not windows:
+            return 0.0
+        copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
+        layers = self._setting.keep == 0
+        delayed = table.times.seconds(self.waiting, collectives=not layers, copies=copies).makespan
+        return max(0.0, delayed + (self._of_copies(table) if layers else 0.0) - makespan)
+
+    def _sent_by_shards(self, table: ReadTable) -> float:
+        """The bytes that a rank sends along its data ranks in gathers and reductions."""
+        if self._setting.keep == 0:
+            return self._layers.sent(table.schedule)
+        return table.most.sent(*sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards))
+
+    def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
+        """The makespan; the seconds for which each rank computes; the makespan without gathers and reductions."""
+        costs, _ = self._stages
+        if self._setting.keep == 0:
+            alone, busy = table.times.seconds(costs, collectives=False)
+            waiting = table.times.seconds(self.waiting, collectives=False).makespan
+            return waiting + self._of_copies(table), busy, alone
+        makespan, busy = table.times.seconds(costs)
+        collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan
+        return makespan, busy, table.times.seconds(costs, collectives=False).makespan if collected else makespan
+
+    def _of_copies(self, table: ReadTable) -> float:
+        """With single layers: the seconds in which a rank's rows of gradients are summed over further ranks, once a step."""
+        seconds = [0.0] * self._setting.shape.pp
+        for stage, each in enumerate(self._stages[0].reductions):
+            seconds[table.rank_of_stage[stage]] += each
+        return max(seconds)
+
+    def prediction(self, steps: Sequence[_Simulated], counts: tuple[int, ...]) -> Prediction:
+        """The step with all microbatches, from one or two simulated ones."""
+        first, last = steps[0], steps[-1]
+        continued = self._continued(counts)
+        peaks = self.continued_peaks([first.peaks, last.peaks], counts)
+        grown = {
+            kind: round(continued(first.memory.get(kind, nbytes), nbytes)) if kind == "activations" else nbytes
+            for kind, nbytes in last.memory.items()
+        }
+        makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
+        parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
+        sent = self._sent(continued(first.along, last.along), last.exchanged)
+        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent)
+
+    def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
+        """The makespan by its parts on the busiest rank, which has these stages, and the optimizer's step.
+
+        `unhidden`: of gathers and reductions.
+        """
+        usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
+        costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
+        ends = [*self.cut[1:], len(costs)]
+        own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
+        forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
+        again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
+        exchanged = [sum(exchanges[at][phase] for at in own) for phase in (0, 1)]
+        share = busy / (forward + backward) if forward + backward else 0.0
+        return StepSeconds(
+            forward=(forward - exchanged[0]) * share,
+            backward=(backward - again - exchanged[1]) * share,
+            recompute=again * share,
+            collectives=sum(exchanged) * share,
+            bubble=max(0.0, makespan - busy - unhidden),  # rounding may leave less than nothing
+            gradients=unhidden,
+            optimizer=self._optimizer_seconds(),
+        )
+
+    def _optimizer_seconds(self) -> float:
+        """The seconds in which the optimizer reads and writes what a rank has of the fullest stage."""
+        by_stage = [0.0] * self._setting.stages
+        for one in self._stages[1]:
+            shards = one.shards or 1
+            rows = one.weights if one.rows is None else one.rows
+            sums = one.sums if one.row_sums is None else one.row_sums
+            for stage in one.makers:
+                by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
+        device = self._request.machines.device
+        return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
+
+    def _exchanged(self, table: ReadTable) -> dict[str, float]:
+        """The bytes that a rank sends within the computations of one microbatch, by dimension, of the rank with the most."""
+        sent = self._priced.sent
+        ranks: list[dict[str, float]] = [{} for _ in range(self._setting.shape.pp)]
+        for stage, (first, end) in enumerate(pairwise((*self.cut, len(sent)))):
+            of_rank = ranks[table.rank_of_stage[stage]]
+            for name in sent[first]:
+                of_rank[name] = of_rank.get(name, 0.0) + sum(each[name] for each in sent[first:end])
+        return {name: max(each[name] for each in ranks) for name in ranks[0]}
+
+    def _sent(self, along: float, exchanged: Mapping[str, float]) -> dict[str, int]:
+        """The bytes that a rank sends along each dimension. `along`: those of shards; `exchanged`: of one microbatch."""
+        setting, (forward, backward) = self._setting, self._crossing()
+        per_rank, many = setting.schedule.stages_per_rank, setting.microbatches
+        crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * many
+        sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in ("dp_replicate", "cp")}
+        within = {name: many * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
+        return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
+
+    def _sent_to_copies(self, copies: int) -> float:
+        """The bytes that a rank sends to as many ranks with the same rows, in a ring, as if all had equally many."""
+        total = 0.0
+        for one in self._stages[1]:
+            total += len(one.makers) * (one.sums if one.sent is None else one.sent) / (one.shards or 1)
+        return 2 * (copies - 1) / copies * total / self._setting.shape.pp

@@ -1,0 +1,115 @@
+"""As little offload, or as little recomputation, as the memory of the ranks asks for.
+
+Contract
+    in   a `PlanRequest`, a setting without offload, or one that recomputes all layers ("selective" or "full"); the bytes that a
+         rank may hold
+    out  `least_offload`: the setting with the least fraction of the saved bytes in the host's memory, in eighths, that fits.
+         `least_recompute`: the setting with as few recomputed layers on each rank as fit, and its cut. None where not even all
+         is enough, where the device has no link to the host, and where the model has no repeated layers
+
+A larger fraction takes along the values of a smaller one, so the bytes of no rank grow with it. Early ranks of 1F1B hold more
+microbatches, so they recompute more; a rank recomputes the layers of its first stage first. Its stages then take longer: the
+layers are shared out anew by the seconds with recomputation, some times, and the cut with the fastest slowest rank is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphpp.cluster_planner.plans.balance import balanced
+from graphpp.cluster_planner.plans.predict_step import peaks_of, tables_of
+from graphpp.cluster_planner.plans.read_tables import ReadTable
+from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.settings import PlanSetting
+from graphpp.cluster_planner.plans.single_layers import layers_of_stages, priced_setting
+from graphpp.planner.segments import Cut
+from graphpp.schedules.table.actions import Kind
+
+_STEPS = 8  # of the offloaded fraction
+_ROUNDS = 3  # cuts that are tried
+
+
+def least_offload(request: PlanRequest, setting: PlanSetting, cap: int) -> PlanSetting | None:
+    """The setting with the least offload within `cap` bytes; the setting itself where it fits."""
+    tables = tables_of(request, setting)
+    if tables is None or request.machines.device.host is None:
+        return None
+    cut = request.stages(setting).cut
+
+    def offloading(step: int) -> PlanSetting:
+        return replace(setting, offload=step / _STEPS if step else None)
+
+    def fits(step: int) -> bool:
+        return max(peaks_of(request, offloading(step), cut, tables)) <= cap
+
+    return offloading(bisect_left(range(_STEPS), True, key=fits)) if fits(_STEPS) else None
+
+
+def least_recompute(request: PlanRequest, setting: PlanSetting, cap: int) -> tuple[PlanSetting, Cut] | None:
+    """The setting with the least recomputation within `cap` bytes, and its cut."""
+    tables = tables_of(request, setting)
+    if tables is None or not request.costs.layers:
+        return None
+    cut = request.stages(replace(setting, recompute=None)).cut
+    best: tuple[float, PlanSetting, Cut] | None = None
+    for _ in range(_ROUNDS):
+        found = _Ranks(request, setting, cut, tables).least(cap)
+        if found is None:
+            break
+        slowest, seconds = _seconds(request, found, cut, tables[0])
+        if best is None or slowest < best[0] * (1 - 1e-9):
+            best = slowest, found, cut
+        following = balanced(seconds, setting.stages)
+        if following == cut:
+            break
+        cut = following
+    return None if best is None else best[1:]
+
+
+def _seconds(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[float, list[float]]:
+    """For one microbatch: the seconds of the slowest rank, and of each segment."""
+    parts = priced_setting(request, setting, cut).segments.costs.stages
+    each = [part.of(Kind.F) + part.of(Kind.I) + part.of(Kind.W) for part in parts]
+    ranks, ends = [0.0] * setting.shape.pp, [*cut[1:], len(parts)]
+    for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
+        ranks[table.rank_of_stage[stage]] += sum(each[first:end])
+    return max(ranks), each
+
+
+class _Ranks:
+    """The layers of each rank under one cut, in the order in which they are recomputed."""
+
+    def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> None:
+        self._request, self._setting, self._cut, self._tables = request, setting, cut, tables
+        self._layers = [len(layers) for layers in layers_of_stages(request.costs, cut)]
+        rank_of = tables[0].rank_of_stage
+        self._stages = [[stage for stage in sorted(rank_of) if rank_of[stage] == rank] for rank in range(setting.shape.pp)]
+
+    def least(self, cap: int) -> PlanSetting | None:
+        """Bisect the number of layers of all ranks side by side: the bytes of one do not depend on another's."""
+        most = [sum(self._layers[stage] for stage in stages) for stages in self._stages]
+        low, high = [-1] * len(most), list(most)  # on each rank `low` is too few, `high` is enough
+        if any(peak > cap for peak in self._peaks(high)):
+            return None
+        while any(high[rank] - low[rank] > 1 for rank in range(len(most))):
+            middle = [(few + enough) // 2 if enough - few > 1 else enough for few, enough in zip(low, high, strict=True)]
+            for rank, peak in enumerate(self._peaks(middle)):
+                (high if peak <= cap else low)[rank] = middle[rank]
+        return self._with(high)
+
+    def _peaks(self, counts: Sequence[int]) -> tuple[int, ...]:
+        return peaks_of(self._request, self._with(counts), self._cut, self._tables)
+
+    def _with(self, counts: Sequence[int]) -> PlanSetting:
+        """The setting with so many recomputed layers on each rank."""
+        by_stage = [0] * len(self._layers)
+        for rank, count in enumerate(counts):
+            before = 0
+            for stage in self._stages[rank]:
+                by_stage[stage] = max(0, min(count - before, self._layers[stage]))
+                before += self._layers[stage]
+        if not any(by_stage):
+            return replace(self._setting, recompute=None, recomputed=None)
+        return replace(self._setting, recomputed=tuple(by_stage))

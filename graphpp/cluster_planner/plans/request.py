@@ -1,0 +1,119 @@
+"""The request that a search for plans answers: a model, machines and a batch.
+
+Contract: `PlanRequest` is data, with caches: the costs of the segments for one microbatch, and the cut into a number of stages,
+are computed once for all settings that ask for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.costs.price import Deployment, PricedModel
+from graphpp.cluster_planner.plans.balance import balanced
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
+from graphpp.devices import Machines
+from graphpp.planner.segments import Cut
+from graphpp.schedules.table.actions import Kind
+
+_HIDDEN = 0.9  # of the collectives in an overlapped action
+
+
+class ModelTotals(NamedTuple):
+    """Bytes of a whole model. `whole`: parameters and sums of gradients; `rows`, `expert_rows`: rows, sums and optimizer, of
+    other parameters and of experts; `saved`, `saved_split`: of one microbatch for a whole backward, and the most for a split
+    one; `offloadable`: of saved values that may wait in the host's memory."""
+
+    weights: int
+    whole: int
+    rows: int
+    expert_rows: int
+    buffers: int
+    saved: int
+    saved_split: int
+    offloadable: int
+
+
+class CutStages(NamedTuple):
+    """`cut`: the first segment of each stage; `heaviest`: F, I and W of the stage with most work; `totals`: of the model."""
+
+    cut: Cut
+    heaviest: tuple[float, float, float]
+    totals: ModelTotals
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRequest:
+    """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
+    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: seconds by the shape of the mesh that `estimate.py` keeps."""
+
+    costs: ModelCosts
+    machines: Machines
+    batch: int
+    tokens: int
+    dtype: str | None = "bfloat16"
+    optimizer: str | float = "adamw"
+    turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
+    _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
+    _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
+    _totals: dict[object, ModelTotals] = field(default_factory=dict, repr=False)
+    _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
+
+    def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord) -> PricedModel:
+        """The costs of the segments for one microbatch on one rank, without messages between stages (`predict_step.py`)."""
+        key = _key(shape, rows, recompute)
+        if key not in self._priced:
+            degrees = shape.tp, shape.ep, shape.cp
+            deployment = Deployment(rows, *degrees, recompute, self.dtype, optimizer=self.optimizer)
+            self._priced[key] = self.costs.on(self.machines, deployment, self._alike.get(degrees))
+            self._alike.setdefault(degrees, self._priced[key])
+        return self._priced[key]
+
+    def stages(self, setting: PlanSetting) -> CutStages:
+        """The stages of a setting: no cut has a lighter heaviest stage."""
+        key = _key(setting.shape, setting.rows, setting.recompute)
+        found = self._stages.get((key, setting.stages))
+        if found is None:
+            priced = self.priced(setting.shape, setting.rows, setting.recompute)
+            if key not in self._totals:
+                self._totals[key] = _totals(priced)
+            found = self._stages[key, setting.stages] = _cut(priced, setting.stages, self._totals[key])
+        return found
+
+
+def overlap_of(priced: PricedModel, keep: int | None) -> float:
+    """The time of an overlapped F and B as a share of their sum: nine tenths of the collectives hide under computation."""
+    if keep == 0:  # computations gather single layers, so the two parts run one after the other
+        return 1.0
+    parts = priced.segments.costs.stages
+    total = sum(part.forward + part.of(Kind.B) for part in parts)
+    exchanged = sum(each[0] + each[1] for each in priced.exchanges)
+    return 1 - _HIDDEN * min(exchanged, total - exchanged) / total if total else 1.0
+
+
+def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
+    return shape.tp, shape.ep, shape.cp, rows, recompute
+
+
+def _cut(priced: PricedModel, stages: int, totals: ModelTotals) -> CutStages:
+    each = [(part.forward, part.input_grad, part.weight_grad) for part in priced.segments.costs.stages]
+    cut = balanced(list(map(sum, each)), stages)
+    ends = [*cut[1:], len(each)]
+    added = [tuple(map(sum, zip(*each[first:end], strict=True))) for first, end in zip(cut, ends, strict=True)]
+    forward, first, second = max(added, key=sum)
+    return CutStages(cut, (forward, first, second), totals)
+
+
+def _totals(priced: PricedModel) -> ModelTotals:
+    rows = [0, 0]
+    for one, expert in zip(priced.segments.state, priced.expert_state, strict=True):
+        own = one.weights if one.rows is None else one.rows
+        sums = one.sums if one.row_sums is None else one.row_sums
+        rows[expert] += own + sums + one.optimizer
+    state, parts = priced.segments.state, priced.segments.costs.stages
+    saved = sum(part.saved_bytes for part in parts), sum(max(part.saved_bytes, part.kept_bytes or 0) for part in parts)
+    whole, buffers = sum(one.weights + one.sums for one in state), sum(one.buffers for one in state)
+    away = sum(each.nbytes for segment in priced.offloadable for each in segment)
+    return ModelTotals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved, away)

@@ -1,0 +1,111 @@
+"""Refuse graphs in which ranks would go on with values that differ, and must not: along `tp`, and of experts along `ep`.
+
+Contract: `check_shared_layers` is called by all ranks that share layers, for their own graphs of one call, after
+`key_random_ops`. `check_gathered_experts` looks at this rank's graph alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphpp.compiler.request import CompileRequest
+from graphpp.errors import CaptureError
+from graphpp.passes.graph.collectives import group_of, is_collective, is_wait
+from graphpp.passes.graph.joint_graph import JointGraph, describe_node
+from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments, unlike_numbers
+from graphpp.runtime.dtensors import is_spread_over
+from graphpp.runtime.program import BufferUpdate, Gradient, Loss, Parameter
+from graphpp.runtime.randomness import seeded
+
+_GATHER, _ADD = "all_gather", "aten::add"
+_REMEDY = "Redistribute the values before, as the styles of torch.distributed.tensor.parallel do"
+_UNEQUAL: dict[type, str] = {
+    Loss: "the loss is computed from values that are spread over the ranks of tp, so ranks would have other losses{}, at {}. "
+    f"{_REMEDY} (output_layouts=Replicate())",
+    Gradient: "every rank of tp has the whole parameter {}, and uses the parameter for values that are spread over tp, at {}: "
+    "each rank would have a part of the gradient. Make the parameter a DTensor; for a norm, put SequenceParallel() in the plan "
+    "of parallelize_module",
+    BufferUpdate: "every rank of tp has the whole buffer {}, and the forward writes values that are spread over tp, at {}. "
+    f"{_REMEDY}",
+}
+
+
+def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
+    """Raise `CaptureError` where ranks along `tp` would go on with different values.
+
+    These are: random numbers for a sharded value, of which each rank would draw one process's first ones; a gradient of a whole
+    parameter, the new value of a whole buffer, or the loss, if it is computed from sharded values.
+    """
+    layers = request.place.tp_group
+    if layers is None:
+        return
+    agreement, own = request.place.agreement(layers), plain_arguments(joint.graph)
+    nodes = max(agreement.largest([len(own)]))
+    numbers = torch.tensor([*own, *[-1] * (nodes - len(own))], dtype=torch.int64, device="cpu")
+    others = agreement.of_all(numbers)
+    unlike = unlike_numbers(own, [[number for number in row if number >= 0] for row in others.tolist()])
+    tensors = (*request.model.named_parameters(), *request.model.named_buffers())
+    sharded = {fqn for fqn, tensor in tensors if is_spread_over(tensor, layers)}
+    differing = differing_values(joint.graph, sharded, unlike, layers.group_name)
+    for node in joint.computed():
+        if node.target is seeded and node in differing:
+            raise CaptureError(
+                f"{node.args[2]} in {describe_node(node)} draws random numbers for values that are spread over the ranks of "
+                "tp: each rank would draw the same numbers for its part, where one process draws others for every part. Draw "
+                "(dropout) where the values are whole, or set the probability to 0."
+            )
+    fine = sharded | joint.partial.keys()  # partial gradients are added up by the runtime
+    for role, node in joint.outputs() if joint.training else ():
+        whole = isinstance(role, Loss) or (isinstance(role, Gradient | BufferUpdate) and role.fqn not in fine)
+        if whole and node in differing:
+            raise CaptureError(_UNEQUAL[type(role)].format(getattr(role, "fqn", ""), describe_node(node)))
+
+
+def check_gathered_experts(request: CompileRequest, joint: JointGraph) -> None:
+    """Raise `CaptureError` for an expert that an all-gather over `ep` reads, and whose gradient no collective adds up.
+
+    `DTensor.full_tensor()` without `grad_placements` takes the gradient of the whole tensor to be equal on all ranks. Along
+    `ep` each rank computes the gradient from rows of its own, so the ranks' gradients must be added up.
+    """
+    group = request.place.experts_group
+    if group is None:
+        return
+    parameters = {fqn: each for fqn, each in request.model.named_parameters() if is_spread_over(each, group)}
+    inputs = {role.fqn: node for role, node in joint.inputs().items() if isinstance(role, Parameter)}
+    for role, gradient in joint.outputs():
+        if isinstance(role, Gradient) and role.fqn in parameters:
+            gathers = [node for node in _readers(inputs[role.fqn]) if _is_over(node, group.group_name) and _GATHER in node.name]
+            if gathers and not any(_is_over(node, group.group_name) for node in _makers(gradient)):
+                raise CaptureError(
+                    f"the forward gathers the experts {role.fqn} over ep in {describe_node(gathers[0])}, and each rank would "
+                    "keep the gradient of its own rows alone: compute with weight.to_local(), or gather by "
+                    "weight.full_tensor(grad_placements=[Partial()]), which adds the gradients of all ranks up"
+                )
+
+
+def _is_over(node: fx.Node, group: str) -> bool:
+    return is_collective(node) and group_of(node) == group
+
+
+def _readers(value: fx.Node) -> list[fx.Node]:
+    """The operations that read a value, or its copy in another form."""
+    found = list(value.users)
+    for node in found:
+        if _passes(node):
+            found += [user for user in node.users if user not in found]
+    return found
+
+
+def _makers(value: fx.Node) -> list[fx.Node]:
+    """The operations that make a value, seen through sums and other forms of it."""
+    found = [value]
+    for node in found:
+        if _passes(node) or is_wait(node) or getattr(getattr(node.target, "_schema", None), "name", "") == _ADD:
+            found += [source for source in node.all_input_nodes if source not in found]
+    return found
+
+
+def _passes(node: fx.Node) -> bool:
+    """Whether an operation takes one tensor, such as a view, a cast or a padding."""
+    return node.op == "call_function" and len(node.all_input_nodes) == 1 and not is_collective(node)

@@ -1,0 +1,41 @@
+"""Key dropout and all other random operators: each draws from a key of the microbatch, not from a generator's state.
+
+Contract: afterwards every operator that draws random numbers is a call of `seeded(key, index, operator, ...)`: `key` is the
+input `RandomKey`, which `runtime/randomness.py` fills in, `index` counts the random operators of the joint graph. So the
+numbers do not depend on the split, the schedule or the number of ranks, and a recomputed operator repeats its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.runtime.program import RandomKey
+from graphpp.runtime.randomness import seeded
+
+
+def key_random_ops(joint: JointGraph) -> JointGraph:
+    """Rewrite every random operator to draw from the microbatch's key, in place."""
+    drawing = [node for node in joint.computed() if draws_random_numbers(node.target, node.args, node.kwargs)]
+    if not drawing:
+        return joint
+    with joint.graph.inserting_before(next(iter(joint.graph.nodes))):
+        key = joint.graph.placeholder("random_key")
+    key.meta = {"val": 0, "backward": False, "role": RandomKey()}
+    for index, node in enumerate(drawing):
+        node.args = (key, index, node.target, *node.args)  # type: ignore[arg-type]
+        node.target = seeded
+    return joint
+
+
+def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws random numbers when called with these arguments; attention does so only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    schema = getattr(operator, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return arguments.get("dropout_p") != 0.0 if "dropout_p" in arguments else "dropout_p" not in names

@@ -1,0 +1,62 @@
+"""The key of a region, and of every other graph that is compiled or timed once: a hash of the computation.
+
+Contract: graphs with equal keys compute the same from the same inputs. The key has the operations, their arguments, and the
+shapes, strides, dtypes and devices of the inputs; names do not count, and the key is equal in all processes.
+The entry of a region on disk has a key of its own, which adds the compiler and its options (`backends/inductor.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp._torch.symbols import formula
+from graphpp.passes.text.render import attribute_of
+
+
+def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = attrgetter("args")) -> str:
+    """A hash of a graph's computation and of the layouts of its inputs, independent of names and equal in all processes.
+
+    `arguments`: the positional arguments of a node that count.
+    """
+    numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"input {_layout(node.meta.get('val'))}")
+        elif node.op == "get_attr":
+            lines.append(f"held {_held(attribute_of(node))}")
+        else:
+            target: Any = node.target  # a function's `str` has its address, which differs between processes
+            name = f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
+            lines.append(f"{name} {_spelled([arguments(node), node.kwargs], numbers)}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _held(value: Any) -> str:
+    """A name of an attribute of a graph: of a branch of `torch.cond` by its own computation, of a constant by its layout."""
+    if isinstance(value, fx.GraphModule):
+        return graph_key(value.graph)
+    return str(_layout(value)) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _spelled(value: Any, numbers: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return numbers[value]
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(_spelled(item, numbers) for item in value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_spelled(item, numbers)}' for name, item in sorted(value.items()))}}}"
+    return repr(value)
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (formula(value),)
+    return (*(tuple(map(formula, sizes)) for sizes in (value.shape, value.stride())), value.dtype, str(value.device))

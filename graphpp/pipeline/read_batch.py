@@ -1,0 +1,73 @@
+"""From the arguments of a call to its microbatches.
+
+Contract: a whole batch is cut into as many microbatches as the options and the schedule say; microbatches that the caller gave
+one by one stay as they are. `BatchError` for arguments that are no batch, and for a target that nothing reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphpp.arguments import one_of, require
+from graphpp.batch.cut_batch import BatchCutter
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
+from graphpp.capture.loss import takes_target
+from graphpp.compiler.request import CompileRequest
+from graphpp.errors import BatchError
+from graphpp.planner.tables import microbatches_for
+
+_MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Microbatches that the caller gave one by one; not checked yet."""
+
+    microbatches: object
+
+
+Batch = Microbatch | OneByOne
+
+
+class BatchReader:
+    """Reads the batches of one pipeline. `admits(count)`: whether the schedule has a table for `count` microbatches."""
+
+    def __init__(self, request: CompileRequest, example: Microbatch | None, admits: Callable[[int], bool]) -> None:
+        self._loss, self._options, self._ranks = request.loss, request.options, request.place.ranks
+        self._admits, self._cutter = admits, BatchCutter(example)
+        self._reads_target = self._loss is not None and takes_target(self._loss)
+
+    def microbatches(self, batch: Batch, *, training: bool = True) -> list[FlatMicrobatch]:
+        """The microbatches of a call. Raises `BatchError`."""
+        if isinstance(batch, OneByOne):
+            parts = _flattened(batch.microbatches)
+        elif training or batch.args or batch.kwargs or batch.target is not None:
+            flat = self._cutter.flat(batch)
+            parts = self._cutter.cut(flat, microbatches_for(self._options, self._ranks, flat, self._admits))
+        else:
+            raise BatchError("pipe.eval runs a batch: pipe.eval(x). To switch the flags of the model, call model.eval()")
+        if not self._reads_target and any(map(_has_target, parts)):
+            own = "with loss=None the model's output brings its own loss"
+            reason = own if self._loss is None else "the loss takes no second positional argument"
+            raise BatchError(
+                f"a target was given, but {reason} and nothing reads the target. Pass a loss(output, target) to "
+                "graphpp.compile, or give the target as an argument of the model."
+            )
+        return parts
+
+    def describe(self) -> str:
+        """How the latest batch was cut."""
+        return self._cutter.describe()
+
+
+def _flattened(microbatches: object) -> list[FlatMicrobatch]:
+    require(BatchError, "microbatches", _MICROBATCHES, microbatches)
+    if not microbatches:
+        raise BatchError("a step needs at least one microbatch, got an empty list")
+    return [flatten_microbatch(part) for part in microbatches]  # type: ignore[attr-defined]
+
+
+def _has_target(part: FlatMicrobatch) -> bool:
+    pairs = zip(part.paths, part.values, strict=True)
+    return any(value is not None for path, value in pairs if path.startswith("target"))

@@ -1,0 +1,163 @@
+"""The report page of a pipeline: plan, simulated step, measured step, memory, boundaries, run (`graphpp/report/` lays it out).
+
+Contract
+    in   the request, the pipeline's first graph, its tables, a profile or none, the run so far
+    out  a `Page`. Without a profile the times of the step are estimated, and the page says so. Raises `GraphPPError` for a
+         profile of another pipeline. Nothing runs, and every rank gets the same page except for the losses
+    Every rank of all replicas calls `write_report`; the first of them all writes `report.html`, the others return its path.
+A value crosses several boundaries under one name, so a relay is a name on neighbouring boundaries. A stage only passes a relay
+on if none of its phases reads the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import fx
+
+from graphpp.compiler.compile_graph import CompiledGraph
+from graphpp.compiler.estimated_step import EstimatedStep, estimated_step
+from graphpp.compiler.request import CompileRequest
+from graphpp.errors import GraphPPError
+from graphpp.passes.graph.joint_graph import describe_node
+from graphpp.passes.text.naming import format_dtype
+from graphpp.pipeline.graph_cache import GraphCache
+from graphpp.pipeline.profile import Profile
+from graphpp.planner.tables import CheckedTable, Tables
+from graphpp.report.memory_view import MemoryView
+from graphpp.report.page import BoundaryView, Page, RelayView, ValueView
+from graphpp.report.page_html import write_page
+from graphpp.report.run_view import RunView
+from graphpp.report.timeline_view import TimelineView
+from graphpp.runtime.program import Boundary, Phase, Received, Saved, Sent, TensorMeta, total_bytes
+from graphpp.units import spell_bytes, spell_time
+
+_FILE = "report.html"
+_ESTIMATED = (
+    "Nothing was profiled: the seconds are estimated from the shapes of the operations, for a usual device of this type. They "
+    "rank schedules, and say little about hours. Give profile=pipe.profile(batch, target=..) for measured ones."
+)
+_BY_CALLER = "Nothing was profiled: the seconds of operations are those of parallel.op_costs, messages are estimated."
+_MEASURED = "Simulated with the medians that pipe.profile measured."
+_BYTES = (
+    "The bytes follow from the graph and the schedule. The workspace inside an operator, messages between stages, and memory "
+    "that the allocator does not give back are not counted."
+)
+_FORWARD, _BACKWARD = "forward", "backward"
+_PHASES = {_FORWARD: (Phase.FORWARD, Phase.EVALUATE), _BACKWARD: (Phase.BACKWARD, Phase.INPUT_GRAD)}
+
+
+def write_report(
+    folder: Path, request: CompileRequest, cache: GraphCache, profile: Profile | None, run: Callable[[], RunView]
+) -> Path:
+    """Write the page into the folder, which is made where it lacks; returns the page's path. `run` reads the run so far."""
+    first, so_far = cache.captured(), run()
+    if folder.exists() and not folder.is_dir():
+        raise GraphPPError(f"folder: {folder} is a file: give a folder, into which {_FILE} is written")
+    if request.place.everyone is None or dist.get_rank(request.place.everyone) == 0:
+        write_page(page_of(request, first, cache.tables, profile, so_far), folder / _FILE)
+    return folder / _FILE
+
+
+def page_of(request: CompileRequest, graph: CompiledGraph, tables: Tables, profile: Profile | None, run: RunView) -> Page:
+    """The page."""
+    table = _table_of(graph, tables, profile)
+    step = estimated_step(request, graph, table, None if profile is None else profile.costs)
+    own = request.options.parallel.op_costs is not None
+    note = _MEASURED if profile is not None else _BY_CALLER if own else _ESTIMATED
+    measured = [] if profile is None else [profile.timeline]
+    boundaries, relays = boundary_views(graph)
+    caps, ranks = request.options.memory.caps(request.place.ranks), table.running.ranks
+    return Page(
+        title=f"{type(request.model).__name__}: {table.plain.name} on {ranks} rank{'s' * (ranks != 1)}",
+        facts=tuple(_facts(request, graph, step, table, profile)),
+        timelines=(TimelineView.of(step.timeline, note), *map(TimelineView.of, measured)),
+        memory=MemoryView.of(step.memory, caps, note=_BYTES) if step.memory else None,
+        stages=tuple(each.view for each in graph.plan.stages),
+        boundaries=boundaries,
+        relays=relays,
+        run=run,
+    )
+
+
+def _table_of(graph: CompiledGraph, tables: Tables, profile: Profile | None) -> CheckedTable:
+    """The table of the profiled step, or that of the plan."""
+    planned = graph.plan.schedule
+    if profile is None:
+        return tables.checked(planned.stages, planned.microbatches, graph.captured.joint.training)
+    own = profile.timeline.schedule
+    found = tables.checked(planned.stages, own.microbatches, True) if own.stages == planned.stages else None
+    if found is None or found.running.table != own.table:
+        raise GraphPPError(
+            f"profile: it is of a step of {own.name!r} with {own.stages} stages on {own.ranks} ranks and {own.microbatches} "
+            "microbatches, which this pipeline does not run: take profile=pipe.profile(...) of this pipeline"
+        )
+    return found
+
+
+def _facts(
+    request: CompileRequest, graph: CompiledGraph, step: EstimatedStep, table: CheckedTable, profile: Profile | None
+) -> Iterator[tuple[str, str]]:
+    yield "schedule", table.plain.name
+    yield from ((name, str(getattr(table.running, name))) for name in ("stages", "ranks", "microbatches"))
+    yield "device", request.place.device.type
+    yield f"step, {'estimated' if profile is None else 'simulated'}", spell_time(step.timeline.makespan, "s")
+    if profile is not None:
+        yield "step, measured", spell_time(profile.timeline.makespan, "s")
+    yield "parameters", f"{sum(each.parameters for each in graph.plan.stages):,}"
+    if step.memory:
+        yield "most bytes on a rank", spell_bytes(max(sum(parts.values()) for curve in step.memory for _, parts in curve))
+
+
+# ---------------------------------------------------------------------------------- values between stages
+
+
+def boundary_views(graph: CompiledGraph) -> tuple[tuple[BoundaryView, ...], tuple[RelayView, ...]]:
+    """The values of each boundary, and the relays, for one microbatch."""
+    boundaries, makers = graph.program.boundaries, {node.name: node for node in graph.captured.joint.graph.nodes}
+    relays = [relay for way in (_FORWARD, _BACKWARD) for relay in _relays(graph, way, makers)]
+    further = {(relay.way, relay.value.name) for relay in relays}
+    views = []
+    for each in boundaries:
+        relayed = [meta for way in (_FORWARD, _BACKWARD) for meta in _values(each, way) if (way, meta.name) in further]
+        values = ([_view(meta, makers) for meta in _values(each, way)] for way in (_FORWARD, _BACKWARD))
+        sizes = total_bytes(each.forward), total_bytes(each.backward), total_bytes(relayed)
+        views.append(BoundaryView(each.stage, *sizes, *map(tuple, values)))
+    return tuple(views), tuple(relays)
+
+
+def _values(boundary: Boundary, way: str) -> Sequence[TensorMeta]:
+    return boundary.forward if way == _FORWARD else boundary.backward
+
+
+def _view(meta: TensorMeta, makers: Mapping[str, fx.Node]) -> ValueView:
+    maker = describe_node(makers[meta.name]) if meta.name in makers else ""
+    return ValueView(meta.name, meta.nbytes, f"{format_dtype(meta.dtype)}{list(meta.shape)}", maker)
+
+
+def _relays(graph: CompiledGraph, way: str, makers: Mapping[str, fx.Node]) -> Iterator[RelayView]:
+    crossed: dict[str, list[int]] = {}
+    metas: dict[str, TensorMeta] = {}
+    for boundary in graph.program.boundaries:
+        for meta in _values(boundary, way):
+            crossed.setdefault(meta.name, []).append(boundary.stage)
+            metas[meta.name] = meta
+    for name, stages in crossed.items():
+        if len(stages) > 1:
+            low, high = stages[0], stages[-1] + 1
+            ends = (low, high) if way == _FORWARD else (high, low)
+            unused = tuple(stage for stage in range(low + 1, high) if not _reads(graph, stage, name, way))
+            yield RelayView(_view(metas[name], makers), *ends, way, unused)
+
+
+def _reads(graph: CompiledGraph, stage: int, name: str, way: str) -> bool:
+    """Whether a stage does anything with a value that it receives but send the value on."""
+    for phase, item in graph.program.stages[stage].programs.items():
+        for node in graph.sources.of(item).graph.nodes:
+            if node.op == "placeholder" and node.meta["role"] in (Received(name), Saved(name)):
+                passing = phase in _PHASES[way] and set(item.outputs) & {Sent(name)} and Saved(name) not in item.outputs
+                if not passing or any(user.op != "output" for user in node.users):
+                    return True
+    return False

@@ -1,0 +1,273 @@
+"""The seconds of many steps under one table: the table is read once, and each step takes one short loop.
+
+Contract
+    in    a table that `check` accepts; `seconds(costs)` takes costs without blocking messages and without overhead
+    out   the makespan of `simulator.simulate`, and the seconds for which each rank computes: equal numbers, up to rounding.
+          With `copies`, offload traffic is included; `simulate` ignores it
+    Raises `ScheduleError` for a table that cannot run to its end, and for costs of another number of stages.
+
+A planner asks hundreds of times for the same table with other costs. Only computations, gathers and reductions take time here.
+A computation waits for its rank's last one, for messages of other ranks, and for gathers of its stages.
+
+All copies of a rank between device and host run one after the other on a line of their own, in the order in which the rank
+starts them, as on one CUDA stream. An eviction starts when the forward has ended, and the rank waits for its end behind
+`evict_after`: only then is the memory free. A prefetch starts with `prefetch_at`; its end is waited for before `first_use`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.table.actions import COMPUTE, PER_STAGE, SENDS, Action, Kind, inputs, message
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.in_order import in_order
+from graphpp.schedules.table.offload_window import OffloadWindow
+from graphpp.schedules.table.schedule import Schedule
+
+
+class StepSpan(NamedTuple):
+    """`makespan`: of the step; `busy`: by rank, for how long it computes."""
+
+    makespan: float
+    busy: tuple[float, ...]
+
+
+class HostCopies:
+    """The copies of offloaded values in one step. `seconds`: of the copies of a window in one direction.
+
+    `before` and `after` are called for each action of a rank in order, and move the time at which the rank goes on.
+    """
+
+    def __init__(self, windows: Iterable[OffloadWindow], seconds: Callable[[OffloadWindow], float]) -> None:
+        self._windows = list(windows)
+        self._seconds = [seconds(window) for window in self._windows]
+        self._ends = [0.0] * len(self._windows)
+        self._line: dict[int, float] = defaultdict(float)
+        self._evicted = self._by(lambda window: Action(window.stage, Kind.F, window.microbatch))
+        self._freed = self._by(lambda window: window.evict_after)
+        self._prefetched = self._by(lambda window: window.prefetch_at)
+        self._read = self._by(lambda window: window.first_use)
+
+    def _by(self, action_of: Callable[[OffloadWindow], Action]) -> Mapping[Action, Sequence[int]]:
+        found: dict[Action, list[int]] = defaultdict(list)
+        for at, window in enumerate(self._windows):
+            found[action_of(window)].append(at)
+        return dict(found)
+
+    def before(self, rank: int, action: Action, now: float) -> float:
+        """The time at which an action can start whose rank and other values are ready by now."""
+        for at in self._prefetched.get(action, ()):
+            self._copy(rank, at, now)
+        return self._after_copies(now, [at for leaf in action.leaves for at in self._read.get(leaf, ())])
+
+    def after(self, rank: int, action: Action, now: float) -> float:
+        """The time at which the rank goes on behind an action that ends now."""
+        now = self._after_copies(now, self._freed.get(action, ()))
+        for leaf in action.leaves:
+            for at in self._evicted.get(leaf, ()):
+                self._copy(rank, at, now)
+        return now
+
+    def _copy(self, rank: int, at: int, now: float) -> None:
+        self._line[rank] = self._ends[at] = max(self._line[rank], now) + self._seconds[at]
+
+    def _after_copies(self, now: float, waited: Iterable[int]) -> float:
+        return max([now, *(self._ends[at] for at in waited)])
+
+
+_Step = tuple[int, int, tuple[tuple[int, int], ...]]
+"""A computation, a gather or a reduction: its rank, the number of its price, and its reads.
+
+The reads: (number of an earlier step, number of a message) of all values that other ranks, or gathers, make.
+"""
+
+
+class _Price(NamedTuple):
+    """The facts that all steps of one price share. `kind`: UNSHARD, REDUCE_GRAD, OVERLAP_F_B, or that of the only leaf."""
+
+    kind: Kind
+    leaves: tuple[tuple[int, Kind], ...]
+
+    @property
+    def is_collective(self) -> bool:
+        return self.kind in PER_STAGE
+
+    def seconds(self, costs: Costs) -> float:
+        if self.is_collective:
+            times = costs.gathers if self.kind is Kind.UNSHARD else costs.reductions
+            return times[self.leaves[0][0]] if times else 0.0
+        total = sum(costs.stages[stage].of(kind) for stage, kind in self.leaves)
+        return total * costs.overlap if self.kind is Kind.OVERLAP_F_B else total
+
+
+class StepTimes:
+    """A table, read once."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._name, self._stages, self._ranks = schedule.name, schedule.stages, schedule.ranks
+        numbers: dict[_Price, int] = {}
+        self._steps: list[_Step] = []
+        self._actions: list[Action] = []
+        for rank, action, reads in _Reading(schedule).steps():
+            self._steps.append((rank, numbers.setdefault(_price(action), len(numbers)), reads))
+            self._actions.append(action)
+        self._prices = list(numbers)
+        self._collective = [price.is_collective for price in self._prices]
+        self._plain = self._computations()
+        self._counts = [Counter[int]() for _ in range(self._ranks)]
+        for rank, price, _ in self._plain:
+            self._counts[rank][price] += 1
+
+    def _computations(self) -> list[_Step]:
+        """The steps that compute, with the numbers that they have among themselves."""
+        number: dict[int, int] = {}
+        found: list[_Step] = []
+        for at, (rank, price, reads) in enumerate(self._steps):
+            if not self._collective[price]:
+                number[at] = len(found)
+                own = tuple([(number[source], lag) for source, lag in reads if source in number])
+                found.append((rank, price, own))
+        return found
+
+    def seconds(self, costs: Costs, *, collectives: bool = True, copies: HostCopies | None = None) -> StepSpan:
+        """The span of a step. `collectives`: with gathers and reductions. `copies`: of offloaded values."""
+        if len(costs.stages) != self._stages:
+            raise ScheduleError(
+                f"the costs are for {len(costs.stages)} stages, but {self._name!r} has {self._stages}; "
+                "give the costs of each of its stages"
+            )
+        if costs.blocking or costs.overhead:
+            raise ScheduleError("costs: graphpp.simulate has blocking messages and overhead, these step times have neither")
+        took, lags = [price.seconds(costs) for price in self._prices], _lags(costs)
+        if not collectives:
+            took = [0.0 if own else each for each, own in zip(took, self._collective, strict=True)]
+        shared = any(each for each, own in zip(took, self._collective, strict=True) if own)
+        makespan = self._alone(took, lags) if copies is None and not shared else self._on_lines(took, lags, copies)
+        busy = tuple(sum(took[price] * count for price, count in counts.items()) for counts in self._counts)
+        return StepSpan(makespan, busy)
+
+    def _alone(self, took: Sequence[float], lags: Sequence[float]) -> float:
+        free, ends = [0.0] * self._ranks, [0.0] * len(self._plain)
+        for at, (rank, price, reads) in enumerate(self._plain):
+            begin = free[rank]
+            for source, lag in reads:
+                there = ends[source] + lags[lag]
+                if there > begin:  # a call of max takes longer, and a search spends its time here
+                    begin = there
+            free[rank] = ends[at] = begin + took[price]
+        return max(free, default=0.0)
+
+    def _on_lines(self, took: Sequence[float], lags: Sequence[float], copies: HostCopies | None) -> float:
+        """Gathers and reductions run one after the other on a line of their own, copies on another, while the rank computes."""
+        free, line, ends = [0.0] * self._ranks, [0.0] * self._ranks, [0.0] * len(self._steps)
+        for at, (rank, price, reads) in enumerate(self._steps):
+            begin, seconds = free[rank], took[price]
+            if self._collective[price]:
+                if seconds:
+                    begin = max(begin, line[rank])
+                    line[rank] = begin + seconds
+                ends[at] = begin + seconds
+                continue
+            for source, lag in reads:
+                begin = max(begin, ends[source] + lags[lag])
+            if copies is None:
+                free[rank] = ends[at] = begin + seconds
+            else:
+                action = self._actions[at]
+                free[rank] = ends[at] = copies.after(rank, action, copies.before(rank, action, begin) + seconds)
+        return max(*free, *line)
+
+
+def _price(action: Action) -> _Price:
+    stage, kind, _, parts = action
+    if parts:
+        return _Price(kind, tuple([(part.stage, part.kind) for part in parts]))
+    kind = Kind.REDUCE_GRAD if kind is Kind.RESHARD else kind
+    return _Price(kind, ((stage, kind),))
+
+
+def _lags(costs: Costs) -> list[float]:
+    """The seconds of each message, by 2 x boundary and direction; the last entry is no message."""
+    found: list[float] = []
+    for boundary in range(len(costs.stages) - 1):
+        found += [costs.message(costs.sends_forward, boundary), costs.message(costs.sends_backward, boundary)]
+    return [*found, 0.0]
+
+
+class _Reading:
+    """The steps of a table in an order in which they can run, and the earlier steps that each of them reads."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._where, self._stages, self._sends = schedule.rank_of_stage, schedule.stages, schedule.has_communication
+        self._rows = [[action for action in row if action is not None] for row in schedule.table]
+        self._number, self._none = 0, 2 * (schedule.stages - 1)
+        self._reads: tuple[tuple[int, int], ...] | None = None  # of the cell that is about to run
+        self._ended: dict[Action, int] = {}  # computations, by the number of their step
+        self._sent: dict[Action, int] = {}  # sends, by the number of the last computation before them
+        self._latest: list[int] = [-1] * schedule.ranks
+        self._gathers: list[dict[int, int]] = [{} for _ in schedule.table]  # by stage, for the next computation
+        self._unreduced: list[set[int]] = [set() for _ in schedule.table]
+
+    def steps(self) -> Iterator[tuple[int, Action, tuple[tuple[int, int], ...]]]:
+        """(rank, action, its reads) of all that takes time. Raises `ScheduleError` for a table that stops before its end."""
+        for rank, action in in_order(self._rows, self._ready):
+            if self._takes_time(rank, action):
+                yield rank, action, self._reads or ()
+                self._number += 1
+
+    def _ready(self, rank: int, action: Action) -> bool:
+        self._reads = self._inputs(rank, action) if action.kind in COMPUTE else ()
+        return self._reads is not None
+
+    def _inputs(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
+        """(step, message) of the values of other ranks, and of gathers, that a computation waits for; None: one is missing."""
+        found: list[tuple[int, int]] = []
+        gathers = self._gathers[rank]
+        for leaf in action.leaves:
+            for makers in inputs(leaf, self._stages):
+                source = self._source(makers, rank)
+                if source is None:
+                    return None
+                if source[1] != self._none:
+                    found.append(source)
+        if gathers:  # two leaves of one stage wait for one gather
+            stages = dict.fromkeys(leaf.stage for leaf in action.leaves if leaf.stage in gathers)
+            found += [(gathers.pop(stage), self._none) for stage in stages]
+        return tuple(found)
+
+    def _source(self, makers: Sequence[Action], rank: int) -> tuple[int, int] | None:
+        """(step, message) of a value; None if nothing has made it yet: then the rank waits for it."""
+        maker = next((maker for maker in makers if maker in self._ended), None)
+        if maker is None:
+            return None
+        ends = message(maker, self._stages) if self._where[maker.stage] != rank else None
+        if ends is None:
+            return self._ended[maker], self._none
+        send, _ = ends
+        at = self._sent.get(send) if self._sends else self._ended[maker]
+        back = send.kind is Kind.SEND_B
+        return None if at is None else (at, 2 * (send.stage - back) + back)
+
+    def _takes_time(self, rank: int, action: Action) -> bool:
+        """Whether an action is a step; the place of each action is noted."""
+        if action.kind in COMPUTE:
+            for leaf in action.leaves:
+                self._ended[leaf] = self._number
+                if leaf.kind in (Kind.B, Kind.W):
+                    self._unreduced[rank].add(leaf.stage)
+            self._latest[rank] = self._number
+            return True
+        if action.kind is Kind.UNSHARD:
+            self._gathers[rank][action.stage] = self._number
+            return True
+        if action.kind in PER_STAGE:
+            reduces = action.stage in self._unreduced[rank]
+            self._unreduced[rank].discard(action.stage)
+            return reduces
+        for leaf in action.leaves:
+            if leaf.kind in SENDS:
+                self._sent[leaf] = self._latest[rank]
+        return False

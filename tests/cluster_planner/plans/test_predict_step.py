@@ -1,0 +1,125 @@
+"""The prediction of a setting: a long step is continued from two short ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphpp.cluster_planner.plans import read_tables
+from graphpp.cluster_planner.plans.estimate import estimate
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.predict_step import order_costs, predict, tables_of
+from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
+from graphpp.devices import Machines
+from tests.cluster_planner.plans.test_plan import LENGTH, costs
+
+RANKS, MICROBATCHES = 2, 80
+
+
+def request_of(batch: int = MICROBATCHES) -> PlanRequest:
+    return PlanRequest(costs(torch.bfloat16, "cuda"), Machines.read("4xH100"), batch, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("choice", "keep"),
+    [
+        (ScheduleChoice("1F1B"), None),
+        (ScheduleChoice("ZB1P"), None),
+        (ScheduleChoice("ZBVZeroBubble", 2), None),
+        (ScheduleChoice("DualPipeV", 2), None),
+        (ScheduleChoice("V-Half", 2), None),
+        (ScheduleChoice("Interleaved1F1B", 4), None),
+        (ScheduleChoice("Interleaved1F1B", 4), 1),
+        (ScheduleChoice("LoopedBFS", 4), 1),
+        (ScheduleChoice("MegatronInterleaved", 2, 8), 1),
+        (ScheduleChoice("ZB1P"), 0),
+        (ScheduleChoice("DualPipeV", 2), 0),
+        (ScheduleChoice("Interleaved1F1B", 4), 0),
+    ],
+    ids=str,
+)
+def test_a_long_step_is_that_of_the_whole_table(
+    choice: ScheduleChoice, keep: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = PlanSetting(MeshShape(pp=RANKS, dp_shard=2), 1, MICROBATCHES, choice, keep)
+    monkeypatch.setattr(read_tables, "_WHOLE", 0)
+    continued = predict(request_of(), setting)
+    monkeypatch.setattr(read_tables, "_WHOLE", 10**9)
+    whole = predict(request_of(), setting)
+    assert continued is not None and whole is not None
+    assert len(read_tables.counts_of(setting)) == 1, "the second one is simulated as a whole"
+    assert continued.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
+    assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)
+    assert continued.sent["dp_shard"] == pytest.approx(whole.sent["dp_shard"], rel=0.02)
+
+
+def test_parts_of_overlapped_actions_that_gather_single_layers_take_their_sum() -> None:
+    """They run one after the other: DualPipeV, some of whose backwards are split, computes no sooner than whole backwards."""
+    asked = PlanRequest(costs(torch.bfloat16, "cuda"), Machines.read("8xH100"), 32, LENGTH)
+
+    def seconds(name: str, keep: int | None) -> tuple[float, float]:
+        setting = PlanSetting(MeshShape(pp=RANKS, tp=2, dp_shard=2), 1, 16, ScheduleChoice(name, 2), keep)
+        found = predict(asked, setting)
+        assert found is not None
+        step = found.seconds
+        return step.forward + step.backward + step.collectives, estimate(asked, setting).seconds
+
+    computed, estimated = seconds("DualPipeV", 0)
+    (whole, _), (split, least) = seconds("Interleaved1F1B", 0), seconds("ZBVZeroBubble", 0)
+    assert seconds("DualPipeV", None)[0] < whole < computed < split
+    assert estimated >= least
+
+
+def test_orders_are_searched_with_the_waits_for_single_layers() -> None:
+    setting = PlanSetting(MeshShape(pp=RANKS, dp_shard=2), 4, 8, ScheduleChoice("ZB1P"), 0)
+    found, tables = predict(request_of(64), setting), tables_of(request_of(64), setting)
+    assert found is not None and tables is not None
+    known = order_costs(request_of(64), setting, found.cut, tables[0])
+    assert found.seconds.gradients > 0.0
+    step = tables[0].times.seconds(known.costs, collectives=False).makespan
+    assert step == pytest.approx(found.seconds.total - found.seconds.optimizer)
+
+
+def test_a_number_of_microbatches_that_the_schedule_does_not_take_has_no_prediction() -> None:
+    setting = PlanSetting(MeshShape(pp=4), 1, 130, ScheduleChoice("Interleaved1F1B", 2))
+    assert predict(request_of(130), setting) is None
+
+
+def test_parts_add_up_to_the_step() -> None:
+    shape = MeshShape(pp=RANKS, dp_shard=2)
+    found = predict(request_of(), PlanSetting(shape, 1, MICROBATCHES, ScheduleChoice("1F1B"), None, "full"))
+    assert found is not None
+    assert found.seconds.recompute > 0 and found.seconds.forward > 0 and found.seconds.bubble > 0
+    assert found.seconds.total > found.seconds.forward + found.seconds.backward
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB1P", "V-Half", "V-Min", "ZB2P", "ZBVZeroBubble"])
+def test_a_long_step_on_more_ranks_is_that_of_the_whole_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many ranks that the shorter simulated step has fewer microbatches than twice the ranks."""
+    per_rank = 1 if name in ("1F1B", "ZB1P", "ZB2P") else 2
+    stages, choice = 10, ScheduleChoice(name, per_rank)
+    pp = stages // per_rank if per_rank == 1 else 5
+    setting = PlanSetting(MeshShape(pp=pp), 1, 60, choice)
+    monkeypatch.setattr(read_tables, "_LEAST", 1)
+    monkeypatch.setattr(read_tables, "_WHOLE", 0)
+    continued = predict(request_of(60), setting)
+    monkeypatch.setattr(read_tables, "_WHOLE", 10**9)
+    whole = predict(request_of(60), setting)
+    assert continued is not None and whole is not None
+    assert continued.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
+    assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)
+
+
+def test_bytes_sent_along_every_dimension_are_predicted() -> None:
+    """Those of tensor parallelism grow with the microbatches; replicas sum their gradients, of half as many rows, once."""
+    sent = []
+    for tp, microbatches in ((1, 4), (2, 4), (2, 8)):
+        setting = PlanSetting(MeshShape(pp=RANKS, dp_replicate=2, tp=tp), 1, microbatches, ScheduleChoice("1F1B"))
+        found = predict(PlanRequest(costs(torch.bfloat16, "cuda"), Machines.read("8xH100"), 2 * microbatches, LENGTH), setting)
+        assert found is not None
+        sent.append(found.sent)
+    whole, short, long = sent
+    assert whole["tp"] == 0 < short["tp"] and long["tp"] == 2 * short["tp"]
+    assert whole["dp_replicate"] > short["dp_replicate"] == long["dp_replicate"] > 0
+    assert short["ep"] == short["cp"] == short["dp_shard"] == 0
