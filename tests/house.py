@@ -119,29 +119,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 56_050,
+    "graphpp": 52_420,
     "graphpp/_torch": 2_370,
-    "graphpp/backends": 1_220,
+    "graphpp/backends": 1_160,
     "graphpp/batch": 580,
-    "graphpp/cache": 360,
-    "graphpp/capture": 7_790,
-    "graphpp/checkpoint": 1_630,
-    "graphpp/cli": 2_160,
-    "graphpp/cluster_planner": 5_080,
-    "graphpp/compiler": 2_420,
-    "graphpp/options": 1_080,
-    "graphpp/ownership": 1_450,
-    "graphpp/parallel": 2_370,
-    "graphpp/passes": 5_530,
-    "graphpp/pipeline": 2_830,
-    "graphpp/planner": 2_260,
-    "graphpp/report": 920,
-    "graphpp/runtime": 4_260,
-    "graphpp/schedules": 8_600,
-    "graphpp/verification": 1_540,
-    "tests": 50_250,
+    "graphpp/cache": 280,
+    "graphpp/capture": 7_290,
+    "graphpp/checkpoint": 1_580,
+    "graphpp/cli": 1_590,
+    "graphpp/cluster_planner": 4_940,
+    "graphpp/compiler": 2_360,
+    "graphpp/integrations": 20,
+    "graphpp/options": 1_070,
+    "graphpp/ownership": 1_290,
+    "graphpp/parallel": 2_310,
+    "graphpp/passes": 5_320,
+    "graphpp/pipeline": 2_630,
+    "graphpp/planner": 1_910,
+    "graphpp/report": 880,
+    "graphpp/runtime": 4_070,
+    "graphpp/schedules": 7_740,
+    "graphpp/verification": 1_470,
+    "tests": 47_120,
 }
-MOST_FILES = 482  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 425  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ def on_rank(rank: int, schedule: str, options: dict[str, Any]) -> tuple[list[Ten
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        ("ZBVZeroBubble", {"memory": Memory(recompute="full")}),
+        ("1F1B", {}),
         *further(
-            ("1F1B", {}),
+            ("ZBVZeroBubble", {"memory": Memory(recompute="full")}),
             ("Interleaved1F1B", {"memory": Memory(offload=0.5)}),
             ("ZBVZeroBubble", {}),
             ("1F1B", {"memory": Memory(recompute=0.5)}),

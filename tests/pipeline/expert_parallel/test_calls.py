@@ -13,8 +13,9 @@ import graphpp
 from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.expert_parallel import Mixture, batch, compiled, mixture
+from tests.expert_parallel import Mixture, mixture
 from tests.sharding import Mesh
+from tests.tensor_parallel import batch, compiled
 
 EXPERTS, PIPE, REPLICAS = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh((2, 2), ("dp_replicate", "ep"))
 

@@ -107,27 +107,6 @@ def test_an_overflow_of_one_replica_skips_the_step_everywhere() -> None:
     run_ranks(overflowing, 4)
 
 
-def accumulated(rank: int) -> None:
-    """Two steps without zero_grad add up, as do steps after `set_to_none=False`."""
-    pipe = compiled(SHARD2.made(), odd(), example=example())
-    first = batch(rank)
-    pipe.step(first[0], target=first[1])
-    once = {fqn: whole_tensor(p.grad).clone() for fqn, p in pipe.named_parameters() if p.grad is not None}
-    pipe.step(first[0], target=first[1])
-    for fqn, parameter in pipe.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(whole_tensor(parameter.grad), 2 * once[fqn], rtol=1e-6, atol=1e-7)
-    pipe.zero_grad(set_to_none=False)
-    pipe.step(first[0], target=first[1])
-    for fqn, parameter in pipe.named_parameters():
-        if parameter.grad is not None:
-            assert torch.equal(whole_tensor(parameter.grad), once[fqn])
-
-
-def test_gradients_of_several_steps_add_up() -> None:
-    run_ranks(accumulated, 2)
-
-
 def hooked(rank: int) -> list[str]:
     pipe, seen = compiled(SHARD2.made(), odd(), example=example()), []
     for fqn, parameter in pipe.named_parameters():
