@@ -1,7 +1,6 @@
 """The cache folder in which compiled regions and measured times are kept for other ranks and later runs.
 
-`graphpp.cache.folder()`, `entries()` and `clear()` show and empty the folder, as the command `graphpp cache` does.
-`disk_cache.py` has the entries, their locks and their limit. Imports no other package of graphpp.
+`folder()`, `entries()` and `clear()` show and empty the folder, as `graphpp cache` does. Imports no other package of graphpp.
 """
 
 from graphpp.cache.contents import clear, entries

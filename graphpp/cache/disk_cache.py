@@ -8,8 +8,7 @@ Contract
   from its manifest is deleted before it is opened, so that no part of it is loaded.
 - When the files of an entry have changed and all entries together exceed the limit, the entries used longest ago are
   removed. An entry that another process has open stays.
-- If the root cannot be written, a warning says so, and a temporary folder replaces it until the process ends. If somebody
-  deletes the root meanwhile, it is created again.
+- A temporary folder replaces a root that cannot be written, with a warning, until the process ends.
 """
 
 from __future__ import annotations
@@ -108,9 +107,7 @@ class DiskCache:
         size = sum(entry.size for entry in entries)
         removed = []
         for entry in entries:
-            if size <= limit:
-                break
-            if self._remove(entry.key):
+            if size > limit and self._remove(entry.key):
                 size -= entry.size
                 removed.append(entry)
         return removed

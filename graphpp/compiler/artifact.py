@@ -30,7 +30,8 @@ import torch
 from torch import nn
 
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.objects.names import is_of_library
+from graphpp.capture.objects.names import comes_with_torch, unwrapped
+from graphpp.capture.objects.walk import HOOKS
 from graphpp.capture.sizes.open_sizes import Open
 from graphpp.compiler.request import CompileRequest
 from graphpp.parallel.rank_place import RankPlace
@@ -86,7 +87,7 @@ class Artifact:
         trees = [tree for tree in (model, loss) if isinstance(tree, nn.Module)]
         flags = [f"{fqn}={module.training}" for tree in trees for fqn, module in tree.named_modules()]
         autocast = torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))
-        lasting = {path: sorted(sizes) for path, sizes in open_sizes.items()}
+        varying = {path: sorted(dimensions) for path, dimensions in open_sizes.items()}
         found = {
             "the version of torch": torch.__version__,
             "the version of graphpp": _version(),
@@ -94,7 +95,7 @@ class Artifact:
             "parallel.param_dtype": str(self._request.options.parallel.param_dtype),
             "the parameters and buffers": [line for tree in trees for line in tensor_lines(tree)],
             "training or evaluation": [training, *flags],
-            "the microbatch": [*example.signature, lasting],
+            "the microbatch": [*example.signature, varying],
             "an attribute, a global variable or code of the model or the loss": self._digest.hex(),
             **{f"the source file of {name}": text for name, text in sorted(_sources(model, loss))},
         }
@@ -131,11 +132,12 @@ def _sources(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     modules = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
     classes = {base for module in modules for base in type(module).__mro__}
     functions = [value for module in modules for value in vars(module).values() if callable(value)]
-    hooks = [hook for module in modules for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
-    for name in {each.__module__ for each in (*classes, *functions, *hooks, loss) if hasattr(each, "__module__")}:
+    functions += [hook for module in modules for kind in HOOKS for hook in getattr(module, kind).values()]
+    own = [each for each in (*classes, *map(unwrapped, (*functions, loss))) if not comes_with_torch(each)]
+    for name in {each.__module__ for each in own if hasattr(each, "__module__")}:
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None and not is_of_library(sys.modules[name]):
-            yield name, _sha256(Path(file).read_bytes().hex())
+        if file is not None and os.path.isfile(file):
+            yield name, hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @functools.cache

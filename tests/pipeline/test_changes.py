@@ -133,36 +133,6 @@ def test_another_structure_is_refused(tied: bool, change: Callable[[nn.Sequentia
         pipe.step(X, target=Y)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.scale = 1.0
-        self.mask = torch.ones(8)
-        self.flag = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x) * self.scale * self.mask
-        return y.relu() if self.flag else y
-
-
-@pytest.mark.parametrize(("name", "value"), [("scale", 3.0), ("mask", torch.zeros(8)), ("flag", True)])
-def test_another_attribute_is_followed(name: str, value: Any) -> None:
-    model = Scaled()
-    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
-    pipe.step(X, target=Y)
-    model.zero_grad()
-    setattr(model, name, value)
-    pipe.step(X, target=Y)
-    assert_like_eager(model, eager_grads(model_without_grads(model)))
-
-
-def model_without_grads(model: nn.Module) -> nn.Module:
-    model = copy.deepcopy(model)
-    model.zero_grad()
-    return model
-
-
 def test_a_replaced_parameter_is_followed() -> None:
     model = two_layers()
     pipe = graphpp.compile(model, F.mse_loss, microbatches=4)

@@ -116,6 +116,7 @@ class Holding(nn.Module):
         self.queue: collections.deque[float] = collections.deque([1.0], maxlen=1)
         self.nested: dict[str, Any] = {"a": {"b": 1.0}}
         self.deep = [1.0, (2.0, [3.0])]
+        self.scale, self.flag, self.mask, self.masks = 1.0, False, torch.ones(2), [torch.ones(2)]
         self.array, self.chosen = np.ones(2), {"scale"}
         self.act: Callable[[Tensor], Tensor] = torch.tanh
         self.options, self.hidden, self.mapping = Options(), [nn.Dropout(0.25)], collections.UserDict(scale=1.0)
@@ -135,6 +136,10 @@ def exchange_forward(m: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "number": (lambda m: m.scale, lambda m: setattr(m, "scale", 3.0)),
+    "flag": (lambda m: 3.0 if m.flag else 1.0, lambda m: setattr(m, "flag", True)),
+    "tensor": (lambda m: m.mask.mean(), lambda m: setattr(m, "mask", torch.full((2,), 3.0))),
+    "tensor in a list": (lambda m: m.masks[0].mean(), lambda m: m.masks.__setitem__(0, torch.full((2,), 3.0))),
     "dataclass": (lambda m: m.config.scale, lambda m: setattr(m.config, "scale", 3.0)),
     "namespace": (lambda m: m.space.scale, lambda m: setattr(m.space, "scale", 3.0)),
     "object in an object": (lambda m: m.config.inner.scale, lambda m: setattr(m.config.inner, "scale", 3.0)),

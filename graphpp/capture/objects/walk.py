@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
 import sys
 import threading
 import weakref
@@ -88,7 +89,7 @@ _KINDS: Sequence[tuple[Any, str]] = (
 _ONCE = ("function", "object", "class", "module")  # containers may be exchanged for equal ones, as torch.export does
 _WRAPPED = ("__func__", "__self__", "func", "args", "keywords", "fget", "fset", "__wrapped__")
 _PLAIN_ACCESS: Any = object.__getattribute__
-_HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class was made by a program, not compiled
+_PLACE = struct.calcsize("P")  # the bytes of a pointer
 
 
 class Item(NamedTuple):
@@ -133,8 +134,17 @@ def kind_of(value: Any) -> str:
         return kind
     if is_placement(value):
         return "text"
-    compiled = next(base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE)
-    return "object" if compiled is object and attributes(value) is not None else "same"
+    return "same" if _is_hiding(type(value)) or attributes(value) is None else "object"
+
+
+def _is_hiding(kind: type) -> bool:
+    """Whether objects of a class have state of compiled code: they are larger than their attributes and slots need.
+
+    Attributes and weak references take a place each, unless the class says (with a negative number) that Python manages it.
+    """
+    slots = sum(len(_slots(base)) for base in kind.__mro__)
+    places = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ > object.__basicsize__ + places * _PLACE
 
 
 def attributes(value: Any) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ class Watch:
         self._tree = {id(module): (at,) for at, module in enumerate(self.modules)}
         self._frozen: dict[Path, Any] = {}
         self._kinds: set[type] = set()  # the classes of the objects that were followed
-        self._functions: dict[CodeType, FunctionType] = {}  # the functions that were followed
+        self._functions: dict[str, dict[CodeType, FunctionType]] = {"model": {}, "loss": {}}  # that were followed
         self._reads: dict[str, tuple[frozenset[Same], Reads]] = {}
         self._seen: tuple[Snapshot, Look] | None = None
 
@@ -112,15 +112,20 @@ class Watch:
 
     def items(self, limits: Limits) -> list[Item]:
         """The objects that the code of model and loss reads, by path."""
-        while True:  # functions and methods of objects that a walk finds may ask for further names
-            known = len(self._kinds) + len(self._functions)
-            found = [*self._items("model", limits), *self._items("loss", limits)]
-            self._kinds |= {type(item.value) for item in found if item.kind in ("object", "module")}
-            for item in found:
-                if item.kind == "function":
-                    self._functions.setdefault(item.value.__code__, item.value)
-            if len(self._kinds) + len(self._functions) == known:
-                return found
+        known = -1
+        while known < self._followed:  # functions and methods of objects that a walk finds may ask for further names
+            known = self._followed
+            found = {of: list(self._items(of, limits)) for of in self._functions}
+            for of, items in found.items():
+                self._kinds |= {type(item.value) for item in items if item.kind in ("object", "module")}
+                for item in items:
+                    if item.kind == "function":
+                        self._functions[of].setdefault(item.value.__code__, item.value)
+        return [*found["model"], *found["loss"]]
+
+    @property
+    def _followed(self) -> int:
+        return len(self._kinds) + sum(map(len, self._functions.values()))
 
     def _items(self, of: str, limits: Limits) -> Iterator[Item]:
         """The objects for which the code of the model, or of the loss, asks."""
@@ -145,7 +150,7 @@ class Watch:
             held = [value for module in self.modules for value in vars(module).values() if type(value) not in _NEVER_CODE]
             functions += [value for value in held if callable(value)]
             objects = self.modules
-        functions += self._functions.values()
+        functions += self._functions[of].values()
         classes = {*map(type, objects), *self._kinds}
         source = frozenset(map(Same, (*functions, *classes)))
         known = self._reads.get(of)
