@@ -233,8 +233,7 @@ def _export_once(
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
     patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), rounding)
-    patches = (answering(), *patches)
-    with explain_errors(), contextlib.ExitStack() as stack:
+    with explain_errors(), answering(), contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
         if dims is None:
