@@ -33,7 +33,7 @@ def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
 
 
 def refuse_written_aliases(model: nn.Module, joint: JointGraph) -> None:
-    """Raise `CaptureError` if the forward writes a buffer of which another tensor of the model is a view: it would not change."""
+    """Raise `CaptureError` if the forward writes a buffer of which another tensor of the model is a view."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, BufferUpdate)}
     registered: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     others = {**registered, **{f"the constant {name}": tensor for name, tensor in joint.constants.items()}}
@@ -57,4 +57,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return 0, 0
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+    try:
+        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+    except RuntimeError:  # a tensor of functorch's has no memory of its own
+        return 0, 0
