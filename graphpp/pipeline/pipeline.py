@@ -332,7 +332,7 @@ class Pipeline(RankPart):
         return lambda: self._with_targets(self._cut(Microbatch(args, kwargs, target)))
 
     def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
-        flat = self._cutter.flat(batch)
+        flat = FlatMicrobatch.of(batch)
         count = microbatches_for(self._options, self._place.ranks, flat, self._cache.tables.admits)
         return self._cutter.cut(flat, count)
 
