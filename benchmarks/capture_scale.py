@@ -84,7 +84,7 @@ def measure(option: argparse.Namespace) -> dict[str, Any]:
         split=split,
         schedule="1F1B",
         parallel=graphpp.Parallel(device="cpu"),
-        debug=graphpp.Debug(keep_graphs=False, copy_layers=not option.every),
+        debug=graphpp.Debug(copy_layers=not option.every),
     )
     wall = time.perf_counter() - began
     clock.note("rest")

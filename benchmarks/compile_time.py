@@ -41,7 +41,8 @@ from stopwatch import Stopwatch, listen
 from torch import Tensor
 from workloads import NAMES, Size, workload
 
-CACHES = {"GRAPHPP_CACHE": "graphpp", "TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton"}
+ARTIFACT = "COMPILE_TIME_ARTIFACT"  # the variable that names the folder of captured graphs
+CACHES = {ARTIFACT: "graphs", "GRAPHPP_CACHE": "graphpp", "TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton"}
 Record = dict[str, Any]
 
 
@@ -81,7 +82,7 @@ def options(given: list[str] | None = None) -> argparse.Namespace:
 def starts(kind: str, layers: int, option: argparse.Namespace) -> list[Record]:
     """The records of a first and a second start."""
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / part) for name, part in CACHES.items()} | {"GRAPHPP_KEEP_GRAPHS": "1"}
+        caches = {name: str(Path(folder) / part) for name, part in CACHES.items()}
         if option.backend != "eager" and not option.bare:
             in_own_process("prepare", layers, option, caches)
         first, second = (in_own_process(kind, layers, option, caches) for _ in range(2))
@@ -113,7 +114,7 @@ def measure(option: argparse.Namespace) -> None:
     watch = Stopwatch()
     listen(watch)
     if option.one == "graphpp":
-        pipe = pipeline(case, device, option.backend)
+        pipe = pipeline(case, device, option.backend, artifact=os.environ[ARTIFACT])
         watch.note("passes")
         step = pipeline_step(pipe, case, device, option.backend)
     else:

@@ -106,7 +106,12 @@ class Step:
 
 
 def pipeline(
-    case: Case, device: torch.device, backend: str = "eager", recompute: Any = None, mesh: DeviceMesh | None = None
+    case: Case,
+    device: torch.device,
+    backend: str = "eager",
+    recompute: Any = None,
+    mesh: DeviceMesh | None = None,
+    artifact: str | None = None,
 ) -> graphpp.Pipeline:
     """The pipeline that graphpp compiles; on a mesh with `tp` its layers are spread."""
     inputs, targets = case.workload.batch(case.rows)
@@ -120,6 +125,7 @@ def pipeline(
         microbatches=case.microbatches,
         memory=recompute,
         backend=backend,
+        artifact=artifact,
         mesh=mesh,
         parallel=graphpp.Parallel(device=device),
     )

@@ -33,7 +33,6 @@ from graphpp.verification.subject import SimulatedPlace
 T = TypeVar("T")
 
 WIDTH = 16
-NOT_KEPT = graphpp.Debug(keep_graphs=False)  # each run captures
 CHOICES: dict[str, dict[str, Any]] = {
     "1F1B": {"schedule": "1F1B"},
     "1F1B, recompute": {"schedule": "1F1B", "memory": "full"},
@@ -77,7 +76,7 @@ def measure(name: str, choice: dict[str, Any], microbatches: int) -> None:
     example = graphpp.Microbatch((x[:1],), {}, x[:1])
     model, loss = model_of(4), nn.functional.mse_loss
     pipe, compiling = timed(
-        lambda: graphpp.compile(model, loss, split=2, microbatches=microbatches, example=example, debug=NOT_KEPT, **choice)
+        lambda: graphpp.compile(model, loss, split=2, microbatches=microbatches, example=example, **choice)
     )
     steps = [timed(lambda: pipe.step(x, target=x))[1] for _ in range(3)]
     first, later = steps[0], min(steps[1:])

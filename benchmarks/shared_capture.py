@@ -48,7 +48,7 @@ def seconds(layers: int, length: int) -> float:
     model = new_llama(llama_405b(layers), "meta")
     tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
     place = RankPlace(torch.device("cpu"), dist.group.WORLD)
-    request = CompileRequest(model, loss, Options(debug=graphpp.Debug(keep_graphs=False)), place)
+    request = CompileRequest(model, loss, Options(), place)
     example = flatten_microbatch(graphpp.Microbatch((tokens,), target=tokens))
     agreement = Agreement(dist.group.WORLD, place.device)
     began = time.process_time()

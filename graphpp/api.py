@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +67,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     memory: MemoryLike = None,
     gradients: GradientsLike = None,
     debug: DebugLike = None,
+    artifact: str | os.PathLike[str] | None = None,
     plan: TrainingPlan | None = None,
 ) -> Pipeline:
     """Compile `model` and `loss` into a pipeline-parallel training step. Called by every rank with the same arguments.
@@ -98,6 +100,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         memory: a `graphpp.Memory` (recompute, offload, cap). A fraction, "full", "selective": its `recompute`.
         gradients: a `graphpp.Gradients` (reduction, dtype, fused). "mean", "sum": its `reduction`.
         debug: a `graphpp.Debug` (dump, max_graphs). A path: its `dump`.
+        artifact: a folder. The first start saves its captured graphs there, and a later start loads the graphs of an unchanged
+            model in place of a capture. See `docs/cache.md` for the changes that graphpp notices: all others are yours.
         plan: a `graphpp.TrainingPlan` (`graphpp.plan(...).best`). It stands for `split`, `schedule`, `microbatches`, `mesh` (if
             none is given), `memory.recompute`, `memory.offload`, `parallel.keep`, `parallel.param_dtype` and `gradients.dtype`;
             an `example` has as many rows as a microbatch of the plan.
@@ -122,7 +126,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         check_arguments(model, loss, example)
         check_meshes(model, place.tensor, place.experts_group)
         _check_unsharded(model)
-        options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
+        options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug, artifact)
         options.memory.caps(place.ranks)
         compiler_of(options.backend)
         _check_parallel(options, place)
@@ -152,6 +156,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     memory: MemoryLike = None,
     gradients: GradientsLike = None,
     debug: DebugLike = None,
+    artifact: str | os.PathLike[str] | None = None,
     ranks: int | None = None,
     tolerance: float | None = None,
     against: Against = "microbatches",
@@ -164,6 +169,8 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     Args:
         model, loss, split, schedule, parallel, backend, memory, gradients, debug: as for `graphpp.compile`. Offloading and
             CUDA graphs change no value, and the check runs without them.
+        artifact: a folder that `graphpp.compile(artifact=)` has filled: the graph in it is verified. `GraphPPError` if it has
+            none of this model for such a microbatch.
         example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list. Under
             `against="whole batch"` a whole batch, which is cut as `Pipeline.step` cuts it.
         microbatches: how many. None: as many as the table or the list has, else one a rank, at least 2; for a whole batch as
@@ -196,7 +203,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
         absent = [path for path, tensor in flatten_microbatch(each).tensors.items() if tensor.is_meta]
         if absent:
             raise BatchError(f"verify computes with the data of example=, and {absent[0]} has none: it is on the meta device")
-    options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
+    options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug, artifact)
     if options.parallel.mixed:
         raise GraphPPError(
             "parallel.param_dtype and parallel.reduce_dtype: verify compares with eager, which has no shards: leave "

@@ -13,7 +13,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.nn.Module._call_impl`: every call of a module, with the module's hooks
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
   which has a handler while a trace is being written
-- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`: whether modes are active
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
@@ -23,16 +22,12 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   graphs call
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
   second trace keeps
-- `torch._C`: `_dispatch_get_all_op_names`, `_dispatch_dump`: the files in which operators are implemented
-- `torch._functorch.config`, `torch._export.config`, `torch.fx.experimental._config`: settings of the tracers
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,8 +48,6 @@ from graphpp._torch import pytree
 from graphpp._torch.this_thread import replaced, uncollected
 
 _STACK = "nn_module_stack"
-_REGISTERED = re.compile(r"registered at (.*?):\d+")
-_SETTINGS = ("torch._functorch.config", "torch._export.config", "torch.fx.experimental._config")
 FAKE_LOG = "torch._subclasses"  # logs failures on fake tensors
 
 Context = contextlib.AbstractContextManager[None]
@@ -68,20 +61,6 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 Operator = torch._ops.OperatorBase
 OperatorPacket = torch._ops.OpOverloadPacket
 OperatorWithSchema = torch._ops.OpOverload
-
-
-def places_of_operators() -> set[str]:
-    """The files that implement operators of torch, but for the compiled files of torch itself."""
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(("aten::", "prims::"))]
-    found = {place for name in names for place in _REGISTERED.findall(torch._C._dispatch_dump(name))}
-    schemas = _REGISTERED.findall(torch._C._dispatch_dump("aten::add.Tensor"))
-    root = next((place.partition("build/aten/")[0] for place in schemas if "build/aten/" in place), "\0")
-    return {place for place in found if not place.startswith((root, "/dev/null"))}
-
-
-def settings() -> list[str]:
-    """The settings of torch's tracers, which a program may change, as text."""
-    return [f"{name}={importlib.import_module(name).get_hash().hex()}" for name in _SETTINGS]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -98,11 +77,6 @@ def shapes_mode() -> FakeTensorMode:
     """A new fake mode for tensors of plain sizes, on which nothing is traced; it loads Dynamo, as every mode does, alone."""
     with uncollected():
         return FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
-
-
-def modes_active() -> bool:
-    """Whether a `TorchFunctionMode` or a `TorchDispatchMode` sees the operators of this thread."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def as_under_export() -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `apply` reads
 - `torch.Tensor._post_accumulate_grad_hooks`: the hooks that autograd calls with a parameter whose gradient is complete
 - `torch.nn.modules.module`: `_global_forward_hooks_with_kwargs`: which hooks on all module calls take keyword arguments
-- `torch._C._autograd`: `_top_saved_tensors_default_hooks`: whether hooks on saved tensors are active
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,12 +118,6 @@ class _Lookup:
                 setattr(function, self._name, value)
 
 
-def run_backward(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-    """Run a backward in this thread, also for a device for which torch has a thread of its own."""
-    with torch.autograd.set_multithreading_enabled(False):
-        torch.autograd.grad(loss, parameters, allow_unused=True)
-
-
 @contextlib.contextmanager
 def module_calls_watched(leave: Callable[[nn.Module, Any, Any, Any], None]) -> Iterator[None]:
     """A context in which `leave(module, args, kwargs, output)` is called at the end of every module call of the process.
@@ -139,11 +132,6 @@ def module_calls_watched(leave: Callable[[nn.Module, Any, Any, Any], None]) -> I
         handle.remove()
         entries = module._global_forward_hooks_with_kwargs
         entries.pop(handle.id, None)
-
-
-def saves_by_hooks() -> bool:
-    """Whether hooks on saved tensors are active in this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextlib.contextmanager

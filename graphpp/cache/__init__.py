@@ -1,10 +1,11 @@
-"""The cache folder in which captured graphs and compiled regions are kept for other ranks and later runs.
+"""The cache folder in which compiled regions and measured times are kept for other ranks and later runs.
 
-`graphpp.cache.folder()`, `entries()` and `clear()` show and empty the folder; `python -m graphpp.cache` prints the entries.
+`graphpp.cache.folder()`, `entries()` and `clear()` show and empty the folder, as the command `graphpp cache` does.
 `disk_cache.py` has the entries, their locks and their limit. Imports no other package of graphpp.
 """
 
-from graphpp.cache.contents import clear, entries, folder
+from graphpp.cache.contents import clear, entries
 from graphpp.cache.disk_cache import Entry
+from graphpp.cache.disk_cache import default_folder as folder
 
 __all__ = ["Entry", "clear", "entries", "folder"]

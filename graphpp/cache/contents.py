@@ -1,4 +1,4 @@
-"""Show and empty the cache folder of this user: the public functions of `graphpp.cache`.
+"""Show and empty the cache folder: the public functions of `graphpp.cache`, and the text of `graphpp cache`.
 
 Contract: the functions take the folder that the variable GRAPHPP_CACHE names, else the user's own; another folder, such as
 that of `graphpp.Inductor(cache=)`, is given by `root`. An entry that a process has open stays.
@@ -7,24 +7,22 @@ that of `graphpp.Inductor(cache=)`, is given by `root`. An entry that a process 
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from graphpp.arguments import PATH, Accepted, checked, or_none
 from graphpp.cache.disk_cache import DiskCache, Entry, default_folder, is_cache
 from graphpp.errors import GraphPPError
+from graphpp.units import spell_bytes
 
 _BYTES = Accepted("a number of bytes, 0 or more", lambda value: type(value) is int and value >= 0)
-
-
-def folder() -> Path:
-    """The folder of the cache."""
-    return default_folder()
 
 
 @checked(GraphPPError, root=or_none(PATH))
 def entries(root: str | os.PathLike[str] | None = None) -> list[Entry]:
     """The entries with their bytes and the time of their last use, the one used longest ago first."""
-    path = _path(root)
+    path = default_folder() if root is None else Path(root)
     return DiskCache(path).entries() if path.exists() else []
 
 
@@ -35,7 +33,7 @@ def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[
     Without `keep`, the choices of kernels and the seconds of layers that were measured on this device go as well.
     Raises `GraphPPError` if `keep` is no number of bytes, `root` no path, or the folder no cache but has folders.
     """
-    path = _path(root)
+    path = default_folder() if root is None else Path(root)
     if not is_cache(path):
         raise GraphPPError(f"{path} is no cache of graphpp, so nothing in it is removed: name another folder")
     if not path.exists():
@@ -46,5 +44,33 @@ def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[
     return cache.shrink(keep)
 
 
-def _path(root: str | os.PathLike[str] | None) -> Path:
-    return default_folder() if root is None else Path(root)
+@dataclass(frozen=True)
+class Listing:
+    """Entries of one folder, the one used longest ago first. `removed`: the entries are no longer there."""
+
+    folder: Path
+    entries: tuple[Entry, ...]
+    removed: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all entries."""
+        return sum(entry.size for entry in self.entries)
+
+    @property
+    def total(self) -> str:
+        """The folder, the number of entries and their bytes, on one line."""
+        count = f"{len(self.entries)} {'entry' if len(self.entries) == 1 else 'entries'}"
+        return f"{self.folder}: {count}, {spell_bytes(self.bytes)}{' removed' if self.removed else ''}"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.used))}  {spell_bytes(entry.size):>10}  {entry.key}"
+            for entry in self.entries
+        ]
+        return "\n".join([*lines, self.total])
+
+    def document(self) -> dict[str, object]:
+        """The same as data; times in seconds since 1970."""
+        found = [asdict(entry) for entry in self.entries]
+        return {"folder": str(self.folder), "bytes": self.bytes, "removed": self.removed, "entries": found}

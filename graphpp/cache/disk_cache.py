@@ -1,4 +1,4 @@
-"""A cache folder of captured graphs and compiled code, shared by processes and runs: an entry is complete, or it is made anew.
+"""A cache folder of compiled code, shared by processes and runs: an entry is complete, or it is made anew.
 
 Contract
 --------
@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphpp.errors import GraphPPError
 
@@ -50,10 +50,7 @@ def default_folder() -> Path:
 
 
 def default_limit() -> int:
-    """The bytes that all entries may have together: the variable GRAPHPP_CACHE_LIMIT, else 10 GiB.
-
-    Raises `GraphPPError` if the variable is no number of bytes.
-    """
+    """The most bytes of all entries together: GRAPHPP_CACHE_LIMIT, else 10 GiB. Raises `GraphPPError` for no number."""
     limit = os.environ.get("GRAPHPP_CACHE_LIMIT") or _LIMIT
     try:
         return int(limit)
@@ -82,29 +79,16 @@ class DiskCache:
         """The folder of a key, under its exclusive lock; empty if the entry is new or was incomplete."""
         with self.lock(key):
             folder = self.root / key
-            if folder.exists() and not is_complete(folder):
-                shutil.rmtree(folder)
-            folder.mkdir(exist_ok=True)
             before = _contents(folder)
+            if _table(folder / _MANIFEST) != before:  # torn or damaged
+                shutil.rmtree(folder)
+                before = {}
+            folder.mkdir(exist_ok=True)
             yield folder
             after = _contents(folder)
             _write(folder / _MANIFEST, json.dumps(after))
         if after != before:
             self.shrink(self._limit)
-
-    @contextlib.contextmanager
-    def existing(self, key: str) -> Iterator[Path | None]:
-        """The folder of a key, under its exclusive lock; None if the entry is new or incomplete."""
-        folder = self.root / key
-        if not folder.exists():
-            yield None
-            return
-        with self.lock(key):
-            if not is_complete(folder):
-                yield None
-                return
-            os.utime(folder / _MANIFEST)  # the time of the last use
-            yield folder
 
     def entries(self) -> list[Entry]:
         """The complete and incomplete entries, the one used longest ago first."""
@@ -131,13 +115,6 @@ class DiskCache:
                 removed.append(entry)
         return removed
 
-    def remove_tables(self) -> None:
-        """Remove all tables. Other files under the root, which have no lock here, stay."""
-        for lock in (self.root / _LOCKS).glob("*.json.lock"):
-            name = lock.name.removesuffix(".lock")
-            with self.lock(name):
-                (self.root / name).unlink(missing_ok=True)
-
     def _remove(self, key: str) -> bool:
         """Whether the entry could be removed; an entry that a process has open cannot."""
         from filelock import Timeout
@@ -149,6 +126,13 @@ class DiskCache:
             return False
         return True
 
+    def remove_tables(self) -> None:
+        """Remove all tables. Other files under the root, which have no lock here, stay."""
+        for lock in (self.root / _LOCKS).glob("*.json.lock"):
+            name = lock.name.removesuffix(".lock")
+            with self.lock(name):
+                (self.root / name).unlink(missing_ok=True)
+
     def lock(self, key: str) -> FileLock:
         """The lock of one key, exclusive among processes."""
         from filelock import FileLock  # loaded by the first compilation
@@ -158,11 +142,7 @@ class DiskCache:
 
     def read(self, name: str) -> dict[str, str]:
         """The table in the file `name` under the root; empty if the file is missing or unreadable."""
-        try:
-            found = json.loads((self.root / name).read_text())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+        return {str(key): str(value) for key, value in _table(self.root / name).items()}
 
     def write(self, name: str, table: dict[str, str]) -> None:
         """Merge `table` into the file `name`; a failure to write is logged and does not stop the step."""
@@ -178,14 +158,6 @@ def is_cache(root: Path) -> bool:
     return (root / _LOCKS).is_dir() or not (root.exists() and any(path.is_dir() for path in root.iterdir()))
 
 
-def is_complete(folder: Path) -> bool:
-    """True if the sizes and hashes of an entry's files equal those of its manifest."""
-    try:
-        return bool(json.loads((folder / _MANIFEST).read_text()) == _contents(folder))
-    except (OSError, ValueError):
-        return False
-
-
 def _contents(folder: Path) -> dict[str, list[int | str]]:
     """Size in bytes and SHA-256 of each file by its path within the folder, without lock files and the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
@@ -194,6 +166,15 @@ def _contents(folder: Path) -> dict[str, list[int | str]]:
         for path in files
         if path.name != _MANIFEST
     }
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """The table in a JSON file; empty if the file is missing or unreadable."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from graphpp.arguments import type_name
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.loss import check_signature
+from graphpp.capture.objects.names import comes_with_torch
 from graphpp.capture.refusals import check_modules
-from graphpp.capture.watch.reads import is_of_library
 from graphpp.errors import BatchError, CaptureError
 
 _LOG = logging.getLogger("graphpp")
@@ -37,7 +37,7 @@ def check_arguments(model: object, loss: object, example: object) -> None:
 def note_hooks(model: nn.Module) -> None:
     """Log once that forward hooks are traced: their operations run in each step, the rest of their code does not."""
     pairs = ((fqn, {**module._forward_hooks, **module._forward_pre_hooks}) for fqn, module in model.named_modules())
-    own = [(fqn, hook) for fqn, hooks in pairs for hook in hooks.values() if not is_of_library(hook)]
+    own = [(fqn, hook) for fqn, hooks in pairs for hook in hooks.values() if not comes_with_torch(hook)]
     if own:
         fqn, hook = own[0]
         name = getattr(hook, "__qualname__", type(hook).__qualname__)

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from graphpp._torch import aot, pytree, symbols
-from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
 from graphpp._torch.parallel.in_place_collectives import as_functional
@@ -58,7 +57,6 @@ from graphpp.capture.source_lines import user_line
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
-from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
@@ -83,14 +81,13 @@ class CapturedGraph:
     seconds: float = field(default=0.0, compare=False)
 
 
-def capture(  # noqa: PLR0913 - everything on which a trace depends
+def capture(
     model: nn.Module,
     loss: LossFunction | None,
     example: Microbatch,
     device: torch.device,
     *,
     training: bool = True,
-    trail: CodeTrail | None = None,
     copy_layers: bool = True,
     varying: Mapping[str, Collection[int]] | None = None,
     param_dtype: torch.dtype | None = None,
@@ -98,21 +95,19 @@ def capture(  # noqa: PLR0913 - everything on which a trace depends
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
-    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
-    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). `varying`:
-    the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for
-    which it does. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError` with the
-    user's source line if the model cannot be captured.
+    `.loss`. With `copy_layers` the graphs of equal modules are copies where that can be shown to be right
+    (`capture/repeats/`). `varying`: the dimensions, by path of the tensor, for all sizes of which the graph is to hold;
+    `joint.symbols` says for which it does. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises
+    `CaptureError` with the user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
         step = _TracedStep(model, loss, example, training)
-        return _capture(step, device, trail, copy_layers and not varying, varying or {}, param_dtype)
+        return _capture(step, device, copy_layers and not varying, varying or {}, param_dtype)
 
 
 def _capture(
     wrapper: _TracedStep,
     device: torch.device,
-    trail: CodeTrail | None,
     copy_layers: bool,
     varying: Mapping[str, Collection[int]],
     param_dtype: torch.dtype | None,
@@ -129,15 +124,16 @@ def _capture(
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(user_line)
-    with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
-        inputs = tuple(fakes.values())
-        export = partial(_export, wrapper, inputs, dims, mode, trail)
+    if direct and varying:
+        raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
+
+    def export(updates: Iterable[NumberUpdate]) -> Exported:
+        given = tuple(fakes.values())
         if direct:
-            if varying:
-                raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
-            if trail is not None:
-                trail.refuse("a model with DTensor parameters")
-            export = partial(direct_trace, wrapper, spread, inputs, mode, device)
+            return direct_trace(wrapper, spread, given, mode, device, updates)
+        return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
+
+    with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         exported = same_in_every_call(export(()), export)
         module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
         updates = found.writes.updates.values()
@@ -162,10 +158,8 @@ def _capture(
                 refuse_random_bodies(joint)
             return joint
 
-        copied = None
-        copies = copy_layers and not direct
-        if copies and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
-            copied = copied_graph(joint_graph, model, module, inputs, mode)
+        copies = copy_layers and not direct and not functions.applied  # code of a custom Function must run once
+        copied = copied_graph(joint_graph, model, module, inputs, mode) if copies else None
         joint = copied or joint_graph(CallTable())
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
@@ -203,8 +197,8 @@ class _TracedStep(nn.Module):
             return loss_and_metrics(loss, output, batch.target)
         leaves, self.found.output_spec = pytree.tree_flatten(output)
         self.found.output_leaves = tuple(TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        results: list[tuple[OutputRole, torch.Tensor]] = [(program.Output(at), leaf) for at, leaf in enumerate(tensors)]
+        values = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results: list[tuple[OutputRole, torch.Tensor]] = [(program.Output(at), value) for at, value in enumerate(values)]
         return results + (loss_and_metrics(loss, output, batch.target) if has_loss(loss, output, batch.target) else [])
 
 
@@ -213,22 +207,10 @@ def _export(
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
-    trail: CodeTrail | None,
-    updates: Iterable[NumberUpdate],
-) -> Exported:
-    """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
-    return as_eager_first(partial(_export_once, wrapper, fakes, dims, mode, trail, updates), contextlib.nullcontext)
-
-
-def _export_once(
-    wrapper: _TracedStep,
-    fakes: tuple[torch.Tensor, ...],
-    dims: Sequence[Sequence[int]] | None,
-    mode: Any,
-    trail: CodeTrail | None,
     updates: Iterable[NumberUpdate],
     answering: Answering,
 ) -> Exported:
+    """Export a call that begins with the numbers of `updates`, within the context `answering()`."""
     functions = FunctionCalls()
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
@@ -242,9 +224,6 @@ def _export_once(
             with symbols.export_in(mode):
                 exported = torch.export.export(wrapper, fakes, strict=False, dynamic_shapes=symbols.varying(dims))
             inputs = symbols.inputs_of(exported)
-    if trail is not None:
-        with mode, aot.as_under_export(), mode.shape_env.ignore_fresh_unbacked_symbols():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), updates, inputs, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
@@ -253,20 +232,3 @@ def _export_once(
         refuse_unknown_numbers(module.graph)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)
-
-
-def _note_code(
-    wrapper: _TracedStep, updates: Iterable[NumberUpdate], fakes: tuple[torch.Tensor, ...], trail: CodeTrail
-) -> None:
-    """Run the step once more on fake tensors, with the branches that the trace took, and note the code that runs."""
-    wrapper.begin(updates)
-    marks = record_checkpoints(wrapper.found.checkpoints)
-    try:
-        with record_functions(FunctionCalls()), refuse_during_trace(), marks, trail.watching():
-            with refuse_outside_state():
-                values = wrapper(*fakes)
-            loss = dict(zip(wrapper.found.results, values, strict=True)).get(program.Loss())
-            if loss is not None:  # the code of hooks and of custom Functions runs in the backward
-                run_backward(loss, [p for p in wrapper.model.parameters() if p.requires_grad])
-    except Exception as error:  # the graph is right, and merely not kept
-        trail.refuse(f"code that a trace runs and fake tensors cannot: {type(error).__name__}: {error}")

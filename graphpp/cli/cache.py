@@ -1,4 +1,4 @@
-"""`graphpp cache list|size|empty`: the folder of captured graphs and compiled regions. `cache/listing.py` does the work."""
+"""`graphpp cache list|size|empty`: the folder of compiled regions. `cache/contents.py` does the work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from graphpp.cache.listing import Listing
+from graphpp.cache.contents import Listing, clear, entries
+from graphpp.cache.disk_cache import default_folder
 from graphpp.cli.command import Answer, add_command
 from graphpp.cli.forms import read_bytes
 from graphpp.errors import GraphPPError
@@ -20,7 +21,7 @@ Folder = Annotated[
 
 def add_to(root: typer.Typer) -> None:
     """Add the group."""
-    group = typer.Typer(no_args_is_help=True, help="Show and empty the folder of captured graphs and compiled regions.")
+    group = typer.Typer(no_args_is_help=True, help="Show and empty the folder of compiled regions.")
     root.add_typer(group, name="cache")
     add_command(group, "list")(list_entries)
     add_command(group, "size")(size)
@@ -29,13 +30,13 @@ def add_to(root: typer.Typer) -> None:
 
 def list_entries(folder: Folder = None) -> Answer:
     """List the entries with their bytes and the time of their last use."""
-    found = Listing.found(_folder(folder))
+    found = _found(folder)
     return Answer(str(found), found.document())
 
 
 def size(folder: Folder = None) -> Answer:
     """Print the number of entries and their bytes."""
-    found = Listing.found(_folder(folder))
+    found = _found(folder)
     document = {"folder": found.folder, "bytes": found.bytes, "entries": len(found.entries)}
     return Answer(found.total, document)
 
@@ -45,12 +46,18 @@ def empty(
     keep: Annotated[str, typer.Option(help="Leave the entries used last, up to so many bytes, e.g. 2GiB.")] = "0",
 ) -> Answer:
     """Remove the entries, the one used longest ago first. An entry that a process has open stays."""
-    found = Listing.emptied(_folder(folder), read_bytes("--keep", keep))
+    root = _folder(folder)
+    found = Listing(root, tuple(clear(root, keep=read_bytes("--keep", keep))), removed=True)
     return Answer(str(found), found.document())
 
 
-def _folder(folder: Path | None) -> Path | None:
-    """The folder, if it is one or does not exist yet. Raises `GraphPPError` for a file."""
+def _found(folder: Path | None) -> Listing:
+    root = _folder(folder)
+    return Listing(root, tuple(entries(root)))
+
+
+def _folder(folder: Path | None) -> Path:
+    """The folder, if it is one or does not exist yet; None: that of this user. Raises `GraphPPError` for a file."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise GraphPPError(f"--folder: {folder} is no folder")
-    return folder
+    return folder or default_folder()

@@ -5,11 +5,11 @@ Contract
 - The first rank of the group captures and writes the graph as data (`capture/transfer/`). All ranks, the first one too, read
   this text. So all have the same graph, also where a trace depends on the order of a set.
 - A rank takes the graph only if the code and data that its own model and loss reach are those of the first rank
-  (`capture/transfer/reachable.py`). If the ranks differ or cannot be compared, or the graph has an object that cannot be
+  (`capture/transfer/digest.py`). If the ranks differ or cannot be compared, or the graph has an object that cannot be
   written, each rank captures by itself. The compiled programs are compared afterwards, so ranks whose models differ raise
   `MismatchError`.
-- With `debug.keep_graphs` the first rank looks for a kept graph first, and keeps the graph that it captured
-  (`compiler/kept_graphs.py`). So does the only rank of a pipeline.
+- With `artifact=` the first rank, or the only one, looks for the graph in the folder first, and saves the graph that it
+  captured (`compiler/artifact.py`). The other ranks read no file.
 - Called by all ranks of the group. If the capture fails, all ranks raise: the first rank its own error, the others
   `MismatchError` with the first rank's message.
 """
@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
@@ -31,13 +31,12 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.outputs import check_output_leaves
 from graphpp.capture.sizes.open_sizes import Open, with_open_sizes
 from graphpp.capture.trace import CapturedGraph, capture
-from graphpp.capture.transfer.code_trail import CodeTrail
-from graphpp.capture.transfer.process_state import process_state
-from graphpp.capture.transfer.reachable import Reachable
+from graphpp.capture.transfer.digest import ModelDigest, UnreadableError
 from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
-from graphpp.compiler.kept_graphs import KeptGraphs
+from graphpp.compiler.artifact import Artifact
 from graphpp.compiler.request import CompileRequest
+from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
 from graphpp.progress import working
 
@@ -45,13 +44,9 @@ _LOG = logging.getLogger("graphpp")
 
 
 def capture_graph(
-    request: CompileRequest,
-    example: FlatMicrobatch,
-    training: bool,
-    trail: CodeTrail | None = None,
-    open_sizes: Open | None = None,
+    request: CompileRequest, example: FlatMicrobatch, training: bool, open_sizes: Open | None = None
 ) -> CapturedGraph:
-    """Capture the model on an example microbatch, in this process; `trail` notes the code that runs.
+    """Capture the model on an example microbatch, in this process.
 
     The graph is that of a plain loop, also where the caller has switched autograd off. If it cannot hold for `open_sizes`, the
     graph holds for the sizes of the example, and `fixed_because` says why. Raises `CaptureError`.
@@ -60,13 +55,30 @@ def capture_graph(
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
         run = partial(capture, model, loss, training=training, param_dtype=request.options.parallel.param_dtype)
-        captured = run(example.microbatch(), device, trail=trail, copy_layers=request.options.debug.copy_layers)
+        captured = run(example.microbatch(), device, copy_layers=request.options.debug.copy_layers)
         check_output_leaves(captured)
         if open_sizes:
             ordered = example.with_ordered_integers().microbatch()
             run = partial(run, ordered, device, varying=open_sizes)
             captured = with_open_sizes(run, captured, example, open_sizes, request.options.debug.dynamic is True)
     return replace(captured, seconds=time.perf_counter() - began)
+
+
+def loaded_or_captured(request: CompileRequest, example: FlatMicrobatch) -> CapturedGraph:
+    """The training graph that `graphpp.verify` checks: that in the folder of `artifact=` if one is named, else a captured one.
+
+    Raises `CaptureError`, and `GraphPPError` if the folder has no graph for such a microbatch.
+    """
+    if request.options.artifact is None:
+        return capture_graph(request, example, True)
+    held, digest = _compared(request, several=False)
+    found = None if held is None else _Capturing(request, held, digest, training=True).loaded(example, {})
+    if found is None:
+        raise GraphPPError(
+            f"artifact: {request.options.artifact} has no graph of this model for such a microbatch, so there is nothing to "
+            "verify: run a step of graphpp.compile(artifact=) with microbatches of this shape, or leave artifact= out"
+        )
+    return found[0]
 
 
 def capture_graphs(
@@ -84,47 +96,51 @@ def capture_graphs(
     if not examples:
         return []
     wanted = list(zip(examples, open_sizes, strict=True))
-    several, keeps = agreement.several, request.options.debug.keep_graphs
-    held, digest = _reachable(request) if several or keeps else (None, b"")
+    several, folder = agreement.several, request.options.artifact
+    held, digest = _compared(request, several) if several or folder is not None else (None, b"")
     if several and not agreement.same(digest):
         held = None
     if held is None:
-        if several:
+        if folder is not None:
+            _LOG.warning("artifact=%s is not used, because model and loss cannot be compared with another process's", folder)
+        elif several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
-        return [capture_graph(request, each, training, open_sizes=sizes) for each, sizes in wanted]
-    capturing = _CapturingRank(request, held, wanted, training)
+        return [capture_graph(request, each, training, sizes) for each, sizes in wanted]
+    capturing = _Capturing(request, held, digest, training)
     if not several:
         return [capturing.obtained(*each)[0] for each in wanted]
     began = time.perf_counter()
-    sent = json.loads(agreement.from_first(capturing.written))
+    sent = json.loads(agreement.from_first(partial(capturing.written, wanted)))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        return capturing.captured or [capture_graph(request, each, training, open_sizes=sizes) for each, sizes in wanted]
-    device = request.place.device
-    graphs = capturing.read_again or [read_graph(text, device, held) for text in sent["graphs"]]
+        return capturing.captured or [capture_graph(request, each, training, sizes) for each, sizes in wanted]
+    graphs = capturing.read_again or [capturing.read(text) for text in sent["graphs"]]
     return [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
 
 
 @dataclass
-class _CapturingRank:
-    """The work of the first or only rank: `captured` has its graphs, and `read_again` the graphs that all ranks read."""
+class _Capturing:
+    """The work of the first or only rank: `captured` has its graphs, and `read_again` the graphs that all ranks read.
+
+    `held`: the objects of model and loss by name; `digest`: of these objects.
+    """
 
     request: CompileRequest
-    held: Reachable
-    wanted: Sequence[tuple[FlatMicrobatch, Open]]
+    held: ModelDigest
+    digest: bytes
     training: bool
     captured: list[CapturedGraph] = field(default_factory=list)
     read_again: list[CapturedGraph] = field(default_factory=list)
 
-    def written(self) -> bytes:
+    def written(self, wanted: Sequence[tuple[FlatMicrobatch, Open]]) -> bytes:
         """The graphs as JSON, or the reason why they cannot be written or read again. Raises `CaptureError`."""
-        made = [self.obtained(*each) for each in self.wanted]
+        made = [self.obtained(*each) for each in wanted]
         self.captured += [graph for graph, _ in made]
         texts = [text for _, text in made]
         refused = next((text for text in texts if isinstance(text, Exception)), None)
         try:
             if refused is None:
-                self.read_again += [read_graph(str(text), self.request.place.device, self.held) for text in texts]
+                self.read_again += [self.read(str(text)) for text in texts]
         except Exception as error:  # each rank can still capture, so nothing is lost
             _LOG.warning("a captured graph cannot be read by other ranks: please report this fault", exc_info=error)
             refused = error
@@ -132,55 +148,54 @@ class _CapturingRank:
             return json.dumps({"refused": f"{type(refused).__name__}: {refused}"}).encode()
         return json.dumps({"graphs": texts}).encode()
 
+    def read(self, text: str) -> CapturedGraph:
+        """The graph of a text, with the objects of this process. Raises `CaptureError`."""
+        return read_graph(text, self.request.place.device, self.held)
+
     def obtained(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str | Exception]:
-        """The graph of an example, from the cache folder or captured, and its text, or why it cannot be written."""
-        kept = self._kept if not open_sizes else None
-        text = kept.find(example, self.training) if kept is not None else None
-        if text is not None:
-            began = time.perf_counter()
-            try:
-                graph = read_graph(text, self.request.place.device, self.held)
-                return replace(graph, seconds=time.perf_counter() - began), text
-            except Exception as error:  # the model can still be captured
-                _LOG.warning("a kept graph cannot be read: please report this fault", exc_info=error)
-        trail = CodeTrail() if kept is not None and kept.has_key else None
-        before = _values(self.request) if trail is not None else b""
-        graph = capture_graph(self.request, example, self.training, trail, open_sizes)
+        """The graph of an example, loaded or captured, and its text, or the reason why the graph cannot be written."""
+        found = self.loaded(example, open_sizes)
+        if found is not None:
+            return found
+        graph = capture_graph(self.request, example, self.training, open_sizes)
         try:
             text = write_graph(graph, self.request.place.device, self.held)
-        except WriteError as error:
-            return graph, error
         except Exception as error:  # each rank can still capture
-            _LOG.warning("a captured graph cannot be written: please report this fault", exc_info=error)
+            about = logging.INFO if isinstance(error, WriteError) and self._artifact is None else logging.WARNING
+            _LOG.log(about, "a captured graph can be neither sent to other ranks nor saved, because of %s", error)
             return graph, error
-        if kept is not None and trail is not None:
-            kept.keep(graph, text, trail, changed=_values(self.request) != before)
+        if self._artifact is not None:
+            self._artifact.save(text, example, self.training, open_sizes)
         return graph, text
 
-    @cached_property
-    def _kept(self) -> KeptGraphs | None:
-        keeps = self.request.options.debug.keep_graphs
+    def loaded(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str] | None:
+        """The graph of an example and its text, from the folder of `artifact=`; None if there is none."""
+        began = time.perf_counter()
+        text = None if self._artifact is None else self._artifact.load(example, self.training, open_sizes)
+        if text is None:
+            return None
         try:
-            return KeptGraphs(self.held, self.request.place.device) if keeps else None
-        except OSError as error:
-            _LOG.warning("the captured graphs cannot be kept for later runs: %s", error)
+            return replace(self.read(text), seconds=time.perf_counter() - began), text
+        except Exception as error:  # the model can still be captured
+            _LOG.warning("a saved graph cannot be read: please report this fault", exc_info=error)
             return None
 
+    @property
+    def _artifact(self) -> Artifact | None:
+        folder = self.request.options.artifact
+        return None if folder is None else Artifact(folder, self.request, self.digest)
 
-def _values(request: CompileRequest) -> bytes:
-    """A digest of the present values of the objects of model and loss; one like no other if an object cannot be read."""
+
+def _compared(request: CompileRequest, several: bool) -> tuple[ModelDigest | None, bytes]:
+    """The objects of model and loss, and their digest; if they cannot be compared: None, and bytes unlike another rank's.
+
+    `several`: whether they are compared with those of other ranks, whose graphs may be others if code asks for the process.
+    """
     try:
-        return Reachable(by_value=True, model=request.model, loss=request.loss).exact
-    except Exception:  # as in `_reachable`
-        return secrets.token_bytes(hashlib.sha256().digest_size)
-
-
-def _reachable(request: CompileRequest) -> tuple[Reachable | None, bytes]:
-    """The objects of model and loss, and their digest; None and bytes of no other rank if an object cannot be read."""
-    try:
-        around = *process_state(), request.options.parallel.param_dtype  # on which a trace depends, and no code names
-        held = Reachable(model=request.model, loss=request.loss, process=around)
+        held = ModelDigest(request.model, request.loss, request.options.parallel.param_dtype)
+        if several and held.per_process is not None:
+            raise UnreadableError(f"{held.per_process}, which asks for the process or its environment")
     except Exception as error:  # `UnreadableError`, and any error of a property of the user's classes
-        _LOG.info("an object of the model or the loss cannot be compared with other ranks: %s", error)
+        _LOG.info("the model or the loss cannot be compared with those of another process, because of %s", error)
         return None, secrets.token_bytes(hashlib.sha256().digest_size)
     return held, held.digest

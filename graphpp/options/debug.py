@@ -1,52 +1,38 @@
-"""`debug=`: dumps of graphs, and the captured graphs that are kept in memory and on disk."""
+"""`debug=`: dumps of graphs, and how graphs are captured and kept in memory."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from graphpp.arguments import COUNT, FLAG, PATH, or_none, shown
+from graphpp.arguments import COUNT, FLAG, or_none, shown
 from graphpp.errors import GraphPPError
-from graphpp.options.option import Group, Option, group_reader, reader_of
+from graphpp.options.option import Group, Option, group_reader, read_folder, reader_of
 
 
-def _switch(variable: str, on: bool, about: str) -> Option[bool | None, bool]:
-    """An option that takes True, False, or None: `on`, unless the environment variable says otherwise. Ranks may differ."""
-
-    def read(form: object) -> bool:
-        if form is None:
-            return os.environ.get(variable) != "0" if on else os.environ.get(variable) == "1"
-        if not isinstance(form, bool):
-            raise GraphPPError(f"take True, False or None, got {shown(form)}")
-        return form
-
-    return Option(
-        None,
-        read=read,
-        describe=None,  # the first rank alone captures
-        takes="True, False",
-        about=f"{about} None: {'yes' if on else 'no'}, unless the variable `{variable}` is {0 if on else 1}.",
-    )
+def _read_copies(form: object) -> bool:
+    if form is None:
+        return os.environ.get("GRAPHPP_COPY_LAYERS") != "0"
+    if not isinstance(form, bool):
+        raise GraphPPError(f"take True, False or None, got {shown(form)}")
+    return form
 
 
-def _read_folder(form: object) -> Path | None:
-    folder: Any = form if form is not None else os.environ.get("GRAPHPP_DUMP") or None
-    if folder is not None and not PATH.accepts(folder):
-        raise GraphPPError(f"take the path of a folder, or None, got {shown(form)}")
-    return None if folder is None else Path(folder)
+def _read_dump(form: object) -> Path | None:
+    return read_folder(form if form is not None else os.environ.get("GRAPHPP_DUMP") or None)
 
 
 @dataclass(frozen=True)
 class Debug(Group):
-    """Dumps of graphs, and the captured graphs that are kept. Raises `GraphPPError` for values of other types."""
+    """Dumps of graphs, and how graphs are captured and kept in memory. Raises `GraphPPError` for values of other types."""
 
     prefix: ClassVar[str] = "debug"
 
     dump: Option[str | os.PathLike[str] | None, Path | None] = Option(
         None,
-        read=_read_folder,
+        read=_read_dump,
         describe=None,  # each rank may write where it likes
         takes="the path of a folder",
         about="The folder for dumps of graphs, plan and schedule. None: the variable `GRAPHPP_DUMP`, if it is set.",
@@ -65,16 +51,13 @@ class Debug(Group):
         about="Whether one captured graph serves microbatches of several sizes. None: the sizes that vary from call to call, "
         "from their second value on. True: all sizes, from the first call on. False: no size.",
     )
-    keep_graphs: Option[bool | None, bool] = _switch(
-        "GRAPHPP_KEEP_GRAPHS",
-        on=False,
-        about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program; experimental.",
-    )
-    copy_layers: Option[bool | None, bool] = _switch(
-        "GRAPHPP_COPY_LAYERS",
-        on=True,
+    copy_layers: Option[bool | None, bool] = Option(
+        None,
+        read=_read_copies,
+        describe=None,  # the first rank alone captures
+        takes="True, False",
         about="Whether of 6 and more equal layers two are traced with their backward and the others copied, which captures a "
-        "large model in half of the time. The graph is the same.",
+        "large model in half of the time. The graph is the same. None: yes, unless the variable `GRAPHPP_COPY_LAYERS` is 0.",
     )
 
 

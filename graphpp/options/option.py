@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import torch
 
-from graphpp.arguments import Accepted, refusal, shown
+from graphpp.arguments import PATH, Accepted, refusal, shown
 from graphpp.errors import GraphPPError
 
 FLOATING_DTYPE = Accepted(
@@ -133,3 +134,10 @@ def reader_of(accepted: Accepted, error: type[GraphPPError] = GraphPPError) -> C
         return form
 
     return read
+
+
+def read_folder(form: Any) -> Path | None:
+    """The reader of a folder, or of None. Raises `GraphPPError` for anything else."""
+    if form is not None and not PATH.accepts(form):
+        raise GraphPPError(f"take the path of a folder, or None, got {shown(form)}")
+    return None if form is None else Path(form)

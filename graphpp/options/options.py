@@ -7,7 +7,9 @@ it says where a rank stands, and `parallel/place.py` reads it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from graphpp.arguments import or_none, positive_up_to
 from graphpp.errors import BatchError, ScheduleError
@@ -17,7 +19,7 @@ from graphpp.options.backend import Backend, BackendLike, Eager
 from graphpp.options.debug import Debug, DebugLike, read_debug
 from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
 from graphpp.options.memory import Memory, MemoryLike, read_memory
-from graphpp.options.option import Group, Option, reader_of
+from graphpp.options.option import Group, Option, read_folder, reader_of
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
 from graphpp.options.schedule import describe_schedule
 from graphpp.options.split import Split
@@ -89,6 +91,14 @@ class Options(Group):
         read=read_debug,
         takes="a `Debug`, the path of a folder for dumps",
         about="Dumps, and how many captured graphs are kept.",
+    )
+    artifact: Option[str | os.PathLike[str] | None, Path | None] = Option(
+        None,
+        read=read_folder,
+        describe=None,  # the first rank alone reads and writes the folder
+        takes="the path of a folder",
+        about="The folder in which the first start saves its captured graphs, and from which a later start loads those of an "
+        "unchanged model ([Start-up](cache.md#captured-graphs)). None: each start captures.",
     )
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.loss import LossFunction
 from graphpp.compiler.build import checked_programs
-from graphpp.compiler.capture_once import capture_graph
+from graphpp.compiler.capture_once import capture_graph, loaded_or_captured
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
@@ -107,7 +107,7 @@ def subject_of(
         return tables.checked(stages, count, True)
 
     with state_restored(model, place.device):
-        graph = compile_graph(request, capture_graph(request, parts[0], True), table_for, None)
+        graph = compile_graph(request, loaded_or_captured(request, parts[0]), table_for, None)
         stages = len(graph.program.stages)
         programs, _ = checked_programs(request, [graph] * count, table_for(stages), options.memory.caps(place.ranks))
         compiler = compiler_of(options.backend)

@@ -1,10 +1,8 @@
-"""The cache folder: its entries, its limit, and the functions and the command that show and empty it."""
+"""The cache folder: its entries, its limit, and the functions that show and empty it."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ import pytest
 import graphpp
 from graphpp.cache.disk_cache import DiskCache, default_limit
 from tests.distributed import run_ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 def fill(cache: DiskCache, key: str, size: int, used: float) -> None:
@@ -33,8 +29,8 @@ def test_the_entries_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pyte
     for at, key in enumerate("abcd"):
         fill(cache, key, 500, 1000.0 + at)
     assert keys(tmp_path) == ["a", "b", "c", "d"]
-    with cache.existing("a") as folder:  # now the one used last
-        assert folder is not None
+    with cache.entry("a"):  # now the one used last
+        pass
     fill(cache, "e", 1200, 2000.0)
     assert keys(tmp_path) == ["d", "e", "a"]
     with cache.entry("f") as folder:
@@ -62,19 +58,9 @@ def test_an_entry_that_is_open_stays(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
     fill(cache, "a", 10, 1.0)
     fill(cache, "b", 10, 2.0)
-    with cache.existing("a"):
+    with cache.entry("a"):
         assert [entry.key for entry in graphpp.cache.clear(tmp_path)] == ["b"]
     assert keys(tmp_path) == ["a"]
-
-
-def test_an_entry_that_is_read_must_be_whole(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path)
-    fill(cache, "a", 10, 1.0)
-    (tmp_path / "a" / "data").write_bytes(b"y" * 10)
-    for key in ("a", "none"):
-        with cache.existing(key) as folder:
-            assert folder is None
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_folder_is_shown_and_cleared(tmp_path: Path) -> None:
@@ -82,17 +68,9 @@ def test_a_folder_is_shown_and_cleared(tmp_path: Path) -> None:
         fill(DiskCache(tmp_path), key, 100, 86400.0 * (at + 1))
     size = sum(entry.size for entry in graphpp.cache.entries(tmp_path))
     assert size > 200
-
-    def command(*words: str) -> list[str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "GRAPHPP_CACHE": str(tmp_path), "TZ": "UTC"}
-        call = [sys.executable, "-m", "graphpp.cache", *words]
-        return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
-
-    assert [line[:10] + line[-3:] for line in command()[:-1]] == ["1970-01-02  a", "1970-01-03  b"]
-    assert [line[-1] for line in command("--clear", "--keep", str(size - 1))[:-1]] == ["a"]
+    assert [entry.key for entry in graphpp.cache.clear(tmp_path, keep=size - 1)] == ["a"]
     assert keys(tmp_path) == ["b"]
     assert [entry.key for entry in graphpp.cache.clear(tmp_path)] == ["b"]
-    assert command()[-1].endswith("0 entries, 0 B")
     assert graphpp.cache.entries(tmp_path / "missing") == graphpp.cache.clear(tmp_path / "missing") == []
 
 

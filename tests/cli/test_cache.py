@@ -1,7 +1,5 @@
-"""`graphpp cache` and `python -m graphpp.cache`: one implementation with two faces."""
+"""`graphpp cache`: the entries, their size, and emptying."""
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,18 +18,9 @@ def cache(tmp_path: Path) -> Path:
     return made.root
 
 
-def module(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `python -m graphpp.cache ARGUMENTS` prints."""
-    monkeypatch.setattr(sys, "argv", ["graphpp.cache", *map(str, arguments)])
-    runpy.run_module("graphpp.cache.__main__", run_name="__main__")
-    return capsys.readouterr().out
-
-
-def test_both_faces_list_the_same(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    listed = run("cache", "list", "--folder", cache).stdout
-    assert listed == module("--folder", cache, monkeypatch=monkeypatch, capsys=capsys)
+def test_the_entries_are_listed(cache: Path) -> None:
+    listed = run("cache", "list", "--folder", cache).stdout.splitlines()
+    assert [line[-1] for line in listed[:-1]] == ["a", "b", "c"] and listed[-1].startswith(f"{cache}: 3 entries, ")
     assert [entry["key"] for entry in document("cache", "list", "--folder", cache)["entries"]] == ["a", "b", "c"]
 
 
@@ -48,11 +37,11 @@ def test_the_folder_of_the_variable(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert document("cache", "list") == {"folder": str(cache / "none"), "bytes": 0, "removed": False, "entries": []}
 
 
-def test_emptying(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emptying(cache: Path) -> None:
     removed = document("cache", "empty", "--folder", cache, "--keep", "2.5KiB")
     assert [entry["key"] for entry in removed["entries"]] == ["a"]
     assert removed["removed"]
-    assert "1 entry," in module("--folder", cache, "--clear", "--keep", "1500", monkeypatch=monkeypatch, capsys=capsys)
+    assert "1 entry," in run("cache", "empty", "--folder", cache, "--keep", "1500").stdout
     assert run("cache", "empty", "--folder", cache).stdout.endswith("removed\n")
     assert graphpp.cache.entries(cache) == []
 

@@ -78,13 +78,21 @@ class WithRank(Model):
         self.rank = dist.get_rank()
 
 
+class Asking(Model):
+    """Asks for a variable of the environment, which ranks may have set differently."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(os.environ.get("GRAPHPP_TEST_SCALE", "1"))
+
+
 def by_itself(rank: int, kind: type[nn.Module]) -> tuple[int, list[float]]:
     captures, losses, _ = counted(kind())
     return captures, losses
 
 
-def test_ranks_with_other_attributes_capture_for_themselves() -> None:
-    found = run_ranks(by_itself, 2, WithRank)
+@pytest.mark.parametrize("kind", [WithRank, Asking])
+def test_ranks_that_may_differ_capture_for_themselves(kind: type[nn.Module]) -> None:
+    found = run_ranks(by_itself, 2, kind)
     assert found[0] == found[1]
     assert found[0][0] == 1
 
@@ -113,6 +121,9 @@ class WithRaising(Model):
     def __init__(self) -> None:
         super().__init__()
         self.odd = Raising()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * isinstance(self.odd, Raising)
 
 
 class Point(NamedTuple):

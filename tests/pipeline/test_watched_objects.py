@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import dataclasses
 import enum
@@ -25,6 +26,7 @@ from tests.distributed import run_ranks
 
 X, Y = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 8)
 SCALE = 1.0
+IN_CONTEXT = contextvars.ContextVar("scale", default=1.0)
 TABLE: dict[str, Any] = {"inner": {"scale": 1.0}}
 
 
@@ -61,6 +63,22 @@ class Computing:
         return 2 * self._half
 
 
+class Options:
+    scale = 1.0
+
+
+def closed_over() -> Any:
+    numbers = [1.0]
+    return lambda: numbers[0], numbers
+
+
+IN_HOOK = [1.0]
+
+
+def scaling(numbers: list[float]) -> Any:
+    return lambda module, args, output: output * numbers[0]
+
+
 class Inner:
     def __init__(self) -> None:
         self.computing = Computing()
@@ -85,6 +103,8 @@ class Holding(nn.Module):
     """Scales its output by a number that `number` finds in what the module holds."""
 
     power = 1.0
+    table = {"scale": 1.0}
+    from_closure, numbers = closed_over()
 
     def __init__(self, number: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -98,6 +118,8 @@ class Holding(nn.Module):
         self.deep = [1.0, (2.0, [3.0])]
         self.array, self.chosen = np.ones(2), {"scale"}
         self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.options, self.hidden, self.mapping = Options(), [nn.Dropout(0.25)], collections.UserDict(scale=1.0)
+        self.last.register_forward_hook(scaling(IN_HOOK))
         self.number = number
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,6 +148,13 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "array": (lambda m: float(m.array.sum()), lambda m: m.array.__setitem__(0, 5.0)),
     "set": (lambda m: 1.0 if "scale" in m.chosen else 3.0, lambda m: m.chosen.clear()),
     "number of the class": (lambda m: m.power, lambda m: setattr(type(m), "power", type(m).power + 1)),
+    "dict of the class": (lambda m: m.table["scale"], lambda m: m.table.update(scale=3.0)),
+    "number of an object's class": (lambda m: m.options.scale, lambda m: setattr(Options, "scale", 3.0)),
+    "closure of a method": (lambda m: type(m).from_closure(), lambda m: m.numbers.__setitem__(0, 3.0)),
+    "closure of a hook": (lambda m: 1.0, lambda m: IN_HOOK.__setitem__(0, 3.0)),
+    "module in a list": (lambda m: m.hidden[0].p, lambda m: setattr(m.hidden[0], "p", 0.5)),
+    "dict of a user": (lambda m: m.mapping["scale"], lambda m: m.mapping.update(scale=3.0)),
+    "context variable": (lambda m: IN_CONTEXT.get(), lambda m: IN_CONTEXT.set(3.0)),
     "function": (lambda m: 1.0, lambda m: setattr(m, "act", torch.relu)),
     "forward": (lambda m: 1.0, exchange_forward),
     "callable object": (lambda m: m.called(1.0), lambda m: setattr(m.called.computing, "_half", 1.5)),
@@ -147,7 +176,9 @@ def eager(model: nn.Module, loss: Any = F.mse_loss) -> Tensor:
 def as_before() -> Any:
     yield
     globals()["SCALE"] = 1.0
-    TABLE["inner"]["scale"] = Holding.power = 1.0
+    TABLE["inner"]["scale"] = Holding.power = Holding.table["scale"] = Options.scale = 1.0
+    Holding.numbers[0] = IN_HOOK[0] = 1.0
+    IN_CONTEXT.set(1.0)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -22,14 +22,14 @@ from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.attributes.numbers import read_update
 from graphpp.capture.trace import CapturedGraph
+from graphpp.capture.transfer.digest import ModelDigest
 from graphpp.capture.transfer.format import FORMAT, MODULES, OF_ITEMS, PLAIN_META, ROLES, dtype_named, registered_class
-from graphpp.capture.transfer.reachable import Reachable
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.runtime.program import TensorMeta
 
 
-def read_graph(text: str, device: torch.device, held: Reachable) -> CapturedGraph:
+def read_graph(text: str, device: torch.device, held: ModelDigest) -> CapturedGraph:
     """The graph that `write_graph` wrote, with the objects of this process.
 
     `device`: the device of this process in place of the writer's. `held`: the objects of this process's model and loss.
@@ -71,7 +71,7 @@ class _Reader:
     """Reads values that `_Writer` wrote."""
 
     device: torch.device
-    held: Reachable
+    held: ModelDigest
     mode: AbstractContextManager[Any]
     decided: DecidedByData
     symbols: Symbols | None = None

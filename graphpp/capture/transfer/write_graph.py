@@ -22,6 +22,7 @@ from graphpp._torch.size_expressions import write_expression
 from graphpp._torch.symbols import SYMBOLIC, Symbols, expression, hint, is_unknown
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.trace import CapturedGraph
+from graphpp.capture.transfer.digest import ModelDigest
 from graphpp.capture.transfer.format import (
     AS_ITEMS,
     FORMAT,
@@ -33,7 +34,6 @@ from graphpp.capture.transfer.format import (
     dtype_name,
     registered_class,
 )
-from graphpp.capture.transfer.reachable import Reachable
 from graphpp.passes.graph.collectives import names_group
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.text.naming import python_name
@@ -46,7 +46,7 @@ class WriteError(Exception):
     """A graph has an object that cannot be written as data."""
 
 
-def write_graph(captured: CapturedGraph, device: torch.device, held: Reachable) -> str:
+def write_graph(captured: CapturedGraph, device: torch.device, held: ModelDigest) -> str:
     """The graph as JSON. `device`: the device of the capture. `held`: the objects of model and loss by name.
 
     Raises `WriteError` if the graph has an object without a name.
@@ -119,7 +119,7 @@ class _Writer:
     """
 
     device: torch.device
-    held: Reachable
+    held: ModelDigest
     tables: dict[str, dict[str, int]] = field(default_factory=lambda: {"val": {}, "calls": {}, "source": {}})
 
     def graph(self, module: fx.GraphModule) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Watch the state outside of tensors that a captured graph depends on: attributes, objects, hooks, functions, globals."""
+"""Watch the state outside of tensors that a captured graph depends on, between the steps of a training."""

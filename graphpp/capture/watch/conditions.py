@@ -5,50 +5,61 @@ Contract
 - `Watch.look` gives the structure of the model and the conditions of a capture. The structure changes if a module is
   exchanged or a parameter tied or untied, which a pipeline cannot follow. The conditions change if another capture is
   needed: flags, numbers and tensors in attributes and their containers, objects of the program that code of the forward or
-  the loss asks for (`reads.py`), functions, hooks, global variables, layouts of parameters, autocast.
+  the loss asks for (`capture/objects/names.py`), functions, hooks, members of classes, global variables, layouts of parameters.
 - A look at an unchanged model compares identities only. Conditions hold their objects, so no identity is used a second time.
 - What a capture itself changes, as a counter in a global variable, is no condition from then on (`Watch.settle`):
-  the place keeps the value that it had before.
+  the path keeps the value that it had before.
+- `Watch.items` gives the same objects, as far as `Limits` say, to the digest by which ranks are compared.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphpp.capture.watch.reads import Reads, reads_of
-from graphpp.capture.watch.snapshot import Place, Same, State
-from graphpp.capture.watch.values import Walk
+from graphpp.capture.objects.names import Reads, reads_of
+from graphpp.capture.objects.walk import HOOKS, PLAIN, Item, Limits, Path, Walk
+from graphpp.capture.watch.snapshot import Snapshot, layout
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-_ALL_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
-_NEVER_CODE = frozenset((bool, int, float, str, type(None), list, tuple, dict, OrderedDict, torch.Tensor))
+_NEVER_CODE = PLAIN | {list, tuple, dict, torch.Tensor}
+_ABSENT: Any = object()
+
+
+class Same:
+    """An object that is compared by identity, and held, so that no other object gets the same address."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
 
 
 @dataclass(frozen=True, eq=False)
 class Conditions:
-    """The conditions of a capture, with their hash, which is computed once."""
+    """The conditions of a capture, pairs of a path and a value, with their hash, which is computed once."""
 
-    modules: tuple[Any, ...]
-    others: tuple[Any, ...]
+    pairs: frozenset[tuple[Path, Any]]
     _hash: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.modules, self.others)))
+        object.__setattr__(self, "_hash", hash(self.pairs))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        same_kind = isinstance(other, Conditions) and self._hash == other._hash
-        return same_kind and (self.modules, self.others) == (other.modules, other.others)  # type: ignore[attr-defined]
+        return self is other or (isinstance(other, Conditions) and self._hash == other._hash and self.pairs == other.pairs)
 
 
 @dataclass(frozen=True)
@@ -65,35 +76,82 @@ class Watch:
     def __init__(self, model: nn.Module, loss: Any) -> None:
         own = list(model.modules())
         ids = set(map(id, own))
-        self._of_loss = [each for each in loss.modules() if id(each) not in ids] if isinstance(loss, nn.Module) else []
-        self.modules = [*own, *self._of_loss]
-        self._loss = loss
-        self._frozen: dict[Place, Any] = {}
+        of_loss = [each for each in loss.modules() if id(each) not in ids] if isinstance(loss, nn.Module) else []
+        self.modules = [*own, *of_loss]
+        self._own, self._loss = len(own), loss
+        self._tree = {id(module): (at,) for at, module in enumerate(self.modules)}
+        self._frozen: dict[Path, Any] = {}
         self._kinds: set[type] = set()  # the classes of the objects that were followed
+        self._functions: dict[CodeType, FunctionType] = {}  # the functions that were followed
         self._reads: dict[str, tuple[frozenset[Same], Reads]] = {}
-        self._seen: tuple[State, Look] | None = None
+        self._seen: tuple[Snapshot, Look] | None = None
 
     def look(self) -> Look:
         """The present state; the same object while nothing has changed."""
         if self._seen is None or not self._seen[0].is_unchanged():
-            known = -1
-            while known < len(self._kinds):  # methods of objects that a walk finds may ask for further names
-                known, state = len(self._kinds), State()
-                conditions = self._conditions(state)
-            self._seen = state, Look(self._structure(), conditions)
+            snapshot, pairs = Snapshot(), {}
+            for item in self.items(Limits()):
+                snapshot.note(item)
+                value = comparable(item)
+                if value is not None:
+                    pairs[item.path] = value
+            pairs |= self._frozen
+            conditions = Conditions(frozenset(pair for pair in pairs.items() if pair[1] is not _ABSENT))
+            self._seen = snapshot, Look(self._structure(), conditions)
         return self._seen[1]
 
     def settle(self) -> None:
-        """Take the variables and attributes of objects that have changed since the latest look for unchanged, for ever."""
+        """Take everything that has changed since the latest look for unchanged, for ever."""
         if self._seen is None or self._seen[0].is_unchanged():
             return
-        before, _ = self._seen
-        self.look()
-        after = self._seen[0].seen
-        changed = [place for place in (*before.seen, *after) if before.seen.get(place) != after.get(place)]
+        before, after = dict(self._seen[1].conditions.pairs), dict(self.look().conditions.pairs)
+        changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
         if changed:
-            self._frozen |= {place: before.seen.get(place) for place in changed}
+            self._frozen |= {path: before.get(path, _ABSENT) for path in changed}
             self._seen = None
+
+    def items(self, limits: Limits) -> list[Item]:
+        """The objects that the code of model and loss reads, by path."""
+        while True:  # functions and methods of objects that a walk finds may ask for further names
+            known = len(self._kinds) + len(self._functions)
+            found = [*self._items("model", limits), *self._items("loss", limits)]
+            self._kinds |= {type(item.value) for item in found if item.kind in ("object", "module")}
+            for item in found:
+                if item.kind == "function":
+                    self._functions.setdefault(item.value.__code__, item.value)
+            if len(self._kinds) + len(self._functions) == known:
+                return found
+
+    def _items(self, of: str, limits: Limits) -> Iterator[Item]:
+        """The objects for which the code of the model, or of the loss, asks."""
+        reads = self._reads_of(of)
+        walk = Walk(reads.names, self._tree, limits)
+        if of == "model":
+            for at, module in enumerate(self.modules):
+                yield from walk.tree_module((at,), module, ("parameter", "buffer" if at < self._own else "constant"))
+        elif not isinstance(self._loss, nn.Module):
+            yield from walk.items(("loss",), self._loss)
+        for space, name in ((space, name) for space, name in reads.variables if name in space):
+            yield from walk.items((of, space.get("__name__"), name), space[name], (space, name))
+
+    def _reads_of(self, of: str) -> Reads:
+        """The names for which code asks, and its variables; read again only if another function or class is in reach."""
+        if of == "loss":
+            functions, objects = [self._loss, vars(type(self._loss)).get("__call__")], [self._loss]
+            objects.append(getattr(self._loss, "__self__", None))
+        else:
+            functions = [vars(module).get("forward", type(module).forward) for module in self.modules]
+            functions += [hook for module in self.modules for kind in HOOKS for hook in getattr(module, kind).values()]
+            held = [value for module in self.modules for value in vars(module).values() if type(value) not in _NEVER_CODE]
+            functions += [value for value in held if callable(value)]
+            objects = self.modules
+        functions += self._functions.values()
+        classes = {*map(type, objects), *self._kinds}
+        source = frozenset(map(Same, (*functions, *classes)))
+        known = self._reads.get(of)
+        if known is None or known[0] != source:
+            known = self._reads[of] = source, reads_of(functions, sorted(classes, key=_full_name))
+        return known[1]
 
     def _structure(self) -> tuple[Any, ...]:
         """The submodules of each module by identity, and which names share a tensor; a replaced parameter changes neither."""
@@ -103,60 +161,45 @@ class Watch:
         ties = tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors) if tensor is not None)
         return children, ties
 
-    def _conditions(self, state: State) -> Conditions:
-        parameters = [p for module in self.modules for p in module._parameters.values() if p is not None]
-        buffers = [b for module in self.modules for b in module._buffers.values() if b is not None]
-        of_model, of_loss = self._walk(state, "model"), self._walk(state, "loss")
-        modules = tuple(self._of_module(module, state, of_model) for module in self.modules)
-        for module in self.modules:
-            for name in _REGISTRIES:
-                state.mapping(getattr(module, name))
-        others = (
-            tuple(Same(buffer) for module in self._of_loss for buffer in module._buffers.values()),
-            of_model.of_classes(dict.fromkeys(type(module) for module in self.modules)),
-            of_model.of_variables(),
-            of_loss.of_variables(),
-            of_loss.value(self._loss) if not isinstance(self._loss, nn.Module | type) else (),
-            tuple(map(state.of_parameter, parameters)),
-            tuple(map(state.of_buffer, buffers)),
-        )
-        self._kinds |= of_model.kinds | of_loss.kinds
-        return Conditions(modules, others)
 
-    def _walk(self, state: State, of: str) -> Walk:
-        """A walk that follows the objects for which the code of the model, or of the loss, asks."""
-        if of == "loss":
-            functions, objects = [self._loss, vars(type(self._loss)).get("__call__")], [self._loss]
-            objects.append(getattr(self._loss, "__self__", None))
-        else:
-            functions = [vars(module).get("forward", type(module).forward) for module in self.modules]
-            functions += [hook for module in self.modules for kind in _HOOKS for hook in getattr(module, kind).values()]
-            held = [value for module in self.modules for value in vars(module).values() if type(value) not in _NEVER_CODE]
-            functions += [value for value in held if callable(value)]
-            objects = self.modules
-        classes = {*map(type, objects), *self._kinds}
-        source = frozenset(map(Same, (*functions, *classes)))
-        known = self._reads.get(of)
-        if known is None or known[0] != source:
-            known = self._reads[of] = source, reads_of(functions, classes)
-        return Walk(state, known[1], self._frozen)
-
-    def _of_module(self, module: nn.Module, state: State, walk: Walk) -> tuple[Any, ...]:
-        """A module's attributes, and its hooks."""
-        attributes, of_torch = vars(module), any(map(_is_of_torch, type(module).__mro__))
-        state.mapping(attributes)
-        hooks = [hook for kind in _HOOKS if getattr(module, kind) for hook in getattr(module, kind).values()]
-        found = []
-        for name, value in attributes.items():
-            if name not in _ALL_REGISTRIES:
-                seen = walk.attribute(name, value, of_torch=of_torch)
-                if seen is not None:
-                    found.append((name, seen))
-        return tuple(found), tuple(map(Same, hooks))
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_of_torch(base: type) -> bool:
-    return base.__module__.startswith("torch.") and base is not nn.Module
+def plain_value(value: Any) -> Any:
+    """The type and value of a flag, number or name: a NaN equals itself, and 0.0 is not -0.0."""
+    kind = type(value)
+    return (kind, repr(value)) if isinstance(value, float | complex) else (kind, value)
+
+
+def comparable(item: Item) -> Any:
+    """The value by which an object is compared with that of an earlier step; None for an object on which no graph depends."""
+    if item.first is not None:
+        return item.first
+    return _COMPARABLE.get(item.kind, Same)(item.value)
+
+
+def _key(value: Any) -> Any:
+    return plain_value(value) if type(value) in PLAIN else Same(value)
+
+
+_COMPARABLE: Mapping[str, Any] = {
+    "plain": plain_value,
+    "text": str,
+    "ignored": lambda value: None,
+    "parameter": layout,
+    "buffer": lambda tensor: layout(tensor)[2:],  # compiled code relies on the strides
+    "constant": lambda tensor: (Same(tensor), layout(tensor)),
+    "array": lambda array: (str(array.dtype), array.shape, array.tobytes()),
+    "mapping": lambda mapping: tuple(map(_key, mapping)),
+    "sequence": lambda values: "sequence",
+    "set": lambda values: frozenset(map(_key, values)),
+    "function": lambda function: Same(function.__code__),
+    "wrapper": type,
+    "variable": lambda variable: "variable",
+    "object": lambda value: Same(type(value)),
+    "module": lambda module: Same(type(module)),
+}
 
 
 def autocast_state(device_type: str) -> tuple[bool, str]:

@@ -1,15 +1,17 @@
-"""A snapshot of places in the state of a program, and whether each place still has the same object.
+"""A snapshot of the state of a program that a walk has read, and whether each place still has the same object.
 
-Contract: `State` notes places: items of dicts, lists and sets, attributes, variables of closures, elements of small arrays,
-layouts of parameters. `is_unchanged` compares the places by identity, and runs no `__eq__` of the program's objects. The
-objects are held, so that no other object gets the same address.
+Contract: `Snapshot.note` notes the objects of a walk: keys and values of dicts, items of lists and sets, attributes, global
+variables, variables of closures, elements of small arrays, layouts of parameters. `is_unchanged` compares them by identity, and
+runs no `__eq__` of the program's objects. The objects are held, so that no other object gets the same address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import is_, methodcaller
 from types import CellType
@@ -18,43 +20,29 @@ from typing import Any
 import torch
 
 from graphpp._torch.tensor_subclass import without_subclasses
-from graphpp.capture.watch.reads import in_cell
+from graphpp.capture.objects.names import in_cell
+from graphpp.capture.objects.walk import REGISTRIES, Item, attributes
 
 _ABSENT: Any = object()
-
-
-class Same:
-    """An object that is compared by identity, and held, so that no other object gets the same address."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-Place = tuple[Same, Any]  # the namespace of an object, class or Python module, and a name
+_Noted = tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]  # a mapping, its keys, its values
 
 
 @dataclass
-class State:
-    """The places that were read, with the objects found there; `seen`: the values of places outside of the modules."""
+class Snapshot:
+    """The places that were read, with the objects found there."""
 
-    seen: dict[Place, Any] = field(default_factory=dict)
+    mappings: list[_Noted] = field(default_factory=list)
     namespaces: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = field(default_factory=list)
-    mappings: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
     lists: list[tuple[Sequence[Any], tuple[Any, ...]]] = field(default_factory=list)
     sets: list[tuple[Set[Any], dict[int, Any]]] = field(default_factory=list)  # items by identity
     entries: list[tuple[Mapping[Any, Any], Any, Any]] = field(default_factory=list)
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    variables: list[tuple[ContextVar[Any], Any]] = field(default_factory=list)
     arrays: list[tuple[Any, bytes]] = field(default_factory=list)
-    parameters: list[tuple[torch.Tensor, tuple[Any, ...]]] = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, tuple[Any, ...]]] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    classes: list[type] = field(default_factory=list)  # of the objects
 
     def is_unchanged(self) -> bool:
         """Whether every place still has the same object."""
@@ -64,12 +52,14 @@ class State:
     def _is_unchanged(self) -> bool:
         return (
             self._flat_mappings.are_unchanged()
+            and _are(map(type, self.objects), self.classes)
             and all(len(each) == len(keys) and _are(each, keys) for each, keys in self.namespaces)
             and all(len(each) == len(values) and _are(each, values) for each, values in self.lists)
-            and all([_facts(each) == facts for each, facts in self.parameters])
+            and all([layout(each) == noted for each, noted in self.tensors])
             and all(mapping.get(key, _ABSENT) is value for mapping, key, value in self.entries)
             and all(getattr(each, name, None) is value for each, name, value in self.attributes)
             and all(in_cell(cell) is value for cell, value in self.cells)
+            and all(variable.get(None) is value for variable, value in self.variables)
             and all(len(each) == len(items) and all(map(items.__contains__, map(id, each))) for each, items in self.sets)
             and all(each.tobytes() == data for each, data in self.arrays)
         )
@@ -79,25 +69,74 @@ class State:
         """All mappings that were noted; read it only when all have been noted."""
         return _FlatMappings(self.mappings)
 
+    def note(self, item: Item) -> None:
+        """Note an object of a walk, and the place that holds the object."""
+        if item.place is not None:
+            holder, name = item.place
+            (self.entries if isinstance(holder, Mapping) else self.attributes).append((holder, name, item.value))
+        if item.first is None and item.kind in _NOTES:
+            _NOTES[item.kind](self, item.value)
+
     def mapping(self, mapping: Mapping[Any, Any]) -> None:
         """Note all keys and values of a dict."""
         self.mappings.append((mapping, tuple(mapping), tuple(mapping.values())))
 
-    def of_parameter(self, parameter: torch.Tensor) -> tuple[Any, ...]:
-        """The facts of a parameter that a graph is made for: whether it is trained and hooked, dtype, shape and strides."""
-        facts = _facts(parameter)
-        self.parameters.append((parameter, facts))
-        return facts
+    def _sequence(self, value: Any) -> None:
+        if isinstance(value, list | deque):
+            self.lists.append((value, tuple(value)))
 
-    def of_buffer(self, buffer: torch.Tensor) -> tuple[Any, ...]:
-        """Dtype, shape and strides: a graph fits these, and compiled code relies on the strides."""
-        return self.of_parameter(buffer)[2:]
+    def _set(self, value: Any) -> None:
+        if isinstance(value, MutableSet):
+            self.sets.append((value, {id(each): each for each in value}))
+
+    def _function(self, function: Any) -> None:
+        self.cells += [(cell, in_cell(cell)) for cell in function.__closure__ or ()]
+        for name in ("__defaults__", "__kwdefaults__", "__code__"):
+            self.attributes.append((function, name, getattr(function, name)))
+
+    def _wrapper(self, value: Any) -> None:
+        if isinstance(value, partial):
+            self.mapping(value.keywords)
+
+    def _object(self, value: Any) -> None:
+        held = attributes(value) or {}
+        self.namespaces.append((held, tuple(held)))
+        self._class(value)
+
+    def _module(self, module: Any) -> None:
+        self.mapping(vars(module))
+        self._class(module)
+        for name in REGISTRIES:
+            self.mapping(getattr(module, name))
+
+    def _class(self, value: Any) -> None:
+        self.objects.append(value)
+        self.classes.append(type(value))
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self.tensors.append((tensor, layout(tensor)))
+
+
+_NOTES: Mapping[str, Callable[[Snapshot, Any], None]] = {
+    "mapping": Snapshot.mapping,
+    "sequence": Snapshot._sequence,
+    "set": Snapshot._set,
+    "function": Snapshot._function,
+    "wrapper": Snapshot._wrapper,
+    "variable": lambda snapshot, value: snapshot.variables.append((value, value.get(None))),
+    "array": lambda snapshot, value: snapshot.arrays.append((value, value.tobytes())),
+    "object": Snapshot._object,
+    "module": Snapshot._module,
+    "parameter": Snapshot._tensor,
+    "buffer": Snapshot._tensor,
+    "constant": Snapshot._tensor,
+}
 
 
 class _FlatMappings:
     """Many mappings, compared at once: a module has a dozen, and most are empty."""
 
-    def __init__(self, noted: Sequence[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]]) -> None:
+    def __init__(self, noted: Sequence[_Noted]) -> None:
         self._empty = [mapping for mapping, keys, _ in noted if not keys]
         full = [each for each in noted if each[1]]
         self._full = [mapping for mapping, _, _ in full]
@@ -122,7 +161,7 @@ def _are(found: Iterable[Any], noted: Iterable[Any]) -> bool:
     return all(map(is_, found, noted))
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    layout = tensor.layout
-    strides = tensor.stride() if layout is torch.strided else layout
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The facts of a parameter that a graph is made for: whether it is trained and hooked, dtype, shape, strides or layout."""
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     return tensor.requires_grad, bool(tensor._backward_hooks), tensor.dtype, tensor.shape, strides

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import CapturedGraph, capture
-from graphpp.capture.transfer.reachable import Reachable
+from graphpp.capture.transfer.digest import ModelDigest
 from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.passes.lower import LoweringOptions, lower
@@ -29,7 +29,7 @@ META = ("val", "backward", "position", "calls", "source", "seq", "checkpoint", "
 
 def read_again(captured: CapturedGraph, model: nn.Module, loss: Any) -> CapturedGraph:
     """The graph that another process with the same model reads."""
-    held = Reachable(model=model, loss=loss)
+    held = ModelDigest(model, loss)
     return read_graph(write_graph(captured, CPU, held), CPU, held)
 
 
@@ -148,4 +148,4 @@ def test_a_tensor_that_others_may_change_is_not_written_by_value(
     model = WrittenDown(make)
     captured = capture(model, nn.functional.mse_loss, EXAMPLE, CPU, training=True)
     with pytest.raises(WriteError, match=r"a tensor without a name, read at .*test_graph_data.py:\d+"):
-        write_graph(captured, CPU, Reachable(model=model, loss=nn.functional.mse_loss))
+        write_graph(captured, CPU, ModelDigest(model, nn.functional.mse_loss))

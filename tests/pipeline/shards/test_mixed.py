@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -369,17 +368,16 @@ def test_refusals_say_what_to_do() -> None:
 
 def kept(rank: int, folder: Path) -> list[int]:
     """How often pipelines of one model capture."""
-    os.environ["GRAPHPP_CACHE"] = str(folder)
     found, mesh, tokens = [], ONE.made(), torch.arange(8)
     for dtype in (BF16, None, BF16, torch.float16):
-        parallel, debug = graphpp.Parallel(param_dtype=dtype), graphpp.Debug(keep_graphs=True)
+        parallel = graphpp.Parallel(param_dtype=dtype)
         model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
         with internals.captures() as made:
-            pipe = graphpp.compile(model, F.cross_entropy, mesh=mesh, microbatches=2, parallel=parallel, debug=debug)
+            pipe = graphpp.compile(model, F.cross_entropy, mesh=mesh, microbatches=2, parallel=parallel, artifact=folder)
             assert pipe.step(tokens, target=tokens).losses.dtype == (dtype or FP32)
         found.append(len(made))
     return found
 
 
-def test_a_kept_graph_is_for_one_dtype(tmp_path: Path) -> None:
+def test_a_saved_graph_is_for_one_dtype(tmp_path: Path) -> None:
     assert run_ranks(kept, 1, tmp_path)[0] == [1, 1, 0, 1]

@@ -1,0 +1,152 @@
+"""Save captured graphs in the folder of `artifact=`, and load them at a later start.
+
+Contract
+--------
+- A graph is one file of two lines: a header in JSON with the facts on which the graph depends and the SHA-256 of the second
+  line, and the graph as data (`capture/transfer/`). The digest of the facts names the file. Nothing is pickled.
+- The facts are the signature of the microbatch, training or evaluation, the options that a capture reads, FQNs with shapes and
+  dtypes, the digest by which the ranks of one job are compared (`capture/transfer/digest.py`), the source files of the
+  classes and functions in the trees of model and loss, and the versions of torch and graphpp. A graph is loaded only if all
+  facts are equal.
+- What else the code of model and loss reads, the user answers for; `graphpp.verify(artifact=)` compares a loaded graph with
+  eager.
+- A damaged file is not loaded, and the graph that is captured in its place replaces it. A folder that cannot be written is
+  logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture.objects.names import is_of_library
+from graphpp.capture.sizes.open_sizes import Open
+from graphpp.compiler.request import CompileRequest
+from graphpp.parallel.rank_place import RankPlace
+from graphpp.runtime.model_state import tensor_lines
+
+_LOG = logging.getLogger("graphpp")
+Facts = Mapping[str, str]
+
+
+class Artifact:
+    """The graphs of one model and loss in a folder. `digest`: that of the objects of model and loss."""
+
+    def __init__(self, folder: Path, request: CompileRequest, digest: bytes) -> None:
+        self._folder, self._request, self._digest = folder, request, digest
+
+    def load(self, example: FlatMicrobatch, training: bool, open_sizes: Open) -> str | None:
+        """The text of the graph for microbatches like `example`; None if the folder has none, or a damaged one."""
+        facts = self._facts(example, training, open_sizes)
+        path = self._path(facts)
+        try:
+            header, text = path.read_text().split("\n", 1)
+        except FileNotFoundError:
+            changed = _difference(self._folder, facts)
+            _LOG.info("the model is captured: %s has no graph for this call%s", self._folder, changed)
+            return None
+        except (OSError, ValueError) as error:
+            _LOG.warning("the model is captured, because %s cannot be read: %s", path, error)
+            return None
+        if _header(facts, text) != header:
+            _LOG.warning("the model is captured, because %s is damaged; the file is replaced", path)
+            return None
+        _LOG.info("the captured graph in %s is used", path)
+        return text
+
+    def save(self, text: str, example: FlatMicrobatch, training: bool, open_sizes: Open) -> None:
+        """Save the text of a graph. A failure to write is logged."""
+        facts = self._facts(example, training, open_sizes)
+        path = self._path(facts)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(f"{_header(facts, text)}\n{text}")
+            partial.replace(path)
+        except OSError as error:
+            _LOG.warning("the captured graph cannot be saved, and the next start captures the model again: %s", error)
+
+    def _path(self, facts: Facts) -> Path:
+        return self._folder / f"graph-{_sha256(json.dumps(facts))[:40]}.json"
+
+    def _facts(self, example: FlatMicrobatch, training: bool, open_sizes: Open) -> Facts:
+        """The facts on which a graph depends, by the name that a message gives them."""
+        model, loss, device = self._request.model, self._request.loss, self._request.place.device.type
+        trees = [tree for tree in (model, loss) if isinstance(tree, nn.Module)]
+        flags = [f"{fqn}={module.training}" for tree in trees for fqn, module in tree.named_modules()]
+        autocast = torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))
+        lasting = {path: sorted(sizes) for path, sizes in open_sizes.items()}
+        found = {
+            "the version of torch": torch.__version__,
+            "the version of graphpp": _version(),
+            "the device, the mesh or autocast": [device, _place(self._request.place), autocast],
+            "parallel.param_dtype": str(self._request.options.parallel.param_dtype),
+            "the parameters and buffers": [line for tree in trees for line in tensor_lines(tree)],
+            "training or evaluation": [training, *flags],
+            "the microbatch": [*example.signature, lasting],
+            "an attribute, a global variable or code of the model or the loss": self._digest.hex(),
+            **{f"the source file of {name}": text for name, text in sorted(_sources(model, loss))},
+        }
+        return {name: _sha256(json.dumps(fact)) for name, fact in found.items()}
+
+
+def _header(facts: Facts, text: str) -> str:
+    return json.dumps({"facts": facts, "sha256": _sha256(text)})
+
+
+def _difference(folder: Path, facts: Facts) -> str:
+    """How the most similar graph of a folder differs, as a part of a message; empty if the folder has no graph."""
+    others = []
+    for path in folder.glob("graph-*.json"):
+        try:
+            with path.open() as file:
+                theirs = json.loads(file.readline())["facts"]
+            others.append([name for name in {**facts, **theirs} if facts.get(name) != theirs.get(name)])
+        except (OSError, ValueError, KeyError, TypeError):  # damaged
+            continue
+    return f" ({' and '.join(min(others, key=len)[:3])} differ from those of the graph that is there)" if others else ""
+
+
+def _place(place: RankPlace) -> list[Any]:
+    """This rank's coordinates on the dimensions of the mesh along which ranks have graphs of their own."""
+    if place.mesh is None:
+        return []
+    at = zip(place.mesh.mesh_dim_names or (), place.mesh.mesh.shape, place.mesh.get_coordinate() or (), strict=True)
+    return [each for each in at if each[0] in ("tp", "cp", "ep")]
+
+
+def _sources(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
+    """The Python modules of the classes and functions in the trees of model and loss, with digests of their files."""
+    modules = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+    classes = {base for module in modules for base in type(module).__mro__}
+    functions = [value for module in modules for value in vars(module).values() if callable(value)]
+    hooks = [hook for module in modules for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
+    for name in {each.__module__ for each in (*classes, *functions, *hooks, loss) if hasattr(each, "__module__")}:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and not is_of_library(sys.modules[name]):
+            yield name, _sha256(Path(file).read_bytes().hex())
+
+
+@functools.cache
+def _version() -> str:
+    """The digest of graphpp's own source files, which may change between versions."""
+    root = Path(__file__).parents[1]
+    source = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        source.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return source.hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
