@@ -1,25 +1,20 @@
 """The private names of torch for ranks, norms and copies; importing this file imports nothing more than torch.
 
-Checked on torch 2.11.0, 2.13.0 and 2.15.0:
+Checked on torch 2.13.0 and 2.15.0, the first two also on 2.11.0:
 
+- `torch._foreach_norm`, `torch._foreach_copy_`: the calls that torch's own clipping and optimizers make
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
-- `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
-- `torch.distributed.distributed_c10d._hash_ranks_to_str`: the name of a group that `new_group(use_local_synchronization=True)`
-  makes; it counts the groups of the process, so members that are in different other groups would wait under different names
-  (checked on 2.13.0 and 2.15.0)
-- `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
-- `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
-- `Store.clone`: a connection of its own to the same store (missing from torch's stubs; checked on 2.13.0 and 2.15.0)
-- `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call; not on gloo, whose threads' memory such calls
-  corrupt (`gloo_gathers.py`; checked on 2.13.0 and 2.15.0)
-- `ProcessGroup._allgather_base`: the all-gather of one tensor; the public function has another name in torch 2.13 than in 2.11,
-  and warns of the old one (checked on 2.13.0 and 2.15.0)
-- `ProcessGroup.reduce_scatter_tensor_coalesced`: the sum of the parts of one rank; the public function has another name in
-  torch 2.13 than in 2.11, and warns of the old one (checked on 2.13.0 and 2.15.0)
+- `distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
+- `distributed_c10d._hash_ranks_to_str`: the name of a group that `new_group(use_local_synchronization=True)` makes; it counts
+  the groups of the process, so members that are in different other groups would wait under different names
+- `distributed_c10d._set_pg_timeout`, `ProcessGroup._get_backend`, `options._timeout`: the timeout of a process group, which
+  torch 2.15 sets by `set_timeout`
+- `Store.clone`: a connection of its own to the same store (missing from torch's stubs)
+- `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call; not on gloo (`gloo_gathers.py`)
+- `ProcessGroup._allgather_base`, `ProcessGroup.reduce_scatter_tensor_coalesced`: the public functions have other names in torch
+  2.13 than in 2.11, and warn of the old ones
 - `torch.distributed.nn.functional`: its functions have the world group of the module's first import as a default argument,
-  which keeps the group alive for good (checked on 2.13.0 and 2.15.0)
-- `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
-- `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
+  which keeps the group alive for good
 """
 
 from __future__ import annotations

@@ -37,16 +37,6 @@ def children(spec: TreeSpec) -> list[TreeSpec]:
     return list(spec._children if hasattr(spec, "_children") else spec.children_specs)
 
 
-def is_plain(spec: TreeSpec) -> bool:
-    """Whether a structure is of lists, tuples and dicts with keys of type str alone: then equal structures mean equal objects.
-
-    A registered class may put an object together from data that compare equal and differ, or that change.
-    """
-    if spec.type not in (None, list, tuple) and (spec.type is not dict or any(type(key) is not str for key in context(spec))):
-        return False
-    return all(map(is_plain, children(spec)))
-
-
 def registered_classes() -> Iterable[type]:
     """The classes that are registered with torch's pytree."""
     return _pytree.SUPPORTED_NODES

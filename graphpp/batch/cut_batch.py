@@ -8,49 +8,19 @@ Contract
 - A tensor whose first dimension is the batch size is cut along it, in order, into equal pieces. If the size does not divide,
   the last piece is smaller, or larger where a smaller one would be empty. Every other argument goes whole to each microbatch.
   A tensor of the target must be cut or wrapped in `graphpp.whole`.
-- For a batch that is cut by its structure and layout alone the cutter keeps a recipe. A batch with wrapped arguments or
-  registered classes, or some of whose tensors have their shape in the example, is looked at anew each time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from graphpp._torch.pytree import TreeSpec, is_plain
-from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, Structure, Whole
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, Whole
 from graphpp.errors import BatchError
 
-_RECIPES = 64  # most layouts of batches that a cutter keeps
 _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """How batches of one layout are cut: the rows of each microbatch, and whether each leaf is cut.
-
-    `cut`, `tensors`: the paths of the tensors that are cut, and of all tensors. `has_whole`: whether an argument is wrapped.
-    `signatures`: of the microbatches by their rows, once one batch is cut.
-    """
-
-    sizes: list[int]
-    is_cut: tuple[bool, ...]
-    cut: frozenset[str]
-    tensors: frozenset[str]
-    has_whole: bool
-    signatures: dict[int, tuple[str, ...]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, flat: FlatMicrobatch, microbatches: int) -> _Recipe:
-        """The recipe for a batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
-        size = batch_size(flat)
-        sizes = microbatch_sizes(size, microbatches)
-        is_cut = tuple(_is_cut(path, leaf, size) for path, leaf in _pairs(flat))
-        cut = frozenset(path for path, each in zip(flat.paths, is_cut, strict=True) if each)
-        tensors = frozenset(path for path, leaf in _pairs(flat) if isinstance(leaf, torch.Tensor | Whole))
-        return cls(sizes, is_cut, cut, tensors, _has_whole(flat))
 
 
 class BatchCutter:
@@ -62,50 +32,26 @@ class BatchCutter:
     def __init__(self, example: Microbatch | None = None) -> None:
         tensors = {} if example is None else FlatMicrobatch.of(example).tensors
         self._shapes = {path: leaf.shape for path, leaf in tensors.items()}
-        self._structure: Structure | None = None  # the structure of the latest batch
-        self._recipes: tuple[TreeSpec, dict[Any, _Recipe]] | None = None  # the latest structure, and its recipes
         self._cut: frozenset[str] | None = None  # the paths of the tensors that were cut in the latest batch
         self._tensors = frozenset[str]()  # the paths of all tensors of that batch
 
-    def flat(self, batch: Microbatch) -> FlatMicrobatch:
-        """A batch as flat leaves. Raises `BatchError` for leaves that hide tensors."""
-        found = FlatMicrobatch.of(batch, self._structure)
-        self._structure = found.structure if is_plain(found.spec) else None
-        return found
-
     def cut(self, flat: FlatMicrobatch, microbatches: int) -> list[FlatMicrobatch]:
         """The microbatches of a flat batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
-        kept = is_plain(flat.spec) and not _has_whole(flat)
-        recipes, batch = (self._recipes_for(flat.spec), (microbatches, flat.layout)) if kept else ({}, None)
-        recipe = recipes.get(batch)
-        if recipe is None:
-            marked = self._with_whole_tensors(flat, microbatches)
-            recipe = _Recipe.of(marked, microbatches)
-            if marked is flat:  # the marks depend on the batch before, too
-                recipes[batch] = recipe
-            flat = marked
-        return self._cut_by(recipe, flat)
-
-    def _recipes_for(self, spec: TreeSpec) -> dict[Any, _Recipe]:
-        """The recipes of the latest structure, by number of microbatches and layout of the batch."""
-        if self._recipes is None or self._recipes[0] != spec or len(self._recipes[1]) >= _RECIPES:
-            self._recipes = spec, {}
-        return self._recipes[1]
-
-    def _cut_by(self, recipe: _Recipe, flat: FlatMicrobatch) -> list[FlatMicrobatch]:
-        sizes = recipe.sizes
-        if len(sizes) > 1:
-            self._tensors, self._cut = recipe.tensors, recipe.cut
-        leaves = zip(flat.values, recipe.is_cut, strict=True)
+        flat = self._with_whole_tensors(flat, microbatches)
+        size = batch_size(flat)
+        sizes = microbatch_sizes(size, microbatches)
+        is_cut = [_is_cut(path, leaf, size) for path, leaf in _pairs(flat)]
+        if microbatches > 1:
+            self._tensors = frozenset(path for path, leaf in _pairs(flat) if isinstance(leaf, torch.Tensor | Whole))
+            self._cut = frozenset(path for path, cut in zip(flat.paths, is_cut, strict=True) if cut)
+        leaves = zip(flat.values, is_cut, strict=True)
         columns = [leaf.split(sizes) if cut else [leaf] * len(sizes) for leaf, cut in leaves]
         pieces = [FlatMicrobatch(flat.spec, flat.paths, *each) for each in zip(zip(*columns, strict=True), sizes, strict=True)]
-        if recipe.has_whole:
+        if any(isinstance(leaf, Whole) for leaf in flat.values):
             pieces = [replace(FlatMicrobatch.of(piece.microbatch()), rows=piece.rows) for piece in pieces]
-        for piece, rows in zip(pieces, sizes, strict=True):  # microbatches of as many rows have one signature
-            if rows in recipe.signatures:
-                piece.take_signature(recipe.signatures[rows])
-            else:
-                recipe.signatures[rows] = piece.signature
+        first = {rows: piece for rows, piece in zip(reversed(sizes), reversed(pieces), strict=True)}
+        for rows, piece in zip(sizes, pieces, strict=True):  # microbatches of as many rows have one signature
+            piece.take_signature(first[rows].signature)
         return pieces
 
     def describe(self) -> str:
@@ -168,10 +114,6 @@ def batch_size(flat: FlatMicrobatch) -> int:
     if size == 0:
         raise BatchError("the batch is empty: its first tensor has 0 rows.")
     return size
-
-
-def _has_whole(flat: FlatMicrobatch) -> bool:
-    return any(isinstance(leaf, Whole) for leaf in flat.values)
 
 
 def _is_cut(path: str, leaf: Any, size: int) -> bool:

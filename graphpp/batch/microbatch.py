@@ -26,7 +26,6 @@ from graphpp.arguments import MAPPING, require, shown, type_name
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
-Structure = tuple[pytree.TreeSpec, tuple[str, ...]]  # a structure and the paths of its leaves
 _PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
@@ -98,34 +97,17 @@ class FlatMicrobatch:
     rows: int | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, batch: Microbatch, known: Structure | None = None) -> FlatMicrobatch:
-        """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors.
-
-        `known`: a structure of builtin containers, whose paths are reused if the batch has this structure.
-        """
+    def of(cls, batch: Microbatch) -> FlatMicrobatch:
+        """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors."""
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
-        values, spec = pytree.tree_flatten(tree)
-        if known is not None and known[0] == spec and pytree.is_plain(spec):
-            spec, paths = known
-        else:
-            paths = tuple(_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0])
-        flat = cls(spec, paths, tuple(values))
+        pairs, spec = pytree.tree_flatten_with_path(tree)
+        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
         for path, leaf in zip(flat.paths, flat.values, strict=True):
             _check_leaf(path, leaf)
         return flat
 
-    @property
-    def structure(self) -> Structure:
-        """The structure, without the values."""
-        return self.spec, self.paths
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """Equal for two microbatches of one structure only if their signatures are equal; made faster than the signature."""
-        return tuple([_layout(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in self.values])
-
     def take_signature(self, signature: tuple[str, ...]) -> None:
-        """Take the signature of another microbatch, of the same structure and layout, which need not be made again."""
+        """Take the signature of another microbatch with equal shapes, strides and plain data, which need not be made again."""
         vars(self)["signature"] = signature
 
     def microbatch(self) -> Microbatch:
@@ -246,10 +228,6 @@ def _describe_kind(leaf: Any) -> str:
     if ordered or is_unordered_integers(leaf):
         return f"{leaf.dim()} dimensions, {leaf.dtype}"
     return _describe(leaf)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _describe(leaf: Any) -> str:

@@ -4,13 +4,10 @@ Contract
 --------
 - While `record_checkpoints` is open, a checkpointed call runs like any other call, and its operations carry the call's number
   through both traces; of nested calls the outermost counts. `mark_checkpoints` then writes `meta["checkpoint"]` and
-  `meta["kept"]` (see `passes/graph/joint_graph.py`). Checkpoints leave no other trace in the graph.
-- Reentrant and non-reentrant checkpoints with any arguments are supported. `preserve_rng_state`, `determinism_check`, `debug`
-  and `early_stop` have no effect: a recomputed operation always repeats its random numbers. Under `no_grad` and in evaluation
-  a checkpoint has no effect.
+  `meta["kept"]` (see `passes/graph/joint_graph.py`).
+- A recomputed operation always repeats its random numbers. Under `no_grad` and in evaluation a checkpoint has no effect.
 - The policy of a selective checkpoint (`context_fn`) is asked once per operation of the traced forward, in order; a value
-  that it would save or offload is saved. Any other context is entered around the forward only, and all values inside are
-  recomputed.
+  that it would save or offload is saved. Any other context is entered around the forward only.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 Contract
 --------
 - `torch.export` traces through the forward of a Function and drops its backward. While `record_functions` is open, each
-  applied Function becomes one operator call in the exported graph, under whatever name the model holds its `apply`.
-  `restore_into` replaces that operator by the `apply` itself. AOT Autograd, which runs real autograd on fake tensors, then
-  traces the Function's own forward and backward.
-- No trace sees the side effects of a Function: a gradient that its backward adds to a parameter by itself, a write into a
-  buffer or parameter that is not among its arguments. `refuse_side_effects` raises for both. `restore_into` raises for a
-  Function inside a sub-graph of a higher-order operator such as `torch.cond`, where torch loses the Function's backward.
+  applied Function becomes one operator call in the exported graph. `restore_into` replaces that operator by the `apply`
+  itself, whose forward and backward AOT Autograd traces.
+- `CaptureError` is raised for a Function that writes into the model's state or adds to a gradient by itself, which no trace
+  sees, and for a Function inside a higher-order operator such as `torch.cond`, where torch loses the Function's backward.
 """
 
 from __future__ import annotations
@@ -130,7 +128,7 @@ class FunctionCalls:
         The model's tensors are fake ones made for this capture, so a version above 0 means a write.
         """
         state = [*model.named_parameters(), *model.named_buffers()]
-        names = ", ".join(dict.fromkeys(map(self._named, range(len(self.applied)))))
+        names = ", ".join(dict.fromkeys(f"{call.function.__qualname__} at {call.place}" for call in self.applied))
         for fqn, tensor in state if self.applied else ():
             effect = "adds to the gradient of" if tensor.grad is not None else "writes into" if tensor._version else ""
             if effect:
@@ -138,10 +136,6 @@ class FunctionCalls:
                     f"a custom autograd.Function ({names}) {effect} {fqn}, which is not among its arguments: the captured "
                     f"graph would do without it. Pass {fqn} to the Function and return its gradient, or its new value."
                 )
-
-    def _named(self, number: Any) -> str:
-        call = self.applied[number]
-        return f"{call.function.__qualname__} at {call.place}"
 
 
 def _lost_backward(function: str, place: str) -> CaptureError:

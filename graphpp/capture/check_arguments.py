@@ -36,18 +36,15 @@ def check_arguments(model: object, loss: object, example: object) -> None:
 
 def note_hooks(model: nn.Module) -> None:
     """Log once that forward hooks are traced: their operations run in each step, the rest of their code does not."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks")
-    pairs = ((fqn, hook) for fqn, module in model.named_modules() for kind in kinds for hook in getattr(module, kind).values())
-    own = [(fqn, hook) for fqn, hook in pairs if not comes_with_torch(hook)]
+    pairs = ((fqn, {**module._forward_hooks, **module._forward_pre_hooks}) for fqn, module in model.named_modules())
+    own = [(fqn, hook) for fqn, hooks in pairs for hook in hooks.values() if not comes_with_torch(hook)]
     if own:
         fqn, hook = own[0]
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
         _LOG.warning(
-            "%d forward hooks are traced with the model, %s of module %r for one: their operations on tensors run in each "
-            "step, and other code (prints, counters, lists of activations) runs while the model is captured only. To look at "
-            "values, return them from the loss as numbers to report, or run the model itself.",
-            len(own),
-            getattr(hook, "__qualname__", type(hook).__qualname__),
-            fqn,
+            f"{len(own)} forward hooks are traced with the model, {name} of module {fqn!r} for one: their operations on "
+            "tensors run in each step, and other code (prints, counters, lists of activations) runs while the model is "
+            "captured only. To look at values, return them from the loss as numbers to report, or run the model itself."
         )
 
 

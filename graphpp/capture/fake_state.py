@@ -2,10 +2,8 @@
 
 Contract: while `fake_state` is open, every parameter and buffer is a tensor without data, with the same shape, dtype and
 needs-grad, on the device that will run the step; floating-point parameters have the dtype `param_dtype` where it is given. Tied
-tensors stay tied. In the place of a `DTensor` of the model's is its local shard. The fake tensors stand in the model's own
-dictionaries, so every thread finds them. In another thread a call of a module of the model raises `GraphPPError`, since the
-call would compute nothing, and `refuse_fake_state` raises before a step of a pipeline. Other uses of the model in another
-thread, such as `state_dict()`, are not refused.
+tensors stay tied. A `DTensor` is replaced by its local shard. Other threads find the fake tensors too: there a call of a module
+of the model, and a step of a pipeline, raise `GraphPPError`. Other uses, such as `state_dict()`, are not refused.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ def fake_state(
 ) -> Iterator[None]:
     """While open, the model has fake parameters and buffers, and calls in other threads raise `GraphPPError`."""
     fakes: dict[int, torch.Tensor] = {}
-    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for module in model.modules():
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        originals += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+    stores: list[dict[str, Any]] = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+    originals = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
     with _refuse_calls_elsewhere(model):
         for store, name, tensor in originals:
             if id(tensor) not in fakes:

@@ -1,9 +1,8 @@
 """Inline the regions of `with torch.autocast(...)` and `with torch.no_grad()` of an exported model; drop checks of values.
 
-Contract: export wraps such a region into a sub-graph behind a higher-order operator. Traced in that form, each operation of
-the region loses its module call and its source line. `inline_modes` moves the operations into the graph itself, with their
-metadata, between a node that enters the mode and a node that leaves it. These two nodes belong to the module calls that are
-around all operations of the region. Nested regions are inlined too.
+Contract: export wraps such a region into a sub-graph behind a higher-order operator, in which the second trace would lose the
+module calls and source lines. `inline_modes` moves the operations of all regions into the graph itself, with their metadata,
+between a node that enters the mode and a node that leaves it.
 
 Export loses a `no_grad` region in which a higher-order operator with a body runs (`torch.cond`, `scan`, `map`).
 `note_grad_modes` marks such calls during export, and `check_grad_modes` raises for a marked call outside of a region.

@@ -5,7 +5,7 @@ Contract
 - The loss of one microbatch is a 0-dim tensor, a reported number a 0-dim tensor without a gradient. `CaptureError` is raised
   for results of other shapes or types.
 - A loss function takes the output, or the output and a target. Without a target a second parameter keeps its default, or gets
-  None; `BatchError` is raised if the function then fails. `def loss(*arguments)` counts as a function that needs a target.
+  None; `BatchError` is raised if the function then fails.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def refuse_during_trace() -> Iterator[None]:
     """While open, raise `CaptureError` when the user's code does something to tensors that a trace would lose."""
     inference = torch.inference_mode
     patches = (
-        (torch.Tensor, "register_hook", _refuse_hook),
-        (torch.Tensor, "register_post_accumulate_grad_hook", _refuse_late_hook),
-        (torch.Tensor, "grad_fn", property(_for_user_code(_GRAD_FN.__get__, _refuse_grad_fn))),
+        (torch.Tensor, "register_hook", _refusing("hooks a gradient with Tensor.register_hook", _HOOK)),
+        (torch.Tensor, "register_post_accumulate_grad_hook", _refusing("calls register_post_accumulate_grad_hook", _LATE_HOOK)),
+        (torch.Tensor, "grad_fn", property(_for_user_code(_GRAD_FN.__get__, _refusing("asks for a node (grad_fn)", _NODE)))),
         (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _set_requires_grad)),
         (torch.Tensor, "requires_grad_", _for_user_code(_requires_grad_, _refuse_thawing, str(nn_module.__file__))),
         (torch.Tensor, "data", property(_for_user_code(_DATA.__get__, torch.Tensor.detach), _set_data)),
@@ -177,11 +177,20 @@ def _for_user_code(original: Callable[..., Any], replacement: Callable[..., Any]
     return call
 
 
-def _refuse_grad_fn(tensor: torch.Tensor) -> NoReturn:
-    raise CaptureError(
-        f"the forward asks for an autograd node (grad_fn) at {user_line()}: hooks on it would be "
-        "passed by. Write what it is for as a differentiable operation."
-    )
+def _refusing(act: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any) -> NoReturn:
+        raise CaptureError(f"the forward {act} at {user_line()}: {reason}")
+
+    return refuse
+
+
+_HOOK = "the captured graph would pass it by. Write its work as a differentiable operation, or on param.grad after the step."
+_NODE = "hooks on it would be passed by. Write what it is for as a differentiable operation."
+_LATE_HOOK = (
+    "the forward is traced on stand-ins of the parameters, so the hook would never be called. Register the hook on the model's "
+    "parameters before the step. Where the hook sums a gradient over the ranks of tp, spread the module by torch's "
+    "SequenceParallel(sequence_dim=...) over the dimension of its input that tp shards: torch sums the gradient then."
+)
 
 
 def _refuse_thawing(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
@@ -219,20 +228,3 @@ def _enter_inference(mode: Any) -> None:
 
 def _exit_inference(mode: Any, *_: Any) -> None:
     torch.set_grad_enabled(mode._outside)
-
-
-def _refuse_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
-    raise CaptureError(
-        f"the forward hooks a gradient with Tensor.register_hook at {user_line()}: the captured "
-        "graph would pass the hook by. Write what it does as a differentiable operation, or on param.grad after the step."
-    )
-
-
-def _refuse_late_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
-    raise CaptureError(
-        "the forward registers a hook on a gradient with Tensor.register_post_accumulate_grad_hook at "
-        f"{user_line()}: the forward is traced on stand-ins of the parameters, so the hook would "
-        "never be called. Register the hook on the model's parameters before the step. Where the hook sums a gradient over the "
-        "ranks of tp, spread the module by torch's SequenceParallel(sequence_dim=...) over the dimension of its input that tp "
-        "shards: torch sums the gradient then."
-    )

@@ -27,11 +27,10 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.op
 def assign_roles(
     traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], results: Sequence[OutputRole], *, training: bool
 ) -> JointGraph:
-    """Give every placeholder and every result its role.
+    """Give every placeholder and every result its role; a frozen parameter that the forward writes has the roles of a buffer.
 
     `paths`: the microbatch's tensors in order. `results`: the roles of the values that the traced module returned. Raises
-    `CaptureError` if the loss of a training graph depends on no parameter, or if the forward writes in place into a tensor that
-    is neither a buffer nor a frozen parameter. A frozen parameter that the forward writes has the roles of a buffer.
+    `CaptureError` if the loss of a training graph depends on no parameter, and for other in-place writes of the forward.
     """
     names = canonical_fqns(model)
     state = _State(names, _written_parameters(traced.graph, model, names))
@@ -144,9 +143,7 @@ def _input_role(desc: Any, state: _State, paths: Sequence[str]) -> InputRole:
     raise CaptureError(f"the trace has an input that graphpp does not know: {desc!r}. Please report the model.")
 
 
-def _named_outputs(
-    graph: fx.Graph, state: _State, results: Sequence[OutputRole]
-) -> list[tuple[OutputRole, fx.Node]]:
+def _named_outputs(graph: fx.Graph, state: _State, results: Sequence[OutputRole]) -> list[tuple[OutputRole, fx.Node]]:
     """The results with their roles; for a buffer that was written in place and then assigned, the assigned value."""
     end = graph.output_node()
     outputs: dict[OutputRole, fx.Node] = {}
@@ -155,10 +152,8 @@ def _named_outputs(
         if not isinstance(node, fx.Node):
             continue
         role = _output_role(desc, state, results)
-        if isinstance(role, program.Gradient) and role in gradients:
-            gradients[role] = _sum(graph, gradients[role], node)
-        elif isinstance(role, program.Gradient):
-            gradients[role] = node
+        if isinstance(role, program.Gradient):
+            gradients[role] = _sum(graph, gradients[role], node) if role in gradients else node
         else:
             outputs[role] = _original(node) if isinstance(role, program.BufferUpdate) else node
     return [*outputs.items(), *gradients.items()]
@@ -211,13 +206,8 @@ def _lift_constants(joint: JointGraph) -> None:
             continue
         if node.target not in lifted:
             joint.constants[node.target] = attribute
-            lifted[node.target] = _constant(graph, node)
+            with graph.inserting_before(next(iter(graph.nodes))):
+                made = lifted[node.target] = graph.placeholder(node.name)
+            made.meta = {"val": node.meta["val"], "backward": False, "role": program.Constant(str(node.target))}
         node.replace_all_uses_with(lifted[node.target])
         graph.erase_node(node)
-
-
-def _constant(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    with graph.inserting_before(next(iter(graph.nodes))):
-        lifted = graph.placeholder(node.name)
-    lifted.meta = {"val": node.meta["val"], "backward": False, "role": program.Constant(str(node.target))}
-    return lifted

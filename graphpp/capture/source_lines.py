@@ -33,8 +33,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 def source_line(stack_trace: str) -> str:
     """`file:line` of the innermost frame of the user's own code in a stack trace given as text; empty if there is none."""
-    frames = [match for match in _FRAME.finditer(stack_trace) if is_user_file(match["file"])]
-    return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""
+    frames = [f"{match['file']}:{match['line']}" for match in _FRAME.finditer(stack_trace) if is_user_file(match["file"])]
+    return frames[-1] if frames else ""
 
 
 def user_frame(stack: traceback.StackSummary) -> str:

@@ -121,13 +121,16 @@ def _capture(
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(user_line)
-    with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
-        inputs = tuple(fakes.values())
-        export = partial(_export, wrapper, inputs, dims, mode)
+    if direct and varying:
+        raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
+
+    def export(updates: Iterable[NumberUpdate]) -> Exported:
+        given = tuple(fakes.values())
         if direct:
-            if varying:
-                raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
-            export = partial(direct_trace, wrapper, spread, inputs, mode, device)
+            return direct_trace(wrapper, spread, given, mode, device, updates)
+        return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
+
+    with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         exported = same_in_every_call(export(()), export)
         module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
         updates = found.writes.updates.values()
@@ -185,8 +188,8 @@ class _TracedStep(nn.Module):
             return loss_and_metrics(loss, output, batch.target)
         leaves, self.found.output_spec = pytree.tree_flatten(output)
         self.found.output_leaves = tuple(TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        results: list[tuple[OutputRole, torch.Tensor]] = [(program.Output(at), leaf) for at, leaf in enumerate(tensors)]
+        values = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results: list[tuple[OutputRole, torch.Tensor]] = [(program.Output(at), value) for at, value in enumerate(values)]
         return results + (loss_and_metrics(loss, output, batch.target) if has_loss(loss, output, batch.target) else [])
 
 
@@ -196,19 +199,9 @@ def _export(
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
     updates: Iterable[NumberUpdate],
-) -> Exported:
-    """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
-    return as_eager_first(partial(_export_once, wrapper, fakes, dims, mode, updates), contextlib.nullcontext)
-
-
-def _export_once(
-    wrapper: _TracedStep,
-    fakes: tuple[torch.Tensor, ...],
-    dims: Sequence[Sequence[int]] | None,
-    mode: Any,
-    updates: Iterable[NumberUpdate],
     answering: Answering,
 ) -> Exported:
+    """Export a call that begins with the numbers of `updates`, within the context `answering()`."""
     functions = FunctionCalls()
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)

@@ -166,7 +166,7 @@ def of_other_shapes(parts: Sequence[FlatMicrobatch]) -> list[int]:
 def cut_as_in_a_step(batch: Microbatch, ranks: int, options: Options) -> list[FlatMicrobatch]:
     """The microbatches into which `Pipeline.step` cuts a batch on so many ranks. Raises `BatchError`, also for a single one."""
     cutter = BatchCutter()
-    flat = cutter.flat(batch)
+    flat = FlatMicrobatch.of(batch)
     count = microbatches_for(options, ranks, flat, Tables(options.schedule, ranks).admits)
     if count == 1 and options.microbatches is None:
         raise BatchError('against="whole batch": a step would not cut this batch, give microbatches=')

@@ -69,11 +69,6 @@ def test_reported_numbers_are_averaged_and_on_every_rank(schedule: str) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_loss_without_numbers_reports_none() -> None:
-    x, target = batch()
-    assert graphpp.compile(net(), loss, microbatches=3).step(x, target=target).metrics == {}
-
-
 def test_reported_numbers_add_nothing_to_the_gradients() -> None:
     x, target = batch()
     plain, told = net(), net()
@@ -125,15 +120,6 @@ def test_token_weights_give_the_gradient_of_the_whole_batch(kind: Any) -> None:
             assert torch.equal(grad, loop.get_parameter(fqn).grad) or kind is list
 
 
-def test_one_weight_counts_for_all_microbatches() -> None:
-    x, target = batch()
-    one, other = net(), net()
-    graphpp.compile(one, loss, microbatches=3).step(x, target=target, loss_weight=0.25)
-    graphpp.compile(other, loss, microbatches=3).step(x, target=target, loss_weight=[0.25] * 3)
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-
-
 def test_a_weight_of_zero_leaves_a_microbatch_out() -> None:
     x, target = batch()
     model, reference = net(), net()
@@ -172,7 +158,7 @@ def training(rank: int, kind: str) -> tuple[dict[str, Tensor], list[float]]:
 def scaler_of(kind: str) -> torch.amp.GradScaler:
     if kind == "sharded":
         return ShardedGradScaler("cpu", init_scale=1024.0)
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind != "off")
+    return torch.amp.GradScaler("cpu", init_scale=1024.0)
 
 
 @pytest.mark.parametrize("kind", ["stock", "sharded"])
@@ -207,22 +193,8 @@ def test_losses_are_reported_unscaled_and_gradients_scaled() -> None:
         assert torch.equal(mine.grad, theirs.grad * 1024)
 
 
-def test_a_scaler_that_is_off_changes_nothing() -> None:
-    x, target = batch()
-    plain, scaled = net(), net()
-    graphpp.compile(plain, loss, microbatches=2).step(x, target=target)
-    graphpp.compile(scaled, loss, microbatches=2).step(x, target=target, scaler=scaler_of("off"))
-    for mine, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-
-
-# ------------------------------------------------------------------------------------------------ sums in float32
-
-
-def low_precision(rank: int, sums: torch.dtype | None, tied: bool) -> dict[str, Tensor]:
+def low_precision(rank: int, sums: torch.dtype | None) -> dict[str, Tensor]:
     model = net(torch.bfloat16)
-    if tied:
-        model[2][0].weight = model[0][0].weight
     x, target = batch(torch.bfloat16)
     pipe = graphpp.compile(model, loss, split=["2"], schedule="1F1B", microbatches=12, gradients=graphpp.Gradients(dtype=sums))
     pipe.step(x, target=target.clamp_min(0))
@@ -230,11 +202,8 @@ def low_precision(rank: int, sums: torch.dtype | None, tied: bool) -> dict[str, 
     return {fqn: parameter.grad for fqn, parameter in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_gradients_of_bfloat16_parameters_add_up_in_float32(tied: bool) -> None:
+def test_gradients_of_bfloat16_parameters_add_up_in_float32() -> None:
     model = net(torch.bfloat16)
-    if tied:
-        model[2][0].weight = model[0][0].weight
     x, target = batch(torch.bfloat16)
     before = {fqn: torch.zeros_like(parameter) for fqn, parameter in model.named_parameters()}
     for _ in range(2):
@@ -245,15 +214,11 @@ def test_gradients_of_bfloat16_parameters_add_up_in_float32(tied: bool) -> None:
             for fqn, parameter in model.named_parameters():
                 sums[fqn] += parameter.grad.float()
         before = {fqn: total.bfloat16() for fqn, total in sums.items()}
-    plain = [grad for part in run_ranks(low_precision, 2, None, tied) for grad in part.items()]
+    plain = [grad for part in run_ranks(low_precision, 2, None) for grad in part.items()]
     assert any(not torch.equal(grad, before[fqn]) for fqn, grad in plain), "the test cannot fail"
-    for part in run_ranks(low_precision, 2, torch.float32, tied):
+    for part in run_ranks(low_precision, 2, torch.float32):
         for fqn, grad in part.items():
-            assert grad.dtype is torch.bfloat16
-            if tied and fqn == "0.0.weight":
-                torch.testing.assert_close(grad, before[fqn], rtol=1e-2, atol=1e-4)
-            else:
-                assert torch.equal(grad, before[fqn]), fqn
+            assert grad.dtype is torch.bfloat16 and torch.equal(grad, before[fqn]), fqn
 
 
 def test_a_parameter_that_asks_for_float32_gradients_gets_them() -> None:

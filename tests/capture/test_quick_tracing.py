@@ -61,21 +61,6 @@ def test_its_copies_run(module: fx.GraphModule) -> None:
         assert torch.equal(each(X), X + 2)
 
 
-def test_lazy_modules_of_torch_run_too() -> None:
-    with tracing_quickly():
-        module = changed(doubled())  # torch makes a lazy one here
-        assert "x + 2" in module.code and torch.equal(module(X), X + 2)
-
-
-def test_no_code_is_made_that_nobody_asks_for() -> None:
-    module = doubled()
-    with tracing_quickly():
-        changed(module)
-        assert "_code" not in vars(module)
-    module(X)
-    assert "_code" in vars(module)
-
-
 def test_the_lines_on_a_stack_are_those_of_python() -> None:
     with tracing_quickly():
         found = torch.utils._traceback.CapturedTraceback.extract().summary()  # type: ignore[attr-defined]

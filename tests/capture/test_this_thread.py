@@ -75,13 +75,6 @@ def test_a_property_is_set_by_thread() -> None:
     assert found == ["here"] and thing.set == "elsewhere"
 
 
-def test_an_instance_keeps_its_own_value() -> None:
-    thing = Thing()
-    with replaced(Thing, "value", 2):
-        thing.value = 3
-        assert thing.value == 3 and Thing.value == 2
-
-
 def test_a_replacement_that_somebody_kept_ends_with_its_context() -> None:
     with replaced(MODULE, "function", lambda: "new", elsewhere=lambda: "elsewhere"):
         kept = vars(MODULE)["function"]

@@ -377,7 +377,7 @@ def test_two_pipelines_on_two_groups_of_ranks() -> None:
 
 def cut_shapes(example: Microbatch | None = None, microbatches: int = 4, **kwargs: Any) -> list[list[int]]:
     cutter = BatchCutter(example)
-    parts = cutter.cut(cutter.flat(Microbatch((), kwargs, Y)), microbatches)
+    parts = cutter.cut(FlatMicrobatch.of(Microbatch((), kwargs, Y)), microbatches)
     assert len(parts) == microbatches
     return [list(tensor.shape) for tensor in parts[0].tensors.values()]
 

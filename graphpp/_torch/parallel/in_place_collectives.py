@@ -1,84 +1,58 @@
 """The collectives of `torch.distributed` in a model that is being traced.
 
 Contract: while `as_functional` is open, `all_reduce` in the thread that traces computes by a functional collective and copies
-the result into its tensor, so that the graph has the collective. Autograd knows neither form. Every other call that
-communicates raises `CaptureError`, since a trace has no place for its effect:
+the result into its tensor, so that the graph has the collective. Autograd knows neither form. Every other method of a process
+group or of its backends that communicates raises `CaptureError`, since a trace has no place for its effect; all functions of
+`torch.distributed` come to these methods.
 
-- functions of `torch.distributed`, in whichever module they stand (`from torch.distributed import broadcast`);
-- methods of process groups and of their backends, and so the functions that call them from elsewhere;
-- the class `P2POp`.
-
-`isend` and `irecv` are refused when they run. `P2POp` compares its operation with these two functions, so a replacement would
-break another thread that sends in batches.
-
-The refused names are those that torch has, without the `_LOCAL` ones, so a name that a later torch adds is refused until
+The refused methods are those that torch has, without the `_LOCAL` ones, so a name that a later torch adds is refused until
 somebody adds it there. Of private names only those with the word of a collective are refused, since torch calls the rest
 itself. Making and ending groups is not refused: a finalizer may end a group of another model during a trace.
 
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.distributed._functional_collectives`: the function `all_reduce`, which returns a new tensor
-- `torch.distributed.distributed_c10d`: the names `has_torch_function` and `handle_torch_function`, by which a function of the
-  module asks an open mode (`torch.export` has one) to run it; torch 2.11 may lack them
+- `torch.distributed.distributed_c10d.has_torch_function`: whether a function of the module asks an open mode, such as that of
+  `torch.export`, to run it; torch 2.11 may lack the name
 - `torch.distributed._Backend`: the base of the classes that do the work of a `ProcessGroup`
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NewType, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.this_thread import found_in_modules, replaced
+from graphpp._torch.this_thread import replaced
 from graphpp.errors import CaptureError
 
 _LOCAL = re.compile(
-    r"((get|is|set|supports|new|init|register)_.*|(destroy_process|split|merge_remote|shrink)_?group|rendezvous|record_comm"
-    r"|rank|size|name|boxed|unbox|abort|shutdown|options|mem_allocator|memory_stats|create_(default_)?device"
-    r"|setUsePgForSymmMemRendezvous)"
-)  # public names that ask about a group, make one or end one
+    r"((get|is|set|supports|new|init|register)_.*|(merge_remote|split)_group|rank|size|name|boxed|unbox|abort|shutdown|options"
+    r"|mem_allocator|memory_stats|create_(default_)?device|setUsePgForSymmMemRendezvous)"
+)  # public methods that ask about a group, make one or end one
 _WRITES = re.compile(r"reduce|gather|scatter|to_?all|broadcast")  # the words of collectives that write into tensors
-_COMPARED = ("isend", "irecv")
 _WORDS = re.compile(rf"{_WRITES.pattern}|coalesc|send|recv")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 @contextlib.contextmanager
 def as_functional(line: Callable[[], str]) -> Iterator[None]:
     """While open, collectives are traced or refused; `line` says where the code of the model is."""
-    if not dist.is_available():
-        yield
-        return
-    functions = communicating_functions()
-    instead = {name: _refusal(f"torch.distributed.{name}", line) for name in functions} | {"all_reduce": _all_reduce(line)}
-    known = {id(functions[name]): function for name, function in instead.items() if name not in _COMPARED}
     with contextlib.ExitStack() as stack:
-        for module, key, function in found_in_modules(known):
-            stack.enter_context(replaced(module, key, known[id(function)]))
-        for owner, name in communicating_methods():
-            stack.enter_context(replaced(owner, name, _refusal(f"{owner.__name__}.{name}", line)))
-        stack.enter_context(replaced(dist.P2POp, "__new__", _refusal("torch.distributed.P2POp", line)))
-        if hasattr(dist.distributed_c10d, "handle_torch_function"):
-            stack.enter_context(replaced(dist.distributed_c10d, "has_torch_function", lambda arguments: True))
-            stack.enter_context(replaced(dist.distributed_c10d, "handle_torch_function", partial(_run_instead, instead)))
+        if dist.is_available() and hasattr(dist.distributed_c10d, "has_torch_function"):
+            stack.enter_context(replaced(dist.distributed_c10d, "has_torch_function", lambda arguments: False))
+        for owner, name in communicating_methods() if dist.is_available() else ():
+            refusal = _refusal(f"{owner.__name__}.{name}", line)
+            traced = owner is dist.ProcessGroup and name == "allreduce"
+            stack.enter_context(replaced(owner, name, _all_reduce(refusal) if traced else refusal))
         yield
-
-
-def communicating_functions() -> dict[str, Any]:
-    """The functions of `torch.distributed` that talk to other ranks, by name; `all_reduce` is one of them."""
-    names = {**vars(dist.distributed_c10d), **vars(dist)}
-    public = {*dist.distributed_c10d.__all__, *vars(dist)}  # the module has imports of other modules, too
-    return {
-        name: value
-        for name, value in names.items()
-        if (name in public or name.startswith("_")) and _is_routine(value) and _communicates(name)
-    }
 
 
 def communicating_methods() -> list[tuple[type, str]]:
@@ -103,29 +77,31 @@ def _communicates(name: str) -> bool:
     return bool(_WORDS.search(name)) if name.startswith("_") else not _LOCAL.fullmatch(name)
 
 
-def _run_instead(
-    instead: Mapping[str, Callable[..., Any]], function: Callable[..., Any], relevant: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Run what stands for a function that somebody has kept under another name, such as an attribute of a module."""
-    return instead[function.__name__](*args, **kwargs)
-
-
-def _all_reduce(line: Callable[[], str]) -> Callable[..., None]:
-    def run(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+def _all_reduce(refusal: Callable[..., NoReturn]) -> Callable[..., dist.Work]:
+    def run(group: dist.ProcessGroup, tensors: Any, options: Any = None) -> dist.Work:
         from torch.distributed._functional_collectives import all_reduce
 
-        if async_op:
-            _refusal("torch.distributed.all_reduce(async_op=True)", line)()
+        if getattr(options, "asyncOp", False):
+            refusal()
+        op = getattr(options, "reduceOp", options)
         name = "sum" if op is None or op == dist.ReduceOp.SUM else str(op).rpartition(".")[2].lower()
-        ranks: Any = dist.group.WORLD if group is None else group
         with torch.no_grad():
-            tensor.copy_(all_reduce(tensor.detach(), name, ranks))
+            for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+                tensor.copy_(all_reduce(tensor.detach(), name, group))
+        return _Done()
 
     return run
 
 
+class _Done(dist.Work):
+    """The work of a collective that the graph has."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
 def _refusal(name: str, line: Callable[[], str]) -> Callable[..., NoReturn]:
-    """A function that stands for the function or method `name`, and refuses the call."""
+    """A method that stands for the method `name`, and refuses the call."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         called = _public_function(sys._getframe(1)) or name
@@ -135,10 +111,12 @@ def _refusal(name: str, line: Callable[[], str]) -> Callable[..., NoReturn]:
 
 
 def _public_function(frame: FrameType | None) -> str:
-    """The function of `torch.distributed` that was entered first, if its code has come to `frame`; else empty."""
+    """The function of `torch.distributed` that the user's code has called, if it has come to `frame`; else empty."""
     name = ""
-    while frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__:
-        name, frame = f"torch.distributed.{frame.f_code.co_name}", frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, os.path.dirname(__file__))):
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__:
+            name = f"torch.distributed.{frame.f_code.co_name}"
+        frame = frame.f_back
     return name
 
 

@@ -20,35 +20,20 @@ from graphpp.runtime.program import BufferUpdate
 
 
 def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
-    """Raise `CaptureError` if the graph reads, as a constant, a tensor that requires grad and is no parameter of the model.
-
-    The constant is a detached alias, so the tensor that requires grad is found by its address.
-    """
+    """Raise `CaptureError` if a constant of the graph has the memory of a tensor that requires grad and is no parameter."""
     addresses = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
     for leaf in gc.get_objects() if addresses else ():
         plain = type(leaf) in (torch.Tensor, nn.Parameter)
         own = leaf if plain else local_of(leaf) if issubclass(type(leaf), torch.Tensor) else None  # the part of a DTensor
-        if own is not None and leaf.requires_grad and _address(own) in addresses:
+        if own is not None and leaf.requires_grad and _memory(own)[0] in addresses:
             raise CaptureError(
                 f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
                 "the model: it would get no gradient. Assign it to a module as an nn.Parameter (not within a list or dict)."
             )
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor's elements; None for a tensor without memory of its own, such as a sparse one."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return None
-
-
 def refuse_written_aliases(model: nn.Module, joint: JointGraph) -> None:
-    """Raise `CaptureError` if the forward writes a buffer whose memory another tensor of the model shares, as a view.
-
-    A graph has one value per tensor, so the write would not reach the other tensor within a step. Call with the model's own
-    tensors in place.
-    """
+    """Raise `CaptureError` if the forward writes a buffer of which another tensor of the model is a view."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, BufferUpdate)}
     registered: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     others = {**registered, **{f"the constant {name}": tensor for name, tensor in joint.constants.items()}}
@@ -63,15 +48,16 @@ def refuse_written_aliases(model: nn.Module, joint: JointGraph) -> None:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have addresses in common; the gaps of a strided tensor count as its own."""
-    (start, end), (first, last) = _addresses(one), _addresses(other)
+    (start, end), (first, last) = _memory(one), _memory(other)
     return start < last and first < end
 
 
-def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor and the one after its last; equal for a tensor without memory."""
-    address = _address(tensor) if tensor.layout is torch.strided and not tensor.is_meta else None
-    if not address or not tensor.numel():
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor and the one after its last, gaps included; equal for a tensor without strided memory."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return 0, 0
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return address, address + reach * tensor.element_size()
+    try:
+        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+    except RuntimeError:  # a tensor of functorch's has no memory of its own
+        return 0, 0

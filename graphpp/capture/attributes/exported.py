@@ -7,8 +7,9 @@ Names of nodes and source lines do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def alike(one: Exported, other: Exported) -> bool:
     """Whether two exports compute the same values from the same inputs."""
     if (one.found.results, one.found.output_spec) != (other.found.results, other.found.output_spec):
         return False
-    return all(_equal(list(parts(one)), list(parts(other))) for parts in (_outside, lambda each: _graph(each.module)))
+    parts, others = ([*_outside(each), *_graph(each.module)] for each in (one, other))
+    return len(parts) == len(others) and all(map(_same, parts, others))
 
 
 def _outside(exported: Exported) -> Iterator[Any]:
@@ -59,21 +61,17 @@ def _outside(exported: Exported) -> Iterator[Any]:
         yield from (None if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves)
 
 
-def _graph(module: Any) -> Iterator[Any]:
-    """All that is compared of a graph: a text for each node, and the constants; nodes in arguments are named by their order."""
+def _graph(module: fx.GraphModule) -> Iterator[Any]:
+    """A text for each node, and its operator, constant or sub-graph; nodes in arguments are named by their order."""
     order = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         arguments = fx.node.map_arg((node.args, node.kwargs), order.__getitem__)
-        layouts = [_layout(value) for value in pytree.tree_leaves(node.meta.get("val"))]
-        yield repr((node.op, "" if node.op == "placeholder" else str(node.target), arguments, layouts))
-        held = _held(module, str(node.target)) if node.op == "get_attr" else node.target
-        yield from _graph(held) if isinstance(held, fx.GraphModule) else [held] if node.op != "placeholder" else []
-
-
-def _held(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
+        yield repr((node.op, arguments, [_layout(value) for value in pytree.tree_leaves(node.meta.get("val"))]))
+        held = attrgetter(str(node.target))(module) if node.op == "get_attr" else node.target
+        if isinstance(held, fx.GraphModule):
+            yield from _graph(held)
+        elif node.op != "placeholder":
+            yield from (held, str(node.target))
 
 
 def _layout(value: Any) -> Any:
@@ -83,16 +81,8 @@ def _layout(value: Any) -> Any:
     return id(value) if isinstance(value, SYMBOLIC) else value
 
 
-def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
-
-
 def _same(one: Any, other: Any) -> bool:
-    """Whether two leaves are equal. Fake tensors, parameters for instance, are equal only if they are one object."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if type(one) is torch.Tensor:
+    """Whether two objects are equal. Fake tensors, parameters for instance, are equal only if they are one object."""
+    if type(one) is type(other) is torch.Tensor:
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    return is_plain_data(one) and repr(one) == repr(other)
+    return one is other or (type(one) is type(other) and is_plain_data(one) and repr(one) == repr(other))

@@ -2,16 +2,12 @@
 
 Contract: after `undo_writes` every module has the attributes, buffers, hooks, lists and dicts that it had before, even if the
 forward raised. `AttributeWrites` then holds
-- the new values of buffers, which the trace returns as additional results (export keeps assignments to buffers of its root
-  module and drops all others);
-- the tensors outside of buffers that the forward replaced. `refuse_stale` raises if the graph reads one of them as a
-  constant, since every later step would read this first value;
-- the numbers and the flags (bool, text or None) that the forward changed. They leave no trace in the graph, and
-  `second_call.py` decides whether the graph holds in every call;
-- whether the forward gave an attribute a tensor that had none, or added items to a list or dict, hooks for instance: a cache,
-  which the next call may read.
-`refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and every tensor that they
-replace: no graph returns such a tensor.
+- the new values of buffers, which the trace returns as additional results (export drops most assignments to buffers);
+- the tensors outside of buffers that the forward replaced, which `refuse_stale` refuses as constants of the graph;
+- the numbers and the flags (bool, text or None) that the forward changed, of which `second_call.py` decides;
+- whether the forward has made a cache, which the next call may read: a tensor in an attribute that had none, further items of
+  a list or dict, hooks for instance.
+`refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and replaced tensors.
 """
 
 from __future__ import annotations

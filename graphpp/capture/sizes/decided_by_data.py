@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from graphpp._torch import aot
+from graphpp._torch import aot, pytree
 from graphpp._torch.numbers_of_data import as_constant, assumptions, compute, has_unknown_size, is_of_data, own_symbol
 from graphpp._torch.symbols import is_unknown, largest
 from graphpp.capture.source_lines import user_line
@@ -50,14 +50,12 @@ def _refuse(node: fx.Node) -> None:
             "decides the size of the values that it saves or makes. Use torch's scan over a fixed number of iterations, or "
             "hand the operator detached tensors only, also those that its body reads from outside."
         )
-    value = node.meta["val"]
-    tensors = value if isinstance(value, list | tuple) else [value]
-    for size in (size for each in tensors if isinstance(each, torch.Tensor) for size in each.shape):
-        if is_unknown(size) and not math.isfinite(largest(size)):
-            raise CaptureError(
-                f"only the data decides a size at {describe_node(node)}, and nothing bounds the size, so the memory of a step "
-                "cannot be counted. State a bound in the forward: torch._check(n <= limit)."
-            )
+    tensors = [each for each in pytree.tree_leaves(node.meta["val"]) if isinstance(each, torch.Tensor)]
+    if any(is_unknown(size) and not math.isfinite(largest(size)) for each in tensors for size in each.shape):
+        raise CaptureError(
+            f"only the data decides a size at {describe_node(node)}, and nothing bounds the size, so the memory of a step "
+            "cannot be counted. State a bound in the forward: torch._check(n <= limit)."
+        )
     if node.target in _SQUEEZES and _may_squeeze(node):
         raise CaptureError(
             f"squeeze at {describe_node(node)} removes a dimension only if the data gives it the size 1, and a captured graph "

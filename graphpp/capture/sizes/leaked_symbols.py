@@ -63,7 +63,7 @@ def _is_of_program(holder: Any) -> bool:
     """Whether an object can hold a size for the program."""
     if isinstance(holder, list | deque | dict | CellType):
         return True
-    has_attributes = hasattr(holder, "__dict__") or next(_slots(type(holder)), None) is not None
+    has_attributes = hasattr(holder, "__dict__") or any(_slots(type(holder)))
     return has_attributes and type(holder).__module__.partition(".")[0] not in _OF_TRACES
 
 
@@ -80,20 +80,17 @@ def _put_numbers(holder: Any, values: set[int]) -> None:
     else:
         _put_numbers(getattr(holder, "__dict__", {}), values)
         for slot in _slots(type(holder)):
-            value = slot.__get__(holder) if hasattr(holder, slot.__name__) else None
-            if id(value) in values:
-                slot.__set__(holder, _number(value))
+            if id(getattr(holder, slot.__name__, None)) in values:
+                slot.__set__(holder, _number(slot.__get__(holder)))
 
 
 def _put_numbers_in_dict(holder: dict[Any, Any], values: set[int]) -> None:
     """Replace these values in a dict. Python caches the attributes of classes, so those of a class are set on the class."""
-    of_class = [each for each in gc.get_referrers(holder) if isinstance(each, type)]
+    of_class = next((each for each in gc.get_referrers(holder) if isinstance(each, type)), None)
     for key, value in list(holder.items()):
-        if id(value) not in values:
-            continue
-        if of_class:
-            type.__setattr__(of_class[0], key, _number(value))
-        else:
+        if id(value) in values and of_class is not None:
+            type.__setattr__(of_class, key, _number(value))
+        elif id(value) in values:
             holder[key] = _number(value)
 
 

@@ -1,9 +1,9 @@
 """Whether a graph with symbolic sizes computes the same as the graph of one microbatch, for the sizes of that microbatch.
 
-A trace with symbols runs the user's code with objects that are no integers. Code that looks at types, prints a size or catches
-the error of an unhashable symbol takes another branch, and no comparison of sizes is noted. Contract: `difference` is None only
-if both graphs have the same operations, each as often: operators, numbers, shapes and dtypes of arguments and results. Views
-are not compared, since torch keeps views in a trace with symbols that do nothing; the shapes of their readers' arguments are.
+Code that looks at types, prints a size or catches the error of an unhashable symbol takes another branch for a symbol than for
+an integer, and no comparison of sizes is noted. Contract: `difference` is None only if both graphs have the same operations,
+each as often: operators, numbers, shapes and dtypes of arguments and results. Views are not compared, since torch keeps views
+in a trace with symbols that do nothing.
 """
 
 from __future__ import annotations
