@@ -1,9 +1,8 @@
 """Time and memory to capture a model of hundreds of billions of parameters and cut it into 16 stages.
 
-    python benchmarks/capture_scale.py [--model llama] [--layers 16 32 63 126] [--stages 16] [--every] [--json results.json]
+    python benchmarks/capture_scale.py [--model llama] [--layers 16 32 63 126] [--stages 16] [--json results.json]
 
-Contract: `graphpp.compile` compiles every depth in a process of its own, from a model of `large_models.py`. `--every` traces
-every layer, also those that are alike. The
+Contract: `graphpp.compile` compiles every depth in a process of its own, from a model of `large_models.py`. The
 parts (capture, each pass with its verification, the rest: plan, fingerprint, schedule) are CPU seconds of that call,
 which is single-threaded, so other jobs on the machine count little; `wall` is by the clock. Memory is the peak
 resident size of the process above its size when torch, graphpp and the meta model were loaded.
@@ -49,7 +48,6 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=LARGE, default="llama")
     parser.add_argument("--layers", type=int, nargs="+", help="default: a part, and all layers of the model")
-    parser.add_argument("--every", action="store_true", help="trace every layer")
     parser.add_argument("--stages", type=int, default=16)
     parser.add_argument("--length", type=int, default=8192, help="tokens in a row")
     parser.add_argument("--json", help="file for the records")
@@ -62,7 +60,7 @@ def options() -> argparse.Namespace:
 def in_own_process(layers: int, option: argparse.Namespace) -> dict[str, Any]:
     """The record of one depth, measured in a new process (so that peak memory is its own)."""
     command = [sys.executable, __file__, "--one", str(layers), "--stages", str(option.stages), "--model", option.model]
-    command += ["--length", str(option.length), *(["--every"] if option.every else [])]
+    command += ["--length", str(option.length)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return record
@@ -84,7 +82,7 @@ def measure(option: argparse.Namespace) -> dict[str, Any]:
         split=split,
         schedule="1F1B",
         parallel=graphpp.Parallel(device="cpu"),
-        debug=graphpp.Debug(keep_graphs=False, copy_layers=not option.every),
+        debug=graphpp.Debug(keep_graphs=False),
     )
     wall = time.perf_counter() - began
     clock.note("rest")

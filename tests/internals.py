@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import graphpp
-from graphpp.capture.repeats import replace_calls
 from graphpp.compiler import assemble, capture_once, compile_graph
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
@@ -105,17 +104,3 @@ def freeing_memory() -> AbstractContextManager[Any]:
 def recording_by(recorder: Any) -> AbstractContextManager[Any]:
     """Pipelines compiled meanwhile record CUDA graphs by `recorder`; None: the device has no such graphs."""
     return patch.object(assemble, "recorder_for", lambda device: recorder)
-
-
-@contextmanager
-def replaced_calls() -> Iterator[list[str]]:
-    """The FQNs of the modules that captures meanwhile do not trace, once for every call that is replaced by a copy."""
-    found: list[str] = []
-    replace = replace_calls._Run._replace
-
-    def noted(run: Any, call: replace_calls.Call, *rest: Any) -> Any:
-        found.append(call.fqn)
-        return replace(run, call, *rest)
-
-    with patch.object(replace_calls._Run, "_replace", noted):
-        yield found

@@ -86,17 +86,6 @@ def checkpointed_call(node: fx.Node) -> int | None:
     return number
 
 
-def without_checkpointed_call(meta: dict[str, Any]) -> dict[str, Any]:
-    """The notes on a node but for the number of the checkpointed call."""
-    return {key: value for key, value in (meta.get("custom") or {}).items() if key != _KEY}
-
-
-def with_checkpointed_call(meta: dict[str, Any], call: int | None) -> dict[str, Any]:
-    """A node's metadata with another number of the checkpointed call."""
-    custom = without_checkpointed_call(meta)
-    return {**meta, "custom": custom if call is None else {**custom, _KEY: call}}
-
-
 def _saves(policy: Policy, node: fx.Node) -> bool:
     """True if the policy saves the operation's value; the policy gets tensors without data."""
     if not isinstance(node.target, aot.Operator) or node.target in autograd.UNSELECTED:

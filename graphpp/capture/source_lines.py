@@ -67,16 +67,6 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
     return tuple(name for _, name in found if name)
 
 
-def within_call(node: fx.Node, call: str) -> dict[str, Any]:
-    """The metadata of an operation that lies directly within one of the calls around a node."""
-    kept: dict[str, Any] = {}
-    for key, value in (node.meta.get(_STACK) or {}).items():
-        kept[key] = value
-        if _name(key, value[0]) == call:
-            break
-    return {_STACK: kept}
-
-
 def around_all(nodes: Iterable[fx.Node]) -> dict[str, Any]:
     """The metadata of an operation that lies within all calls that are around every one of these nodes."""
     stacks = [list((node.meta.get(_STACK) or {}).items()) for node in nodes if node.op.startswith("call_")]

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.autograd import run_backward
@@ -60,9 +60,6 @@ from graphpp.capture.refusals import (
     refuse_mixed_products,
     refuse_unknown_numbers,
 )
-from graphpp.capture.repeats.copied_graph import copied_graph
-from graphpp.capture.repeats.copies import with_copies
-from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
 from graphpp.capture.source_lines import user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
@@ -99,29 +96,29 @@ def capture(  # noqa: PLR0913 - everything on which a trace depends
     *,
     training: bool = True,
     trail: CodeTrail | None = None,
-    copy_layers: bool = True,
+    on_export: Callable[[fx.GraphModule], None] = lambda module: None,
     varying: Mapping[str, Collection[int]] | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
-    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
-    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). `varying`:
-    the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for
-    which it does. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError` with the
-    user's source line if the model cannot be captured.
+    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. `on_export` may change the
+    exported forward before it is traced with its backward; a model with `DTensor`s has none. `varying`: the dimensions, by path
+    of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for which it does. `param_dtype`: the dtype
+    of floating-point parameters (None: their own). Raises `CaptureError` with the user's source line if the model cannot be
+    captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
         step = _TracedStep(model, loss, example, training)
-        return _capture(step, device, trail, copy_layers and not varying, varying or {}, param_dtype)
+        return _capture(step, device, trail, on_export, varying or {}, param_dtype)
 
 
 def _capture(
     wrapper: _TracedStep,
     device: torch.device,
     trail: CodeTrail | None,
-    copy_layers: bool,
+    on_export: Callable[[fx.GraphModule], None],
     varying: Mapping[str, Collection[int]],
     param_dtype: torch.dtype | None,
 ) -> CapturedGraph:
@@ -152,29 +149,21 @@ def _capture(
         if torch.is_autocast_enabled(device.type) and not direct:
             run_under_autocast(module, device.type)
         inputs = decided.exported.inputs
-
-        def joint_graph(calls: CallTable) -> JointGraph:
-            without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
-            trace = aot.traced_before(mode, module) if direct else aot.joint_trace(mode, module, inputs)
-            with explain_errors(), numbers, refuse_writes(model), without, operators_of(calls), trace as traced:
-                functions.refuse_side_effects(model)
-                refuse_generators(traced.graph)
-                joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
-                joint = with_copies(joint, calls)
-                if varying:
-                    name_sizes(joint.graph)
-                    joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in inputs])
-                mark_checkpoints(joint.graph, found.checkpoints)
-                refuse_mixed_products(joint)
-                admit_numbers_of_data(joint, mode)
-                refuse_random_bodies(joint)
-            return joint
-
-        copied = None
-        copies = copy_layers and not direct
-        if copies and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
-            copied = copied_graph(joint_graph, model, module, inputs, mode)
-        joint = copied or joint_graph(CallTable())
+        if not direct:
+            on_export(module)
+        without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
+        trace = aot.traced_before(mode, module) if direct else aot.joint_trace(mode, module, inputs)
+        with explain_errors(), numbers, refuse_writes(model), without, trace as traced:
+            functions.refuse_side_effects(model)
+            refuse_generators(traced.graph)
+            joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
+            if varying:
+                name_sizes(joint.graph)
+                joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in inputs])
+            mark_checkpoints(joint.graph, found.checkpoints)
+            refuse_mixed_products(joint)
+            admit_numbers_of_data(joint, mode)
+            refuse_random_bodies(joint)
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
     refuse_written_aliases(model, joint)

@@ -60,7 +60,7 @@ def capture_graph(
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
         run = partial(capture, model, loss, training=training, param_dtype=request.options.parallel.param_dtype)
-        captured = run(example.microbatch(), device, trail=trail, copy_layers=request.options.debug.copy_layers)
+        captured = run(example.microbatch(), device, trail=trail)
         check_output_leaves(captured)
         if open_sizes:
             ordered = example.with_ordered_integers().microbatch()

@@ -70,12 +70,6 @@ class Debug(Group):
         on=False,
         about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program; experimental.",
     )
-    copy_layers: Option[bool | None, bool] = _switch(
-        "GRAPHPP_COPY_LAYERS",
-        on=True,
-        about="Whether of 6 and more equal layers two are traced with their backward and the others copied, which captures a "
-        "large model in half of the time. The graph is the same.",
-    )
 
 
 DebugLike = Debug | str | os.PathLike[str] | None
