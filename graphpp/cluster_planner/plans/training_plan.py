@@ -152,7 +152,7 @@ class TrainingPlan:
 
     @property
     def details(self) -> dict[str, str]:
-        """Text by what it tells: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
+        """Text by topic: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
         parts = asdict(self.seconds)
         return {
             "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
