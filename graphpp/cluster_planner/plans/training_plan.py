@@ -117,6 +117,11 @@ class TrainingPlan:
         return self.batch * self.tokens / self.step_seconds
 
     @property
+    def utilization(self) -> str:
+        """`mfu` as text; "-" in a plan of measured costs, which tell nothing of it."""
+        return "-" if self.measured else f"{self.mfu:.1%}"
+
+    @property
     def bubble(self) -> float:
         """The share of a step in which the rank that computes most waits for others."""
         return self.seconds.bubble / self.step_seconds
@@ -159,8 +164,12 @@ class TrainingPlan:
             "memory": _bytes(self.memory),
             "sent by a rank in a step": _bytes(self.sent) or "nothing",
             **({"recomputed layers": ", ".join(self.recomputed)} if self.recomputed else {}),
-            "stages start at": ", ".join(self.split) or "the first operation",
+            "stages start at": self._starts,
         }
+
+    @property
+    def _starts(self) -> str:
+        return "as measured" if self.measured else ", ".join(self.split) or "the first operation"
 
     @property
     def _choices(self) -> dict[str, str]:
@@ -176,7 +185,7 @@ class TrainingPlan:
             "whole stages kept": "all" if setting.keep is None else str(setting.keep),
             "recompute": setting.degree,
             "offload": "-" if setting.offload is None else f"{setting.offload:g}",
-            "stages start at": ", ".join(self.split) or "the first operation",
+            "stages start at": self._starts,
         }
 
     @property
@@ -203,7 +212,7 @@ class TrainingPlan:
         shares, held, sent, *_, starts = self.details.values()
         lines = [
             f"{self.setting}, on {self.machines}",
-            f"  step {spell_time(self.step_seconds, 's')}, {self.rate}, MFU {self.mfu:.1%}:",
+            f"  step {spell_time(self.step_seconds, 's')}, {self.rate}, MFU {self.utilization}:",
             f"    {shares}",
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             f"  sent by a rank in a step: {sent}",
