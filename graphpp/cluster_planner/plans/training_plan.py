@@ -53,14 +53,13 @@ class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
     `setting`: all that the search chooses. `split`: the FQNs at which the stages start; () in a plan of measured costs, whose
-    split is that of the measured pipeline, and whose `machines` are "measured".
-    `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model,
-    without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
-    rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
-    sends along each dimension of the mesh in a step, of the rank with the most (those of experts' shards under `dp_shard`).
-    `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and less memory.
-    `recomputed`: the FQNs of the layers that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for
-    numbers that do not belong together.
+    split is that of the measured pipeline, and whose `machines` are "measured". `seconds`: of a step; `batch`: rows of a step
+    on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model, without repeated ones, by the peak of all
+    GPUs (0: measured costs). `dtype`: in which the model computes (None: its own). `peaks`: by pipeline rank, the most bytes
+    at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that the rank with most sends
+    along each dimension of the mesh in a step (those of experts' shards under `dp_shard`). `reason`: why the plan is not the
+    best; "" for the best. `on_front`: no other plan has both less time and less memory. `recomputed`: the FQNs of the layers
+    that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for numbers that do not belong together.
     """
 
     machines: str
