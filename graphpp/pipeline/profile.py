@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -173,8 +173,11 @@ def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[St
     known: dict[tuple[int, Kind], float] = {}
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
-    times = ([known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W)] for stage in range(stages))
-    return tuple(StageCosts(*each, backward=known.get((stage, Kind.B))) for stage, each in enumerate(times))
+    def costs(stage: int) -> StageCosts:
+        forward, first, second = (known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W))
+        return StageCosts(forward, first, second, known.get((stage, Kind.B)))
+
+    return tuple(map(costs, range(stages)))
 
 
 def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
@@ -204,7 +207,7 @@ def _with_bytes(
     found = []
     for index, each in enumerate(costs):
         known = [costs_of_stage(program, index) for program in distinct.values()]
-        by_kind = {name: _largest([getattr(one, name) for one in known]) for name in _BY_KIND}
+        by_kind: dict[str, Any] = {name: _largest([getattr(one, name) for one in known]) for name in _BY_KIND}
         saved = max(program.stages[index].saved_bytes for program in own)
         kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
         found.append(replace(each, saved_bytes=saved, kept_bytes=kept, **by_kind))
