@@ -48,9 +48,10 @@ def doctor(
     links, nbytes = list[dict[str, Any]](), read_bytes("--size", size)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         place = place_of(None, None, None)
-        links = measure_links(place, nbytes, repeats)
+        first, links = place.rank == 0, measure_links(place, nbytes, repeats)
+        dist.barrier(place.group)
         dist.destroy_process_group()  # gloo's threads may abort a process that ends with a living group
-        if place.rank:
+        if not first:
             return None
     found, release = versions(), ".".join(metadata.version("torch").split(".")[:2])
     missing = [name for name in REQUIRED if found[name] is None]

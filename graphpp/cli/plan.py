@@ -97,7 +97,7 @@ def compare(
     first: Annotated[str, typer.Argument(metavar="FILE[:NUMBER]", help=_FIRST_HELP)],
     second: Annotated[str, typer.Argument(metavar="FILE[:NUMBER]", help="The second plan, in the same form.")],
 ) -> Answer:
-    """Show two plans side by side: what they choose, and the differences of their seconds, bytes and bytes sent."""
+    """Show two plans side by side: their choices, and the differences of their seconds, bytes and bytes sent."""
     found = _plan(first).compare(_plan(second))
     return Answer(str(found), found.document())
 

@@ -1,7 +1,5 @@
-"""Defects of PyTorch that were reproduced, on which versions, and how graphpp avoids each.
-
-Contract: `seen` lists the versions on which a defect was reproduced, `gone` those on which the same reproduction failed; about
-others the table says nothing. `test` is the test of graphpp that would fail with the defect.
+"""Defects of PyTorch that were reproduced: on which versions (`seen`; `gone`: the same reproduction failed), and how graphpp
+avoids each. About other versions the table says nothing. `test` is the test of graphpp that would fail with the defect.
 """
 
 from __future__ import annotations

@@ -15,12 +15,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from graphpp.parallel.groups import has_gloo
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.report.text_table import text_table
 from graphpp.runtime.messages.mailbox import Mailbox, message_flow
@@ -100,7 +98,7 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Prof
         stages,
         *messages,
         overlap=median(shares) if shares else 1.0,
-        overhead=float(torch.stack(gather_tensors(overhead, place)).median()),
+        overhead=float(of_all_ranks(overhead, place).median()),
         flow=message_flow(place.group, place.device),
         woven=any(costs_of_programs(program).woven for program in programs),
     )
@@ -113,7 +111,7 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Prof
 def seconds_outside(own: RecordedSteps, steps: Sequence[float]) -> float:
     """The median seconds from the call to the last rank's return, without those of the actions (`steps`)."""
     mine = torch.tensor(own.seconds, dtype=torch.float64)
-    whole = torch.stack(gather_tensors(mine, own.runner.place)).amax(0).tolist()
+    whole = of_all_ranks(mine, own.runner.place).amax(0).tolist()
     return float(median(max(each - actions, 0.0) for each, actions in zip(whole, steps, strict=True)))
 
 
@@ -122,18 +120,12 @@ def seconds_outside(own: RecordedSteps, steps: Sequence[float]) -> float:
 
 def barrier(place: RankPlace) -> None:
     """Return when all ranks have called this: a barrier."""
-    gather_tensors(torch.zeros(1), place)
+    of_all_ranks(torch.zeros(1), place)
 
 
-def gather_tensors(mine: torch.Tensor, place: RankPlace) -> list[torch.Tensor]:
-    """This tensor of every rank, all of one shape, in order of rank, on the CPU."""
-    if place.ranks == 1:
-        return [mine]
-    assert place.group is not None
-    sent = mine.to("cpu" if has_gloo(place.group) else place.device)
-    received = [torch.empty_like(sent) for _ in range(place.ranks)]
-    dist.all_gather(received, sent, group=place.group)
-    return [each.cpu() for each in received]
+def of_all_ranks(mine: torch.Tensor, place: RankPlace) -> torch.Tensor:
+    """This tensor of every rank, all of one shape, in order of rank, on the CPU: [ranks, ..]."""
+    return place.agreement(place.group).of_all(mine)
 
 
 def clock_offsets(place: RankPlace) -> list[float]:
@@ -142,7 +134,7 @@ def clock_offsets(place: RankPlace) -> list[float]:
     for index in range(_ROUNDS):
         barrier(place)
         ends[index] = time.perf_counter()
-    everyone = gather_tensors(ends, place)
+    everyone = of_all_ranks(ends, place)
     return [float((each - everyone[0]).median()) for each in everyone]
 
 
@@ -156,7 +148,7 @@ def timelines(measured: RecordedSteps, place: RankPlace) -> list[Timeline]:
         for index, action in enumerate(rows[place.rank]):
             if action in found:
                 mine[step, index] = torch.tensor(found[action], dtype=torch.float64)
-    everyone = [each - offset for each, offset in zip(gather_tensors(mine, place), offsets, strict=True)]
+    everyone = [each - offset for each, offset in zip(of_all_ranks(mine, place), offsets, strict=True)]
     return [_timeline(schedule, rows, [each[step] for each in everyone]) for step in range(len(recorders))]
 
 
@@ -181,8 +173,11 @@ def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[St
     known: dict[tuple[int, Kind], float] = {}
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
-    times = ([known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W)] for stage in range(stages))
-    return tuple(StageCosts(*each, backward=known.get((stage, Kind.B))) for stage, each in enumerate(times))
+    def costs(stage: int) -> StageCosts:
+        forward, first, second = (known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W))
+        return StageCosts(forward, first, second, known.get((stage, Kind.B)))
+
+    return tuple(map(costs, range(stages)))
 
 
 def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
@@ -212,7 +207,7 @@ def _with_bytes(
     found = []
     for index, each in enumerate(costs):
         known = [costs_of_stage(program, index) for program in distinct.values()]
-        by_kind = {name: _largest([getattr(one, name) for one in known]) for name in _BY_KIND}
+        by_kind: dict[str, Any] = {name: _largest([getattr(one, name) for one in known]) for name in _BY_KIND}
         saved = max(program.stages[index].saved_bytes for program in own)
         kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
         found.append(replace(each, saved_bytes=saved, kept_bytes=kept, **by_kind))
@@ -275,7 +270,7 @@ def idle_message_times(
             peer = high if place.rank == low else low
             for way, metas in enumerate((program.boundaries[index].forward, program.boundaries[index].backward)):
                 found[way, index] = _half_a_round(mailbox, metas, peer, first=place.rank == low)
-    slowest = torch.stack(gather_tensors(found, place)).amax(0)  # both ranks of the boundary measured it
+    slowest = of_all_ranks(found, place).amax(0)  # both ranks of the boundary measured it
     return tuple(slowest[0].tolist()), tuple(slowest[1].tolist())
 
 

@@ -1,12 +1,12 @@
 """The bill of a pipeline: the bytes of weights, gradients, optimizer, buffers and activations on each rank of the pipeline.
 
 Contract
-    in   the stage programs, the metas of parameters and buffers, what the optimizer takes; the table that the ranks run
+    in   the stage programs, the metas of parameters and buffers, the bytes of the optimizer; the table that the ranks run
     out  `MemoryPlan`: for each rank its bytes by kind, and the most at one time of a step; what a cap leaves for activations
     Everything follows from the graph and the table: nothing is measured and nothing runs. Not counted: the workspace inside an
-    operator, but for products that are added to gradients; temporary values that a compiled region has beside those of the
-    graph; gradients of up to 8 MB that move into one memory to be averaged (all gradients, where the caller keeps some of a
-    bundle and drops others, or gives them memory); the transport's own memory; memory that the allocator does not give back.
+    operator, except that of products that are added to gradients; temporary values of compiled regions; the 8 MB all-reduce
+    bucket (all gradients, where the caller keeps some of a bucket and drops others, or gives them memory); the transport's own
+    memory; memory that the allocator does not give back.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class RankMemory:
     """One rank's bytes: of each kind the most at any time of a step, and `peak`, the most of all together at one time.
 
     `weights`, `gradients`: whole ones; `weights` with the values that are computed from parameters once per step. `shards`: of
-    parameters and gradients, where `mesh=` has `dp_shard`. `messages`: values on their way between ranks of the pipeline, and
-    reductions and averages of gradients that are under way. `activations`: values that wait for their backward, or for the next
-    stage on the same rank, and values alive while a program runs.
+    parameters and gradients, under `dp_shard`. `messages`: values on their way between ranks of the pipeline, and gradients in
+    a reduction. `activations`: values that wait for their backward or for the next stage on the same rank, and values alive
+    while a program runs.
     """
 
     rank: int

@@ -1,13 +1,10 @@
 """Options as text, read into the forms of `graphpp.compile`."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from graphpp.cli.forms import read_bytes, read_memory, read_split
 from graphpp.errors import GraphPPError
 from graphpp.planner.megatron_layout import Layout
-from graphpp.units import spell_bytes
 
 
 @pytest.mark.parametrize(
@@ -64,8 +61,3 @@ def test_bytes(text: str, count: int) -> None:
 def test_wrong_bytes(text: str) -> None:
     with pytest.raises(GraphPPError, match=r"^--cap: take "):
         read_bytes("--cap", text)
-
-
-@given(st.integers(0, 2**40))
-def test_what_graphpp_prints_is_read(count: int) -> None:
-    assert read_bytes("--cap", spell_bytes(count)) == pytest.approx(count, rel=0.06)

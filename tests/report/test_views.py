@@ -12,7 +12,7 @@ from graphpp.report import timeline_view
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.page import PlanEntry, pareto_front
 from graphpp.report.run_view import RunView
-from graphpp.report.tables import moment_table, run_table, timeline_table
+from graphpp.report.tables import moment_table, run_table
 from graphpp.report.timeline_view import KINDS, TimelineView
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.schedule import Schedule
@@ -124,10 +124,3 @@ def test_what_is_no_list_of_numbers_is_refused(wrong: object) -> None:
 def test_negative_seconds_are_refused() -> None:
     with pytest.raises(GraphPPError, match="seconds: a step takes 0 seconds or more, got -1"):
         RunView.of(seconds=[1, -1])
-
-
-def test_a_table_names_the_rows_that_it_leaves_out() -> None:
-    view = TimelineView.of(timeline("GPipe", 2, 2, 2))
-    many = replace(view, ranks=view.ranks * 300)
-    table = timeline_table(many)
-    assert len(table.rows) == 400 and table.more == 200

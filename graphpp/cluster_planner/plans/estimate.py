@@ -127,7 +127,7 @@ def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:
 
 
 def _turns(setting: PlanSetting) -> float:
-    """How often a stage is gathered: each time that its turn comes, but for the `keep` stages that stay."""
+    """How often a stage is gathered: each time that its turn comes, except for the `keep` stages that stay."""
     per_rank, keep = setting.schedule.stages_per_rank, setting.keep
     if keep is None or keep >= per_rank:
         return 1.0

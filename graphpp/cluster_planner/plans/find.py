@@ -246,7 +246,7 @@ def _mfu(request: PlanRequest, found: Prediction) -> float:
 
 
 def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> str:
-    """Why no setting is left: what the model, the batch and the choices admit."""
+    """Why no setting is left: the limits of the model, the batch and the search space."""
     asked = [f"{name} of {sorted(sizes)}" for name, sizes in space.sizes.items()]
     asked += [f"rows of {sorted(space.rows)}", *([f"schedules of {list(space.schedules)}"] if space.schedules else [])]
     return (

@@ -83,14 +83,14 @@ class TrainingPlans:
         best = self.best
         facts = (
             ("machines", best.machines), ("best", str(best.setting)), ("step", spell_time(best.step_seconds, "s")),
-            ("rate", best.rate), ("MFU", f"{best.mfu:.1%}"),
+            ("rate", best.rate), ("MFU", best.utilization),
             ("most bytes", spell_bytes(best.peak)), ("settings considered", f"{self.considered:,}"),
         )  # fmt: skip
         notes = ("Seconds and bytes are predictions: nothing has run.",)
         return page_html(Page("Plans", facts, notes, plans=tuple(map(self._entry, self.plans)), cap=self.cap))
 
     def _entry(self, plan: TrainingPlan) -> PlanEntry:
-        details = (*plan.details.items(), ("MFU", f"{plan.mfu:.1%}"))
+        details = (*plan.details.items(), ("MFU", plan.utilization))
         fits = self.cap is None or plan.peak <= self.cap
         return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, details)
 
@@ -116,7 +116,7 @@ def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
         f"{number}{'*' if plan.on_front else ''}", str(setting.shape), f"{setting.stages}, {setting.schedule}",
         f"{setting.microbatches} x {setting.rows}", "all" if setting.keep is None else str(setting.keep),
         setting.degree, "-" if setting.offload is None else f"{setting.offload:g}",
-        spell_time(plan.step_seconds, "s"), f"{plan.mfu:.1%}", f"{plan.bubble:.1%}",
+        spell_time(plan.step_seconds, "s"), plan.utilization, f"{plan.bubble:.1%}",
         spell_bytes(plan.peak), plan.reason or "best",
     )  # fmt: skip
 

@@ -53,14 +53,13 @@ class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
     `setting`: all that the search chooses. `split`: the FQNs at which the stages start; () in a plan of measured costs, whose
-    split is that of the measured pipeline, and whose `machines` are "measured".
-    `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model,
-    without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
-    rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
-    sends along each dimension of the mesh in a step, of the rank with the most (those of experts' shards under `dp_shard`).
-    `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and less memory.
-    `recomputed`: the FQNs of the layers that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for
-    numbers that do not belong together.
+    split is that of the measured pipeline, and whose `machines` are "measured". `seconds`: of a step; `batch`: rows of a step
+    on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model, without repeated ones, by the peak of all
+    GPUs (0: measured costs). `dtype`: in which the model computes (None: its own). `peaks`: by pipeline rank, the most bytes
+    at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that the rank with most sends
+    along each dimension of the mesh in a step (those of experts' shards under `dp_shard`). `reason`: why the plan is not the
+    best; "" for the best. `on_front`: no other plan has both less time and less memory. `recomputed`: the FQNs of the layers
+    that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for numbers that do not belong together.
     """
 
     machines: str
@@ -117,6 +116,11 @@ class TrainingPlan:
         return self.batch * self.tokens / self.step_seconds
 
     @property
+    def utilization(self) -> str:
+        """`mfu` as text; "-" in a plan of measured costs, which tell nothing of it."""
+        return "-" if self.measured else f"{self.mfu:.1%}"
+
+    @property
     def bubble(self) -> float:
         """The share of a step in which the rank that computes most waits for others."""
         return self.seconds.bubble / self.step_seconds
@@ -152,15 +156,19 @@ class TrainingPlan:
 
     @property
     def details(self) -> dict[str, str]:
-        """Text by what it tells: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
+        """Text by topic: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
         parts = asdict(self.seconds)
         return {
             "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
             "memory": _bytes(self.memory),
             "sent by a rank in a step": _bytes(self.sent) or "nothing",
             **({"recomputed layers": ", ".join(self.recomputed)} if self.recomputed else {}),
-            "stages start at": ", ".join(self.split) or "the first operation",
+            "stages start at": self._starts,
         }
+
+    @property
+    def _starts(self) -> str:
+        return "as measured" if self.measured else ", ".join(self.split) or "the first operation"
 
     @property
     def _choices(self) -> dict[str, str]:
@@ -176,7 +184,7 @@ class TrainingPlan:
             "whole stages kept": "all" if setting.keep is None else str(setting.keep),
             "recompute": setting.degree,
             "offload": "-" if setting.offload is None else f"{setting.offload:g}",
-            "stages start at": ", ".join(self.split) or "the first operation",
+            "stages start at": self._starts,
         }
 
     @property
@@ -203,7 +211,7 @@ class TrainingPlan:
         shares, held, sent, *_, starts = self.details.values()
         lines = [
             f"{self.setting}, on {self.machines}",
-            f"  step {spell_time(self.step_seconds, 's')}, {self.rate}, MFU {self.mfu:.1%}:",
+            f"  step {spell_time(self.step_seconds, 's')}, {self.rate}, MFU {self.utilization}:",
             f"    {shares}",
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             f"  sent by a rank in a step: {sent}",

@@ -16,9 +16,22 @@ from statistics import mean, quantiles
 
 from graphpp.arguments import NUMBER, Accepted, checked, or_none
 from graphpp.errors import GraphPPError, ScheduleError
-from graphpp.schedules.draw import colours
 from graphpp.schedules.draw.chart import Chart, Rect
-from graphpp.schedules.draw.svg_elements import FAINT, INK, Scale, SvgWriter, text_width
+from graphpp.schedules.draw.svg_elements import (
+    COLLECTIVE,
+    FAINT,
+    IDLE,
+    INK,
+    RECEIVE,
+    SEND,
+    Scale,
+    SvgWriter,
+    ink_on,
+    legend_text,
+    message_colour,
+    shade,
+    text_width,
+)
 from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Kind
@@ -133,21 +146,21 @@ class _ChartLayout:
         height = (rect.bottom - rect.top) * _ROW
         box = (self.scale.x(rect.start), y, self.scale.length(rect.end - rect.start), height)
         if rect.part is None or rect.event is None:
-            self.writer.rect(box, colours.IDLE, class_="idle")
+            self.writer.rect(box, IDLE, class_="idle")
         elif rect.part.is_compute:
-            fill = colours.shade(rect.part.kind, rect.chunk, chunks)
+            fill = shade(rect.part.kind, rect.chunk, chunks)
             title = self._said(rect.event)
             self.writer.rect(box, fill, title, class_=rect.part.kind.value, stroke="#ffffff", stroke_width=0.6)
             self._number(box, str(rect.part.microbatch), fill)
         else:
-            self.writer.rect(box, colours.message_colour(rect.part), self._said(rect.event), class_="message")
+            self.writer.rect(box, message_colour(rect.part), self._said(rect.event), class_="message")
 
     def _number(self, box: tuple[float, float, float, float], text: str, fill: str) -> None:
         """A microbatch number, if it fits into its box."""
         x, y, width, height = box
         size = min(11.0, height - 2, (width - 2) / (0.58 * len(text)))
         if size >= _SMALLEST:
-            self.writer.text(x + width / 2, y + height / 2, text, size, colours.ink_on(fill), text_anchor="middle")
+            self.writer.text(x + width / 2, y + height / 2, text, size, ink_on(fill), text_anchor="middle")
 
     def _said(self, event: Event) -> str:
         times = [spell_time(time, self.unit) for time in (event.start, event.end, event.duration)]
@@ -190,18 +203,14 @@ def _legend(charts: Sequence[Chart], memory: bool) -> Iterator[tuple[list[str], 
     kinds = {rect.part.kind for rect in rects if rect.part}
     chunks = max((len(stages) for chart in charts for stages in chart.stages_of_rank), default=0)
     drawn = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if kind in kinds]
-    yield from (([colours.shade(kind, 0, 1)], colours.legend_text(kind)) for kind in drawn)
+    yield from (([shade(kind, 0, 1)], legend_text(kind)) for kind in drawn)
     if chunks > 1 and drawn:
-        yield [colours.shade(drawn[0], chunk, chunks) for chunk in range(chunks)], "first to last stage of a rank"
-    messages = {colours.message_colour(rect.part) for rect in rects if rect.part and not rect.part.is_compute}
-    texts = {
-        colours.SEND: "waits to send",
-        colours.RECEIVE: "waits to receive",
-        colours.COLLECTIVE: "collective",
-    }
+        yield [shade(drawn[0], chunk, chunks) for chunk in range(chunks)], "first to last stage of a rank"
+    messages = {message_colour(rect.part) for rect in rects if rect.part and not rect.part.is_compute}
+    texts = {SEND: "waits to send", RECEIVE: "waits to receive", COLLECTIVE: "collective"}
     yield from (([colour], text) for colour, text in texts.items() if colour in messages)
     if any(chart.idle for chart in charts):
-        yield [colours.IDLE], "idle"
+        yield [IDLE], "idle"
     if memory:
         yield ["#b9c7d6"], "bytes alive"
 

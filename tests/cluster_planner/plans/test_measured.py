@@ -52,7 +52,7 @@ def test_nothing_that_fits_is_faster_than_the_best() -> None:
         assert each.step_seconds == pytest.approx(simulate(running, line).makespan)
         slower = each.step_seconds > everything.best.step_seconds * (1 + 1e-8)
         assert each.reason.startswith("slower by" if slower else "as fast") or each is everything.best
-    assert everything == plans() and "best" in str(everything)
+    assert everything == plans() and "best" in str(everything) and "MFU -" in str(everything)
 
 
 def test_every_named_schedule_and_group_is_tried_with_every_keep() -> None:

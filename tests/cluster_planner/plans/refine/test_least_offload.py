@@ -18,7 +18,7 @@ from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.cluster_planner.plans.single_layers import priced_setting
 from graphpp.devices import CPU_CORE, Link, Machines
-from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.errors import ScheduleError
 from tests import internals
 from tests.cluster_planner.plans.test_plan import LENGTH, costs, example, trained
 from tests.distributed import run_ranks
@@ -83,10 +83,6 @@ def test_the_least_fraction_that_fits(share: float) -> None:
     assert predicted(found.offload - 1 / 8 or None).peak > cap
 
 
-def test_a_setting_that_fits_offloads_nothing() -> None:
-    assert least_offload(request_of(FAST), SETTING, predicted(None).peak) == SETTING
-
-
 def test_all_may_be_too_little_and_a_device_without_link_offloads_nothing() -> None:
     assert least_offload(request_of(FAST), SETTING, predicted(1.0).peak - 1) is None
     assert least_offload(request_of(None), SETTING, predicted(None).peak) is None
@@ -136,12 +132,6 @@ def test_offload_takes_as_many_bytes_from_a_pipeline_as_from_its_prediction() ->
         real = [before - after for before, after in zip(alone["peaks"], with_it["peaks"], strict=True)]
         assert real == [before - after for before, after in zip(without.peaks, best.peaks, strict=True)]
         assert min(real) > 0
-
-
-def test_a_plan_decides_the_offload_of_a_pipeline() -> None:
-    best = plans(FAST, memory_cap=2**33, recompute=[None]).best
-    with pytest.raises(GraphPPError, match=r"memory\.offload: plan= decides it"):
-        graphpp.compile(plan=best, model=None, memory=graphpp.Memory(offload=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [0, 1.5, True, "all"])
