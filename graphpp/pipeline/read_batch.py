@@ -43,7 +43,7 @@ class BatchReader:
         if isinstance(batch, OneByOne):
             parts = _flattened(batch.microbatches)
         elif training or batch.args or batch.kwargs or batch.target is not None:
-            flat = self._cutter.flat(batch)
+            flat = FlatMicrobatch.of(batch)
             parts = self._cutter.cut(flat, microbatches_for(self._options, self._ranks, flat, self._admits))
         else:
             raise BatchError("pipe.eval runs a batch: pipe.eval(x). To switch the flags of the model, call model.eval()")
