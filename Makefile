@@ -47,10 +47,10 @@ quick: $(READY)
 	@$(PY) -m tests.quick $(PYTEST_ARGS)
 
 test: $(READY)
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(READY)
-	@GRAPHPP_FUZZ=2000 $(PY) -m pytest -q -m "" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@GRAPHPP_FUZZ=2000 $(PY) -m pytest -q -m "" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 house: $(READY)
 	@$(PY) -m tests.house

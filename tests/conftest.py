@@ -17,6 +17,7 @@ from tests.distributed import COLLECTED, PRELOADED, close_workers
 from tests.exhaustive import examples
 from tests.quick import QUICK
 
+pytest_plugins = ["tests.cpu_seconds"]
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
@@ -26,17 +27,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests and wo
 gc.collect()
 gc.freeze()  # before tests are imported, whose own objects captures search
 gc.set_threshold(*COLLECTED)
-# Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
-LONGEST = (
-    "tests/pipeline/test_varying_sizes.py",
-    "tests/backends/test_inductor.py",
-    "tests/zoo/",
-    "tests/checkpoint/",
-    "tests/end_to_end/",
-    "tests/pipeline/test_soak.py",
-    "tests/test_benchmarks.py",
-    "tests/test_documents.py",
-)
 # Random tests draw the same in every run, however busy the machine is. Hypothesis would also draw the numbers that it finds in
 # the modules loaded so far: by other tests, in another order in each run.
 providers.is_local_module_file = lambda path: False
@@ -87,8 +77,7 @@ pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True, tryla
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first; mark the quick tests; skip the tests that need a GPU where there is none."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    """Mark the quick tests; skip the tests that need a GPU where there is none."""
     for item in items:
         if item.nodeid.startswith(QUICK):
             item.add_marker(pytest.mark.quick)

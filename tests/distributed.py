@@ -17,6 +17,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
@@ -86,6 +87,7 @@ class Answer:
     error: BaseException | None = None
     trace: str = ""
     ended: float = 0.0
+    cpu_seconds: float = 0.0  # of the worker since its last answer
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,14 @@ def close_workers() -> None:
 
 # One list for all numbers of ranks: a call on two ranks uses the first two workers of a call on four.
 _workers: list[Worker] = []
+_seconds_of_ranks: list[float] = []  # CPU seconds, for each answer
 atexit.register(close_workers)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process so far, of its children that have ended, and of the calls of `run_ranks`."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(_seconds_of_ranks)
 
 
 def _first_workers(count: int) -> list[Worker]:
@@ -222,6 +231,7 @@ def _receive(pipe: connection.Connection, rank: int, began: float) -> Outcome:
         died = WorkerDied(f"rank {rank} died with exit code {process.exitcode}")
         died.add_note(_written(_workers[rank]) or "the process left no stacks of its threads")
         return Outcome(rank, error=died, seconds=time.monotonic() - began)
+    _seconds_of_ranks.append(answer.cpu_seconds)
     if answer.error is not None:
         answer.error.add_note(f"on rank {rank}:\n{answer.trace}")
     return Outcome(rank, answer.value, answer.error, answer.ended - began)
@@ -241,12 +251,14 @@ def _answer_all(pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     Thread(target=_die_with_parent, daemon=True).start()
+    before = 0.0
     while True:
         try:
             message = pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send_bytes(_answer(message))
+        pipe.send_bytes(_answer(message, before))
+        before = cpu_seconds()
 
 
 def _die_with_parent() -> None:
@@ -257,14 +269,14 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _answer(message: bytes) -> bytes:
-    """Run a pickled `Task`; a pickled `Answer`, whatever happens."""
+def _answer(message: bytes, before: float) -> bytes:
+    """Run a pickled `Task`; a pickled `Answer`, whatever happens. `before`: CPU seconds when the last answer was sent."""
     try:
         task: Task = pickle.loads(message)
         with _group(task), warnings.catch_warnings(), _environment():
             warnings.filters[:] = task.filters
             answer = _attempt(task)
-        return pickle.dumps(answer)
+        return pickle.dumps(replace(answer, cpu_seconds=cpu_seconds() - before))
     except BaseException as error:
         return pickle.dumps(_failed(error))
 

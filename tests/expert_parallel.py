@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
-import graphpp
-from graphpp.runtime.dtensors import whole_tensor
 from tests.sharding import Mesh
-from tests.tensor_parallel import Trained, sgd
+from tests.tensor_parallel import VOCAB, WIDTH, Trained, compiled, train
 
-VOCAB, WIDTH, HIDDEN, EXPERTS, LENGTH, ROWS, MICROBATCHES, STEPS = 24, 8, 12, 4, 8, 8, 4, 2
+HIDDEN, EXPERTS = 12, 4
 
 
 class Experts(nn.Module):
@@ -101,57 +99,14 @@ def mixture(mesh: DeviceMesh | None, *, seed: int = 3) -> Mixture:
     return model
 
 
-def loss(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(VOCAB, (ROWS, LENGTH), generator=generator), torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
-
-
-def compiled(mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> graphpp.Pipeline:
-    tokens, target = batch(0)
-    rows = ROWS // MICROBATCHES
-    example = graphpp.Microbatch((tokens[:rows],), {}, target[:rows])
-    return graphpp.compile(model, loss, mesh=mesh, **{"microbatches": MICROBATCHES, "example": example, **options})
-
-
 def train_on_mesh(rank: int, mesh: Mesh, options: Mapping[str, Any], flat: bool = False) -> Trained:
     """Train with batches of each rank's own. `flat`: with an optimizer of flat parameters."""
     torch.set_num_threads(1)
     made = mesh.made()
-    return train(compiled(made, mixture(made["ep"]), **options), mesh.replica(rank), flat=flat)
-
-
-def train(pipe: graphpp.Pipeline, replica: int, *, flat: bool) -> Trained:
-    """Train on the batches of a replica."""
-    optimizer = sgd(pipe.flat_parameters() if flat else pipe.parameters())
-    found = Trained([], [], [], {})
-    for number in range(STEPS):
-        tokens, target = batch(100 * number + replica)
-        found.losses.append(pipe.step(tokens, target=target).loss)
-        found.norms.append(pipe.clip_grad_norm_(0.5))
-        found.grads.append({fqn: whole_tensor(each.grad).clone() for fqn, each in pipe.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    found.params.update({fqn: whole_tensor(parameter).clone() for fqn, parameter in pipe.named_parameters()})
-    return found
+    return train(compiled(made, mixture(made["ep"]), **options), [mesh.replica(rank)], flat=flat)
 
 
 @cache
 def train_alone(replicas: int) -> Trained:
     """The same training in one process; the losses are those of the first rank."""
-    pipe, found = compiled(None, mixture(None)), Trained([], [], [], {})
-    optimizer = sgd(pipe.parameters())
-    for number in range(STEPS):
-        for replica in range(replicas):
-            tokens, target = batch(100 * number + replica)
-            loss = pipe.step(tokens, target=target, accumulation_steps=replicas).loss
-            found.losses.extend([loss] if replica == 0 else [])
-        found.norms.append(pipe.clip_grad_norm_(0.5))
-        found.grads.append({fqn: each.grad.clone() for fqn, each in pipe.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    found.params.update({fqn: parameter.detach().clone() for fqn, parameter in pipe.named_parameters()})
-    return found
+    return train(compiled(None, mixture(None)), range(replicas))

@@ -1,7 +1,8 @@
-"""The imports of `graphpp/`, read from the source text: files per folder, floors, upward arrows, circles.
+"""The imports of `graphpp/`, read from the source text, and its size: floors, upward arrows, circles, files and lines.
 
 `python -m tests.house [ROOT]` prints the house of a checkout (`make house`), and `tests/test_floors.py` holds it to
-`MAY_IMPORT`. An import inside a function and one under `TYPE_CHECKING` count like any other.
+`MAY_IMPORT`, `CEILINGS` and `MOST_FILES`. An import inside a function and one under `TYPE_CHECKING` count like any other.
+`python -m tests.house --ceilings` prints `CEILINGS` and `MOST_FILES` for the lines and files of this checkout.
 """
 
 from __future__ import annotations
@@ -115,6 +116,33 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.cluster_planner": (),
 }
 
+# folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
+# that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
+CEILINGS: Mapping[str, int] = {
+    "graphpp": 56_050,
+    "graphpp/_torch": 2_370,
+    "graphpp/backends": 1_220,
+    "graphpp/batch": 580,
+    "graphpp/cache": 360,
+    "graphpp/capture": 7_790,
+    "graphpp/checkpoint": 1_630,
+    "graphpp/cli": 2_160,
+    "graphpp/cluster_planner": 5_080,
+    "graphpp/compiler": 2_420,
+    "graphpp/options": 1_080,
+    "graphpp/ownership": 1_450,
+    "graphpp/parallel": 2_370,
+    "graphpp/passes": 5_530,
+    "graphpp/pipeline": 2_830,
+    "graphpp/planner": 2_260,
+    "graphpp/report": 920,
+    "graphpp/runtime": 4_260,
+    "graphpp/schedules": 8_600,
+    "graphpp/verification": 1_540,
+    "tests": 50_250,
+}
+MOST_FILES = 482  # Python files of graphpp/, `__init__.py` included
+
 
 @dataclass(frozen=True)
 class Arrow:
@@ -206,9 +234,25 @@ def files_per_folder(root: Path) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def main() -> None:
-    """Print the house."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
+def lines(root: Path) -> dict[str, int]:
+    """Lines of the Python files below graphpp/, each of its packages, and tests/."""
+    packages = sorted(path.parent for path in root.glob("graphpp/*/__init__.py"))
+    return {
+        str(folder.relative_to(root)): sum(path.read_text().count("\n") for path in folder.rglob("*.py"))
+        for folder in (root / "graphpp", *packages, root / "tests")
+    }
+
+
+def print_ceilings(root: Path) -> None:
+    """Print `CEILINGS`, with each folder's lines rounded up to a multiple of 10, and `MOST_FILES`."""
+    print("CEILINGS: Mapping[str, int] = {")
+    for folder, count in lines(root).items():
+        print(f'    "{folder}": {-(-count // 10) * 10:_},')
+    print(f"}}\nMOST_FILES = {len(modules(root))}  # Python files of graphpp/, `__init__.py` included")
+
+
+def print_house(root: Path) -> None:
+    """Print files and imports per folder, upward arrows and circles."""
     found = arrows(root)
     for folder, count in files_per_folder(root).items():
         name = folder.replace("/", ".")
@@ -221,6 +265,12 @@ def main() -> None:
     for circle in circles(root):
         print(f"circle: {' <-> '.join(circle)}")
     print(f"{len(found)} imports, {len(upward)} upward, {len(circles(root))} circles")
+
+
+def main() -> None:
+    arguments = [each for each in sys.argv[1:] if each != "--ceilings"]
+    root = Path(arguments[0] if arguments else ".").resolve()
+    (print_ceilings if "--ceilings" in sys.argv else print_house)(root)
 
 
 if __name__ == "__main__":

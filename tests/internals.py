@@ -83,9 +83,10 @@ def capturing_by(replacement: Callable[..., Any]) -> AbstractContextManager[Any]
 def captures() -> Iterator[list[Any]]:
     """The graphs that pipelines compiled meanwhile capture, as they are made."""
     made: list[Any] = []
+    run = capture_once.capture
 
     def noting(*args: Any, **options: Any) -> Any:
-        made.append(capture(*args, **options))
+        made.append(run(*args, **options))
         return made[-1]
 
     with capturing_by(noting):

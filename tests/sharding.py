@@ -6,18 +6,22 @@ batches in turn, adds the gradients in the order of the replicas and divides by 
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphpp
 from graphpp.runtime.dtensors import whole_tensor
+from tests.distributed import run_ranks
 
 DATA = ("dp_replicate", "dp_shard", "ep", "cp")
 ROWS, VOCAB, WIDTH = 16, 13, 7
@@ -215,3 +219,37 @@ def resumed(
     found = saved if saves else values()
     step(0)
     return found, values()
+
+
+def check_state_dicts(pipe: graphpp.Pipeline, whole: Mapping[str, Tensor], folder: Path) -> None:
+    """Each door to a rank's values has those of the whole model. Called by all ranks."""
+    assert all(torch.equal(whole_tensor(value), whole[key]) for key, value in pipe.state_dict().items())
+    gathered = pipe.gather(rank=None)
+    assert gathered.keys() == whole.keys()
+    assert all(torch.equal(gathered[key], value) for key, value in whole.items())
+    pipe.save_weights(folder / "weights")
+    files = sorted((folder / "weights").glob("*.safetensors"))
+    found = {key: value for file in files for key, value in load_file(file).items()}
+    assert found and all(torch.equal(value, whole[key]) for key, value in found.items())
+    other = {key: value + 1 for key, value in whole.items()}
+    pipe.load_state_dict(other)
+    assert all(torch.equal(whole_tensor(value), other[key]) for key, value in pipe.state_dict().items())
+    pipe.load_state_dict(pipe.state_dict())  # this rank's own DTensors
+    assert all(torch.equal(whole_tensor(value), other[key]) for key, value in pipe.state_dict().items())
+
+
+Resumes = Callable[[int, Mesh, Path, bool], tuple[dict[str, Tensor], dict[str, Tensor]]]
+
+
+def check_resume(trained: Resumes, saves: Mesh, loads: Mesh, folder: Path, **tolerances: float) -> None:
+    """A checkpoint that one mesh saves is loaded by another, whose next step is the same. `trained`: as `resumed` returns."""
+
+    def ran(mesh: Mesh, saving: bool) -> list[dict[str, Tensor]]:
+        parts = run_ranks(trained, mesh.ranks, mesh, folder, saving) if mesh.names else [trained(0, mesh, folder, saving)]
+        return [dict(ChainMap(*each)) for each in zip(*parts, strict=True)]
+
+    (saved, expected), (loaded, gone_on) = ran(saves, True), ran(loads, False)
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[fqn], loaded[fqn]) for fqn in saved)
+    for fqn, parameter in gone_on.items():
+        torch.testing.assert_close(parameter, expected[fqn], **tolerances)

@@ -1,7 +1,7 @@
 """Small models that are each odd in one way: what a pipeline must get right beyond a plain stack of layers.
 
 Contract: `SPECIAL[name](seed)` is a `Case` as in `tests.models`; every model has four `layers`, `CUTS[stages]` are the
-modules at which stages 1.. begin, and 24 rows.
+modules at which stages 1.. begin, and 24 rows. Models of `DEEP` have eight layers.
 """
 
 from collections.abc import Callable
@@ -68,6 +68,34 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+class Block(nn.Module):
+    """A weight used twice, with another one between; a norm whose weight gradient comes with its input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.twice, self.between = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.twice(F.silu(self.between(self.twice(self.norm(x)))))
+
+
+class Deep(nn.Module):
+    """Eight blocks between an embedding and a head; embedding and first blocks may be frozen."""
+
+    def __init__(self, frozen: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(Block() for _ in range(8))
+        for part in (self.embed, *self.layers)[: frozen and frozen + 1]:
+            part.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Masked(Plain):
     """A mask that only layer 2 reads, and in layer 3 two tensors without batch dimension (one looks as if it had)."""
 
@@ -116,6 +144,15 @@ def tied(seed: int = 0) -> Case:
     return Case(Tied(), token_loss, Batch((tokens,), {}, tokens))
 
 
+def _deep(frozen: int) -> Callable[..., Case]:
+    def make(seed: int = 0) -> Case:
+        torch.manual_seed(0)
+        tokens = torch.randint(VOCAB, (ROWS, 4), generator=torch.Generator().manual_seed(seed))
+        return Case(Deep(frozen), token_loss, Batch((tokens,), {}, tokens.roll(1, 1)))
+
+    return make
+
+
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
@@ -147,3 +184,4 @@ SPECIAL: dict[str, Callable[..., Case]] = {
     "masked": masked,
     "several": several,
 }
+DEEP = {"deep": _deep(0), "deep, 2 frozen": _deep(2), "deep, 5 frozen": _deep(5)}

@@ -7,7 +7,7 @@ one process over all replicas' batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,12 +147,24 @@ def train_on_mesh(rank: int, mesh: Mesh, model: Mapping[str, Any], sequence: boo
     """Train with each replica on batches of its own. `model`: the arguments of `decoder`."""
     torch.set_num_threads(1)
     made = mesh.made()
-    pipe = compiled(made, spread(decoder(**model), made["tp"], sequence=sequence), **options)
-    optimizer, found = sgd(pipe.parameters()), Trained([], [], [], {})
+    return train(compiled(made, spread(decoder(**model), made["tp"], sequence=sequence), **options), [mesh.replica(rank)])
+
+
+def train_alone(replicas: int, model: Mapping[str, Any]) -> Trained:
+    """The same training in one process; the losses are those of the first replica."""
+    return train(compiled(None, decoder(**model)), range(replicas))
+
+
+def train(pipe: graphpp.Pipeline, replicas: Sequence[int], *, flat: bool = False) -> Trained:
+    """Train on the batches of some replicas. `flat`: with an optimizer of flat parameters."""
+    optimizer, found = sgd(pipe.flat_parameters() if flat else pipe.parameters()), Trained([], [], [], {})
     for number in range(STEPS):
-        tokens, target = batch(100 * number + mesh.replica(rank))
-        torch.manual_seed(number)
-        found.losses.append(pipe.step(tokens, target=target).loss)
+        losses = []
+        for replica in replicas:
+            tokens, target = batch(100 * number + replica)
+            torch.manual_seed(number)
+            losses.append(pipe.step(tokens, target=target, accumulation_steps=len(replicas)).loss)
+        found.losses.append(losses[0])
         found.norms.append(pipe.clip_grad_norm_(0.5))
         found.grads.append({fqn: whole_tensor(each.grad).clone() for fqn, each in pipe.named_parameters()})
         optimizer.step()
@@ -161,19 +173,10 @@ def train_on_mesh(rank: int, mesh: Mesh, model: Mapping[str, Any], sequence: boo
     return found
 
 
-def train_alone(replicas: int, model: Mapping[str, Any]) -> Trained:
-    """The same training in one process; the losses are those of the first replica."""
-    pipe, found = compiled(None, decoder(**model)), Trained([], [], [], {})
-    optimizer = sgd(pipe.parameters())
-    for number in range(STEPS):
-        for replica in range(replicas):
-            tokens, target = batch(100 * number + replica)
-            torch.manual_seed(number)
-            loss = pipe.step(tokens, target=target, accumulation_steps=replicas).loss
-            found.losses.extend([loss] if replica == 0 else [])
-        found.norms.append(pipe.clip_grad_norm_(0.5))
-        found.grads.append({fqn: each.grad.clone() for fqn, each in pipe.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    found.params.update({fqn: parameter.detach().clone() for fqn, parameter in pipe.named_parameters()})
-    return found
+def assert_near(found: Trained, expected: Trained) -> None:
+    torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
+    for mine, theirs in zip(found.grads, expected.grads, strict=True):
+        for fqn, gradient in mine.items():
+            torch.testing.assert_close(gradient, theirs[fqn], rtol=1e-5, atol=1e-6)
+    for fqn, parameter in found.params.items():
+        torch.testing.assert_close(parameter, expected.params[fqn], rtol=1e-5, atol=1e-6)

@@ -214,10 +214,14 @@ MESHES = {
     ("mesh", "schedule", "how", "backend"),
     [
         ("pp2 cp2", "ZBVZeroBubble", "balanced", "eager"),
-        ("cp2 pp2", "Interleaved1F1B", "contiguous", "eager"),
-        ("dp2 pp1 cp2", "GPipe", "ulysses", "eager"),
-        ("pp1 cp2", "GPipe", "ulysses", "inductor"),
-        *further(("pp2 cp2", "1F1B", "ulysses", "eager"), ("pp2 cp2", "DualPipeV", "ulysses", "eager")),
+        ("pp1 cp2", "GPipe", "ulysses", "eager"),
+        *further(
+            ("cp2 pp2", "Interleaved1F1B", "contiguous", "eager"),
+            ("dp2 pp1 cp2", "GPipe", "ulysses", "eager"),
+            ("pp1 cp2", "GPipe", "ulysses", "inductor"),
+            ("pp2 cp2", "1F1B", "ulysses", "eager"),
+            ("pp2 cp2", "DualPipeV", "ulysses", "eager"),
+        ),
     ],
 )
 def test_a_mesh_with_context_trains_as_one_process(mesh: str, schedule: str, how: str, backend: str) -> None:

@@ -1,6 +1,7 @@
 """The benchmarks start, and their contenders compute the same numbers; the measurements are in RESULTS.md.
 
-No compiler runs here: the compiled contenders differ from the eager ones by one argument.
+No compiler runs here: the compiled contenders differ from the eager ones by one argument. `make test` imports every script and
+runs one contender; `make test-all` runs the scripts.
 """
 
 import importlib
@@ -20,6 +21,7 @@ import graphpp
 from graphpp.compiler import assemble as assembly
 from graphpp.compiler import capture_once
 from graphpp.schedules.table.actions import Kind
+from tests.exhaustive import further
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -39,7 +41,7 @@ def case(contenders: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, sch
     return contenders.Case(workloads.workload(name, size), schedule, microbatches=3, rows=2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "moe", "vit", "resnet"])
+@pytest.mark.parametrize("name", ["llama", *further("gpt2", "moe", "vit", "resnet")])
 def test_a_pipeline_and_manual_stages_compute_what_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = sibling("contenders", monkeypatch)
     calm = case(contenders, monkeypatch, name).without_dropout()
@@ -173,7 +175,7 @@ def test_sleeping_stages_sleep_as_long_as_their_costs_say(backward: list[str], m
         assert torch.equal(mine.grad, theirs.grad)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sleeping_runs_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/sleeping.py"]
     small = ["--ms", "1", "--schedules", "1F1B", "searched", "--steps", "1", "--rounds", "1", "--effort", "0.1", "--json"]
@@ -210,8 +212,7 @@ def on_two_ranks(script: str, options: str, file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive  # `test_memory_runs_on_two_ranks` starts the same harness
+@pytest.mark.exhaustive
 def test_step_time_runs_on_two_ranks(tmp_path: Path) -> None:
     found = on_two_ranks("step_time", "--models gpt2 --others torch plain", tmp_path / "records.json")
     (record,) = found["records"]
@@ -220,7 +221,7 @@ def test_step_time_runs_on_two_ranks(tmp_path: Path) -> None:
     assert found["means"]["eager"]["torch"] == record["ratios"]["eager"]["torch"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_runs_on_two_ranks(tmp_path: Path) -> None:
     (record,) = on_two_ranks("memory", "--models llama", tmp_path / "records.json")
     highest = {name: max(each) for name, each in record["peaks"].items()}
@@ -228,7 +229,7 @@ def test_memory_runs_on_two_ranks(tmp_path: Path) -> None:
     assert set(record["times"]) == set(highest)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gpu_step(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     command = [sys.executable, "benchmarks/gpu_step.py", "--small", "--rounds", "1", "--microbatches", "2"]

@@ -1,4 +1,4 @@
-"""Every ```python block of the documents runs: README.md, docs/*.md and examples/*.md.
+"""Every ```python block of the documents runs: README.md, docs/*.md and examples/*.md; `make test` leaves out `SLOW` ones.
 
 The blocks of one file run in order, in one namespace and in an empty folder. A traceback shows the document's own line.
 A picture that a block writes equals the picture of that name in docs/; `GOLDEN_UPDATE=1` writes the picture in docs/.
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import graphpp
+from tests.exhaustive import further
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
@@ -20,6 +21,7 @@ TEXTS = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md")})
 PATHS = re.compile(r"(?<![\w/])((?:graphpp|tests|benchmarks|examples|docs)/[\w/.]*\w)")
 SHORT = re.compile(r"`((?:\w+/)+\w+\.py)`")
 LINKS = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+SLOW = {ROOT / f"docs/{name}.md" for name in ("large_models", "meshes", "planner", "training", "your_loop")}  # 6 to 13 s
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +36,11 @@ def run(document: Path, namespace: dict[str, Any]) -> None:
         exec(compile("\n" * lines_before + source, str(document), "exec"), namespace)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document",
+    [*(each for each in DOCUMENTS if each not in SLOW), *further(*sorted(SLOW))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(document, {"__name__": "__main__"})

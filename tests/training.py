@@ -21,11 +21,12 @@ from tests import internals
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
 from tests.reference import adamw, eager_steps
-from tests.special_models import SPECIAL
+from tests.special_models import DEEP, SPECIAL
 
 STEPS = 3
 MAX_NORM = 0.5
-CASES: dict[str, Callable[..., Case]] = MODELS | SPECIAL
+PLAIN = (bool, int, float, str)
+CASES: dict[str, Callable[..., Case]] = MODELS | SPECIAL | DEEP
 
 
 class Numbers(NamedTuple):
@@ -86,16 +87,20 @@ _captures: dict[str, Captures] = {}  # by name of the model in `CASES`: what thi
 
 @contextmanager
 def capturing_once(kept: Captures | None = None) -> Iterator[None]:
-    """Compilations of one model share its captured graph: a capture takes most of a short run's time, and knows no schedule.
+    """Compilations of equal models share a captured graph: a capture takes most of a short run's time, and knows no schedule.
 
-    Captures are added to `kept`. All models of one type in it must have one configuration.
+    Captures are added to `kept`. Models of one type in it are equal if their texts, the layouts of their tensors, and the
+    numbers and strings in attributes of their modules are.
     """
     kept = {} if kept is None else kept
 
     def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, **options: Any) -> CapturedGraph:
-        trainable = tuple(parameter.requires_grad for parameter in model.parameters())
-        mode = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        key = (type(model), trainable, FlatMicrobatch.of(batch).signature, str(device), mode, options["training"])
+        named = (*model.named_parameters(), *model.named_buffers())
+        tensors = [(name, each.shape, each.dtype, each.requires_grad) for name, each in named]
+        plain = [{key: each for key, each in vars(module).items() if isinstance(each, PLAIN)} for module in model.modules()]
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        around = (FlatMicrobatch.of(batch).signature, str(device), autocast, str(sorted(options.items())))
+        key = (type(model), str(model), str(tensors), str(plain), loss, *around)
         if key not in kept:
             kept[key] = internals.capture(model, loss, batch, device, **options)
         return replace(kept[key], joint=kept[key].joint.copy())

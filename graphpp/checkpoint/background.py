@@ -53,7 +53,7 @@ class PendingSave:
     """A save that goes on in the background; the training may go on meanwhile."""
 
     def __init__(self, written: Future[Any] | None, publish: Callable[[], None]) -> None:
-        """`written`: None on a rank whose replica does not write; `publish` raises what the writing raised."""
+        """`written`: None on a rank whose replica does not write; `publish` raises the error of the writing."""
         self._written, self._publish = written, publish
         self._waited = False
 
@@ -62,7 +62,7 @@ class PendingSave:
         return self._written is None or self._written.done()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete, and give it its name. Called by all ranks; raises what the writing raised."""
+        """Wait until the checkpoint is complete, and give it its name. Called by all ranks; raises the error of the writing."""
         if not self._waited:
             self._waited = True
             self._publish()

@@ -3,7 +3,7 @@
 Contract
 --------
 - `save` writes into `<folder>.partial` and renames when all ranks have written. A process that is killed at any moment leaves
-  the checkpoint of before, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
+  the earlier checkpoint, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
   and `load` takes it where `<folder>` is missing.
 - The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
 - `load` reads no class and runs no code that a file names (`safe_reading.py`), and a checkpoint that does not fit changes
@@ -64,7 +64,7 @@ class Checkpoint:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint. Called by all ranks.
 
-        After an error, or if a process is killed, the folder has the checkpoint of before.
+        After an error, or if a process is killed, the folder has the earlier checkpoint.
         """
         path = self._path(folder)
 
@@ -140,7 +140,7 @@ class Checkpoint:
         return Path(folder).expanduser().resolve()
 
     def _read(self, path: Path, *, copied: bool = False) -> dict[str, Any]:
-        """This rank's entries or copies of them, on all ranks or on none. Removes what a save that was killed has left."""
+        """This rank's entries or copies of them, on all ranks or on none. Removes the files of a save that was killed."""
         entries: dict[str, Any] = {}
 
         def read() -> None:

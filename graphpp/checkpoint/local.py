@@ -8,7 +8,7 @@ Contract
   the save before removed. A machine that is lost at any moment leaves a complete save.
 - `load` takes the newest save of which all files are on some machine, one for all replicas, and sends each machine the files
   that its ranks read. Ranks, stages, replicas, schedule and machines may be others than those of the save.
-- All methods are called by all ranks of all replicas. Errors are `CheckpointError`, and what a lost rank leads to.
+- All methods are called by all ranks of all replicas. Errors are `CheckpointError`, and `RankFailure` for a lost rank.
 """
 
 from __future__ import annotations

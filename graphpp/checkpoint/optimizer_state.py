@@ -148,7 +148,7 @@ def _part_of(value: torch.Tensor, part: Part, parameter: torch.Tensor) -> torch.
 
 
 def _join(state: dict[str, Any], loaded: Mapping[str, Any], part: Part, parameter: torch.Tensor) -> None:
-    """Put what was loaded for `part` into the state of the parameter that has it.
+    """Put the loaded values of `part` into the state of the parameter that has it.
 
     Raises `CheckpointError` where parts of a flat parameter have other values, such as another count of steps.
     """

@@ -2,7 +2,7 @@
 
 Contract
 --------
-- Ranks along `tp` have equal values of all tensors that each of them holds whole. Replicas have equal values, but for experts
+- Ranks along `tp` have equal values of all tensors that each of them holds whole. Replicas have equal values, except of experts
   along `ep`; or the first replica sends its values to the others, where `replica_values="broadcast"` asks for it. Ranks with
   the same experts have equal values of them.
 - A difference raises `MismatchError` on all ranks, naming the tensor.

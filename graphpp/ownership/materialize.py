@@ -72,7 +72,7 @@ class Materials:
         self._model, self._state, self._device = model, state, device
         self._stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
         self._before = [dict(store) for store in self._stores]
-        self._original: dict[int, torch.Tensor] = {}  # `id` of a new tensor -> the tensor of before
+        self._original: dict[int, torch.Tensor] = {}  # `id` of a new tensor -> the tensor that it replaced
         self._alive: list[torch.Tensor] = []  # the new tensors, so that no `id` is used twice
         self._generators = [(each, each.get_state()) for each in default_generators(device)]
 

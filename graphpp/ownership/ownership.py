@@ -1,4 +1,4 @@
-"""Which parameters and buffers of the model each rank of a pipeline holds, and what becomes of a rank's other tensors.
+"""Which parameters and buffers of the model each rank of a pipeline holds, and the release of a rank's other tensors.
 
 Contract
 --------
@@ -6,8 +6,8 @@ Contract
 - `release` gives back the memory of all tensors that other ranks hold and this rank does not; tensors that no stage reads stay.
 - `shard_if_asked` leaves this rank its rows of the parameters of its stages, where the mesh has `dp_shard`, once they all have
   values. Replicas must hold equal values then, which the first training call checks, or take those of the first replica.
-- With `Memory(release=False)` a rank has copies of what other ranks train, which are stale after each training step. A pipeline
-  of the same process that reads such a copy is refused, until somebody has written it (not through `parameter.data`).
+- With `Memory(release=False)` a rank keeps copies of parameters that other ranks train, stale after each training step. A
+  pipeline of the same process that reads such a copy is refused, until somebody has written it (not through `parameter.data`).
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Ownership:
                 )
 
     def after_training(self) -> None:
-        """Note a training step: this rank's copies of what other ranks hold are stale."""
+        """Note a training step: this rank's copies of other ranks' parameters are stale."""
         read, ranks = self._trained_elsewhere
         for tensor, rank in zip(read(), ranks, strict=True):
             if not is_released(tensor) and tensor.requires_grad:

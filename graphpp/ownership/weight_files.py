@@ -189,7 +189,7 @@ def check_fits(path: Path, name: str, value: torch.Tensor, target: torch.Tensor)
 
 
 def _has_numbers_of(target: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether one dtype has the numbers of another, but for the precision of floating-point numbers."""
+    """Whether one dtype has the numbers of another, the precision of floating-point numbers not counted."""
     if target == stored or (target.is_floating_point and stored.is_floating_point) or (target.is_complex and stored.is_complex):
         return True
     integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in (target, stored))

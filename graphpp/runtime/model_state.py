@@ -206,7 +206,7 @@ def _refuse(*faults: tuple[str, list[str]]) -> None:
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module, device: torch.device, written: Collection[str] = ()) -> Iterator[None]:
-    """A context that starts without gradients, and ends with the buffers, gradients, attributes and random states of before.
+    """A context without gradients at first; buffers, gradients, attributes and random states are restored at its end.
 
     `written`: FQNs of tensors that a forward writes; the frozen parameters among them are restored like buffers.
     """

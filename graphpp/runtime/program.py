@@ -237,8 +237,8 @@ class Program:
     `source`: the program's Python text. `shared`: positions of results whose memory an input or another result may share; copy
     these before writing to them. `live`: by how many bytes the memory grows or shrinks, in order, while the program runs, of
     values that arrived, were saved, or are made; `sent`: the bytes of each value for the neighbouring stage that shares no
-    memory with a saved one; `values`: the numbers for symbolic sizes among these bytes. `layers`: what the program gathers and
-    reduces; None where its parameters are whole before it runs. `has_collectives`: whether ranks exchange values while it runs.
+    memory with a saved one; `values`: the numbers for symbolic sizes among these bytes. `layers`: the program's own gathers and
+    reductions; None where its parameters are whole before it runs. `has_collectives`: whether ranks exchange values meanwhile.
     """
 
     stage: int

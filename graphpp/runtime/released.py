@@ -114,7 +114,7 @@ def is_released(tensor: object) -> bool:
 
 # ---------------------------------------------------------------------------------- optimizers made before
 
-_FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN and what has become of it
+_FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN, and where it is trained now
 _CHECKED: WeakSet[Optimizer] = WeakSet()
 
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,21 +30,22 @@ from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.sums import Sums
+from graphpp.runtime.bind_actions import ActionBinder
 from graphpp.runtime.dtensors import is_spread_over, local_tensor
 from graphpp.runtime.fsdp.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
-from graphpp.runtime.messages.mailbox import Mailbox, Message
+from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import Mover, Offloader, mover_for
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
-from graphpp.runtime.recorder import ActionFunction, Recorder
+from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
-from graphpp.runtime.task import OverlappedActions, StepInputs, Task
-from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
+from graphpp.runtime.task import OverlappedActions, StepInputs
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
@@ -277,112 +277,19 @@ class GraphPPRunner:
         trained = {fqn: self._tensors[fqn] for stage in self.stages.values() for fqn in stage.gradients.fqns}
         self.hooked = with_gradient_hooks(trained)
 
-    # ------------------------------------------------------------------------------------- sharded stages
-
-    def _unshard(self, stage: int) -> None:
-        """Start to gather the parameters of a stage."""
-        for flat in self._shards[stage]:
-            flat.unshard()
-
-    def _ready(self, stage: int) -> None:
-        """Wait for the parameters of a stage, and compute what its programs take from them once."""
-        for flat in self._shards[stage]:
-            flat.ready()
-        self.stages[stage].prepare()
-
-    def _reshard(self, stage: int) -> None:
-        """Put a stage away: sum its gradients by now over the ranks, and give the memory of its whole parameters back."""
-        if self.training:
-            self._gradients.reduce(stage)
-        self.stages[stage].put_away()
-        for flat in self._shards[stage]:
-            flat.reshard()
-
-    # ------------------------------------------------------------------------------ binding actions
-
     def _bound_loop(self) -> ActionLoop:
         from graphpp.runtime.action_loop import (
             ActionLoop,  # imports Dynamo: a second that `import graphpp` must not cost
         )
 
-        row = [action for action in self.schedule.table[self.place.rank] if action is not None]
-        bound = [(action, self._bound(action)) for action in row]
-        return ActionLoop(list(self.stages.values()), self.schedule, self._awaiting(bound))
-
-    def _awaiting(self, row: Sequence[tuple[Action, ActionFunction]]) -> list[tuple[Action, ActionFunction]]:
-        """The row, with the first computations after each UNSHARD waiting for their stages' parameters."""
-        gathered, found = set[int](), []
-        for action, function in row:
-            if action.kind is Kind.UNSHARD:
-                gathered.add(action.stage)
-            waits = sorted(gathered & {leaf.stage for leaf in action.leaves}) if action.is_compute else []
-            gathered.difference_update(waits)
-            found.append((action, partial(self._run_when_ready, waits, function) if waits and self._shards else function))
-        return found
-
-    def _run_when_ready(self, stages: Sequence[int], function: ActionFunction) -> None:
-        for stage in stages:
-            self._ready(stage)
-        function()
-
-    def _bound(self, action: Action) -> ActionFunction:
-        """The function that does an action, with everything resolved that is known before the step."""
-        if action.kind is Kind.OVERLAP_F_B:
-            return self._offloading(action, partial(self._overlap, list(map(self._task, action.parts))))
-        if action.is_compute:
-            return self._offloading(action, self._task(action).run)
-        if action.is_communication:
-            return partial(self._communicate, [self._message(leaf) for leaf in action.leaves])
-        if action.kind is Kind.REDUCE_GRAD:
-            return partial(self._gradients.reduce, action.stage)
-        whole = not self._shards
-        return _nothing if whole else partial(self._unshard if action.kind is Kind.UNSHARD else self._reshard, action.stage)
-
-    def _task(self, action: Action) -> Task:
-        phase = Phase(action.kind.value) if self.training else Phase.EVALUATE
-        makers = upstream(action, self.schedule.stages)
-        neighbour = self.stages.get(makers[0].stage) if makers else None
-        return self.stages[action.stage].task(phase, _microbatch(action), neighbour)
-
-    def _offloading(self, action: Action, compute: ActionFunction) -> ActionFunction:
-        """A computation, with the evictions and prefetches of saved values around it."""
-        if not self.offloader.evicts:
-            return compute
-
-        def run() -> None:
-            self.offloader.before(action)
-            compute()
-            self.offloader.after(action)
-
-        return run
-
-    def _overlap(self, parts: Sequence[Task]) -> None:
-        if not self.overlaps.run(parts):
-            for part in parts:
-                part.run()
-
-    def _message(self, action: Action) -> Callable[[], Message]:
-        """A function that makes the message of a send or receive, not posted yet."""
-        stage, direction = self.stages[action.stage], "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-        bind = stage.send_message if action.kind in SENDS else stage.receive_message
-        return bind(direction, _microbatch(action))
-
-    def _communicate(self, messages: Sequence[Callable[[], Message]]) -> None:
-        self.mailbox.start([make() for make in messages])
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None, f"{action} names no microbatch"
-    return action.microbatch
+        parts = self.schedule, self.stages, self.mailbox, self._gradients, self._shards, self.offloader, self.overlaps
+        row = ActionBinder(*parts, training=self.training).row(self.place.rank)
+        return ActionLoop(list(self.stages.values()), self.schedule, row)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context with the device as CUDA's current one; the caller may have set another, for another pipeline."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _nothing() -> None:
-    """UNSHARD and RESHARD do nothing where parameters are whole on their rank."""
 
 
 def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:

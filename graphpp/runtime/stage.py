@@ -133,7 +133,7 @@ class GraphStage:
                     wiring.bound[index] = invariants[name]
 
     def put_away(self) -> None:
-        """Drop what `prepare` has computed, until it is called again."""
+        """Drop the step-invariant values until `prepare` is called again."""
         for wiring in self._wirings():
             for index, _ in wiring.step_invariants:
                 wiring.bound[index] = None

@@ -153,7 +153,7 @@ def replicated(rank: int, folder: Path, until: int) -> Any:
     return train(rank, folder, each_its_own, 2, until, replicas=2)
 
 
-@pytest.mark.parametrize(("lost",), [((2, 3),), ((1, 2),), *further(((0, 1),), ((3,),))])
+@pytest.mark.parametrize(("lost",), [((2, 3),), *further(((1, 2),), ((0, 1),), ((3,),))])
 def test_a_replica_takes_the_values_of_its_twin(tmp_path: Path, lost: tuple[int, ...]) -> None:
     whole = run_ranks(replicated, 4, tmp_path / "whole", 5)
     run_ranks(replicated, 4, tmp_path / "lost", 3)
@@ -244,10 +244,11 @@ def killed(rank: int, folder: Path, victim: int, moment: int) -> Any:
         return train(rank, folder, each_its_own, 2, 4)
 
 
-MOMENTS = [(0, 1), (1, 3), (0, 5), (1, 7), (0, 9), (1, 11)]
+MOMENTS = [(0, 1), (1, 7), (0, 9)]
+OTHER_MOMENTS = [(victim, moment) for moment in range(1, 12, 2) for victim in (0, 1) if (victim, moment) not in MOMENTS]
 
 
-@pytest.mark.parametrize(("victim", "moment"), [*MOMENTS, *further(*((1 - victim, moment) for victim, moment in MOMENTS))])
+@pytest.mark.parametrize(("victim", "moment"), [*MOMENTS, *further(*OTHER_MOMENTS)])
 def test_a_rank_that_is_killed_in_a_save_leaves_one(tmp_path: Path, victim: int, moment: int) -> None:
     outcomes = rank_outcomes(killed, 2, tmp_path, victim, moment)
     assert isinstance(outcomes[victim].error, WorkerDied)
@@ -362,10 +363,10 @@ def replicas_in_mesh(rank: int, folder: Path, shape: tuple[tuple[str, int], ...]
 @pytest.mark.parametrize(
     ("shape", "machine", "ranks", "lost"),
     [
-        ((("dp_replicate", 1), ("pp", 2)), each_its_own, 2, ["machine1"]),
-        ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine1"]),
         ((("dp_replicate", 3), ("pp", 1)), each_its_own, 3, ["machine0", "machine1"]),
         *further(
+            ((("dp_replicate", 1), ("pp", 2)), each_its_own, 2, ["machine1"]),
+            ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine1"]),
             ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine0"]),
             ((("dp_replicate", 3), ("pp", 1)), each_its_own, 3, ["machine0", "machine2"]),
         ),

@@ -39,16 +39,16 @@ from tests.exhaustive import further
     ("first", "second"),
     [
         (FOUR, TWO),
-        (TWO, ONE),
         (ONE, FOUR),
-        *further((FOUR, ONE), (TWO, ON_A_V), (ON_A_V, SPLIT), (SPLIT, FOUR), (ONE, ON_A_V), (FOUR, FOUR), (SPLIT, TWO)),
+        *further((TWO, ONE), (FOUR, ONE), (TWO, ON_A_V), (ON_A_V, SPLIT), (SPLIT, FOUR)),
+        *further((ONE, ON_A_V), (FOUR, FOUR), (SPLIT, TWO)),
     ],
 )
 def test_any_layout_resumes_any_other(first: Layout, second: Layout, tmp_path: Path) -> None:
     check_resumes(first, second, adamw, tmp_path)
 
 
-@pytest.mark.parametrize("make", [fused, sgd, momentum, adafactor, muon_and_adam])
+@pytest.mark.parametrize("make", [fused, muon_and_adam, *further(sgd, momentum, adafactor)])
 def test_optimizers_resume(make: Optimizers, tmp_path: Path) -> None:
     check_resumes(TWO, ONE, make, tmp_path)
 

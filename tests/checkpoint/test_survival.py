@@ -15,10 +15,10 @@ import pytest
 from tests.checkpoint.survival import survive, undisturbed
 from tests.exhaustive import further
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("seed", [*range(2), *further(*range(2, 100))])
+@pytest.mark.parametrize("seed", [0, *further(*range(1, 100))])
 def test_a_training_survives_a_kill(seed: int) -> None:
     survive(random.Random(seed), undisturbed())
 
@@ -75,7 +75,7 @@ def free_port() -> int:
 EQUAL = "largest difference from one plain process: losses 0, parameters 0"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # `test_a_training_survives_a_kill` kills ranks without torchrun
 def test_the_example_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     """The seventh step is lost; the restart goes on from the sixth, which the first half of another schedule has made."""
     job = launched(tmp_path, "--standalone", LOST_RANK="1")
@@ -85,8 +85,7 @@ def test_the_example_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     assert "exitcode: -9" in errors
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive  # `test_a_training_survives_a_kill` loses machines too, and the test above starts torchrun
+@pytest.mark.exhaustive  # `test_a_training_survives_a_kill` loses machines too
 def test_the_example_goes_on_without_a_lost_machine(tmp_path: Path) -> None:
     """Two agents of torchrun with two ranks each; one dies with its ranks, and two ranks go on from the sixth step."""
     meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf"]

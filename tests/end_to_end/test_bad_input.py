@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,7 +72,6 @@ SETTINGS = {
     "example of another type": Fault(make(example=(X, Y)), BatchError, "must be a graphpp.Microbatch.* got tuple"),
     "reduction": Fault(make(gradients="avg"), GraphPPError, "'mean', 'sum' or 'rows', got 'avg'"),
     "no microbatches": Fault(make(microbatches=0), BatchError, "positive integer .* got 0"),
-    "half a microbatch": Fault(make(microbatches=2.5), BatchError, "positive integer .* got 2.5"),
     "costs that are a number": Fault(
         lambda model: graphpp.Parallel(op_costs=3), GraphPPError, "parallel.op_costs: take a function"
     ),
@@ -128,14 +126,12 @@ BATCHES = {
         run(schedule=graphpp.schedules.one_f_one_b(1, 1, 25), microbatches=25, split=None), BatchError, "a batch of 24 cannot"
     ),
     "no steps": Fault(run(kwargs={"accumulation_steps": 0}), BatchError, "accumulation_steps: take a positive integer"),
-    "half steps": Fault(run(kwargs={"accumulation_steps": 1.5}), BatchError, "accumulation_steps: take a positive integer"),
     "weights of another count": Fault(
         run(kwargs={"loss_weight": [1.0, 2.0, 3.0]}), BatchError, r"loss_weight has shape \[3\], .* 4 microbatches"
     ),
     "a weight that is nan": Fault(
         run(kwargs={"loss_weight": [1.0, float("nan"), 1.0, 1.0]}), BatchError, "loss_weight of microbatch 1"
     ),
-    "weights in words": Fault(run(kwargs={"loss_weight": "tokens"}), BatchError, "loss_weight must be a number"),
     "no scaler": Fault(run(kwargs={"scaler": 2.0}), GraphPPError, "scaler: take a torch.amp.GradScaler, or None, got 2.0"),
     "no rows": Fault(run(args=(X[:0],), target=Y[:0]), BatchError, "the batch is empty"),
     "no target": Fault(run(target=None), BatchError, "the loss needs a target: step.*target="),
@@ -143,7 +139,6 @@ BATCHES = {
     "target of other rows": Fault(run(target=Y[:4]), BatchError, "target has first dimension 4, the batch has 24"),
     "no tensors": Fault(run(args=(3,), target=4), BatchError, "no tensor with a batch dimension: .*step_microbatches"),
     "numpy": Fault(run(args=(X.numpy(),)), BatchError, r"args\[0\] is a ndarray.*torch.as_tensor"),
-    "numpy target": Fault(run(target=numpy.arange(24)), BatchError, "target is a ndarray"),
     "hidden tensors": Fault(run(kwargs={"x": Hidden(X)}), BatchError, r"kwargs\['x'\] is a Hidden.*register"),
     "requires grad": Fault(run(args=(X.clone().requires_grad_(),)), BatchError, r"args\[0\] requires grad.*detach"),
     "no microbatches": Fault(given(), BatchError, "at least one microbatch"),
@@ -161,11 +156,9 @@ BATCHES = {
 
 LOSSES = {
     "a vector": Fault(run(loss=lambda y, t: y.sum(0)), CaptureError, r"must be a scalar tensor, got shape \(10,\)"),
-    "a float": Fault(run(loss=lambda y, t: 1.0), CaptureError, "must be a scalar tensor, got float"),
     "nothing": Fault(run(loss=lambda y, t: None), CaptureError, "must be a scalar tensor, got NoneType"),
     "detached": Fault(run(loss=lambda y, t: y.detach().sum()), CaptureError, "does not depend on any parameter"),
     "of the target only": Fault(run(loss=lambda y, t: t.float().mean()), CaptureError, "does not depend on any"),
-    "raises": Fault(run(loss=lambda y, t: y.nonsense), CaptureError, r"'nonsense'\n.*test_bad_input.py:\d+"),
     "no own loss": Fault(run(loss=None, target=None), CaptureError, "without one. Pass loss="),
 }
 

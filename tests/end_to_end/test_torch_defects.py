@@ -1,9 +1,9 @@
 """One test per defect of `torch.distributed.pipelining` 2.13 that graphpp must not have; each name says which.
 
-Elsewhere already: zero bubble with recomputed blocks, frozen first stages and a weight used twice (`test_zero_bubble.py`) and
-with data parallelism (`test_replicas.py`); tied weights and skip connections over ranks (`test_step.py`), Hugging Face Llama
-(`test_numbers.py`), the last rank of 1F1B against torch's list (`runtime/test_schedules.py`), faulty schedule files
-(`test_bad_input.py`).
+Elsewhere already: zero bubble with recomputed blocks, frozen first stages and a weight used twice (`test_every_schedule.py`);
+tied weights and skip connections over ranks (`pipeline/test_step.py`), an evaluation without a target
+(`pipeline/test_eval.py`), Hugging Face Llama (`test_numbers.py`), the last rank of 1F1B
+(`schedules/generate/test_names.py`), faulty schedule files (`test_bad_input.py`).
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.schedules.generate.read import make_table
 from tests.distributed import run_ranks
 from tests.special_models import CUTS, SPECIAL
 from tests.training import compiled, step
@@ -27,17 +26,6 @@ def test_no_run_to_find_shapes_touches_batch_norm() -> None:
     for layer in case.model.layers:
         assert layer[1].num_batches_tracked == 4
         assert layer[1].running_mean.abs().max() < 100
-
-
-def test_tied_weights_stay_tied() -> None:
-    """torch's tracer unties them without a word."""
-    case = SPECIAL["tied"]()
-    pipe = compiled(case, split=CUTS[4], microbatches=2, schedule="GPipe")
-    step(pipe, case.batch)
-    assert case.model.head.weight is case.model.embed.weight
-    assert [fqn for fqn, _ in pipe.named_parameters()].count("embed.weight") == 1
-    torch.optim.SGD(pipe.parameters(), 0.1).step()
-    assert torch.equal(case.model.head.weight, case.model.embed.weight)
 
 
 def held_twice(rank: int) -> dict[str, bool]:
@@ -54,23 +42,6 @@ def held_twice(rank: int) -> dict[str, bool]:
 
 def test_a_rank_that_uses_a_tied_parameter_in_two_stages_holds_it_once() -> None:
     assert run_ranks(held_twice, 2) == [{"once": True, "one": True}] * 2
-
-
-def test_every_rank_of_1f1b_runs_every_microbatch_once() -> None:
-    """`Schedule1F1B._get_pipeline_order` is off by one on the last rank, and torch's own validation rejects it."""
-    for ranks in (2, 3, 4):
-        table = make_table("1F1B", ranks, ranks, 4)
-        for row in table.table:
-            actions = [str(action) for action in row if action is not None]
-            assert len(actions) == len(set(actions)) == 8
-
-
-def test_evaluation_without_a_target_although_a_loss_is_set() -> None:
-    """torch's crashes."""
-    case = SPECIAL["plain"]()
-    result = compiled(case, split=CUTS[2], microbatches=2, schedule="GPipe").eval(*case.batch.args)
-    assert result.loss is None
-    torch.testing.assert_close(result.output, case.model(*case.batch.args))
 
 
 class Dropped(nn.Module):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import graphpp
 from graphpp.parallel.checksum import checksum, checksum_of_sample
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
@@ -73,7 +74,7 @@ def behind(rank: int, ranks: int, late: int, kind: str, options: dict[str, Any])
     return found
 
 
-@pytest.mark.parametrize("late", [1, 4], ids=["in the first calls", "later"])
+@pytest.mark.parametrize("late", [1, *further(4)], ids=["in the first calls", "later"])
 @pytest.mark.parametrize("kind", ["one step behind", "shuffled", "another target"])
 def test_a_rank_with_other_data_is_named_on_all_ranks_in_that_call(kind: str, late: int) -> None:
     for found in run_ranks(behind, 3, 3, late, kind, {}):

@@ -21,7 +21,9 @@ from graphpp.batch.cut_batch import microbatch_sizes
 from tests import internals
 from tests.distributed import run_ranks
 from tests.exhaustive import further
+from tests.training import capturing
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 VOCABULARY, WIDTH = 11, 8
 
 
@@ -102,11 +104,12 @@ def on_rank(rank: int, what: str, schedule: str) -> tuple[dict[str, Any], Tensor
     """A pipeline's gradients and buffers on this rank, and the losses."""
     model = Tagger()
     pipe = graphpp.compile(model, loss, split=SPLITS[schedule], schedule=schedule, microbatches=4)
-    if what == "uneven":
-        result = pipe.step(tokens(10), target=tokens(10, seed=1))
-    else:
-        for part in several():
-            result = pipe.step_microbatches(part)
+    with capturing("test_shapes"):
+        if what == "uneven":
+            result = pipe.step(tokens(10), target=tokens(10, seed=1))
+        else:
+            for part in several():
+                result = pipe.step_microbatches(part)
     local = {fqn: parameter.grad for fqn, parameter in pipe.named_parameters()} | dict(pipe.named_buffers())
     return local, result.losses
 
@@ -120,8 +123,8 @@ def several() -> list[list[Microbatch]]:
 @pytest.mark.parametrize(
     ("what", "schedule"),
     [
-        *(("several", "Interleaved1F1B"), ("uneven", "1F1B"), ("uneven", "LoopedBFS")),
-        *further(("several", "1F1B"), ("several", "LoopedBFS"), ("uneven", "Interleaved1F1B")),
+        *(("several", "Interleaved1F1B"), ("uneven", "1F1B")),
+        *further(("uneven", "LoopedBFS"), ("several", "1F1B"), ("several", "LoopedBFS"), ("uneven", "Interleaved1F1B")),
     ],
 )
 def test_two_ranks_run_microbatches_of_different_shapes(what: str, schedule: str) -> None:

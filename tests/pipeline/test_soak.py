@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.exhaustive import further
-
 ROOT = Path(__file__).parents[2]
 SOAK = ROOT / "benchmarks" / "soak.py"
 
@@ -28,8 +26,8 @@ def soak() -> dict[str, Any]:
         sys.path.remove(str(SOAK.parent))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [100, *further(200)])
+@pytest.mark.exhaustive  # `test_growth_is_told` reads the same notes
+@pytest.mark.parametrize("steps", [100, 200])
 def test_nothing_grows_on_two_ranks(steps: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -16,15 +16,21 @@ from tests.distributed import run_ranks
 from tests.models import Batch, Case
 from tests.reference import eager_steps, gradients
 from tests.special_models import CUTS, SPECIAL
-from tests.training import compiled, differences, eager, joined, local_grads, step, trained, unequal
+from tests.training import capturing, compiled, differences, eager, joined, local_grads, step, trained, unequal
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 TWO = {"split": CUTS[2], "schedule": "1F1B"}
 FOUR = {"split": CUTS[4], "schedule": "Interleaved1F1B"}
 
 
 def on_ranks(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`fn(rank, *args)` on every rank; one rank is this process."""
-    return [fn(0, *args)] if ranks == 1 else run_ranks(fn, ranks, *args)
+    """`fn(rank, *args)` on every rank, whose calls share captured graphs; one rank is this process."""
+    return [fn(0, *args)] if ranks == 1 else run_ranks(with_shared_captures, ranks, fn, *args)
+
+
+def with_shared_captures(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+    with capturing("test_step"):
+        return fn(rank, *args)
 
 
 # ------------------------------------------------------------------------------------------------ the same numbers
@@ -54,7 +60,7 @@ def summed(rank: int, reduction: str) -> tuple[Tensor, Tensor]:
 
 def test_the_loss_is_the_mean_or_the_sum() -> None:
     for reduction in ("mean", "sum"):
-        for loss, losses in run_ranks(summed, 2, reduction):
+        for loss, losses in on_ranks(2, summed, reduction):
             assert losses.shape == (4,) and loss.shape == ()
             torch.testing.assert_close(loss, getattr(losses, reduction)())
 
@@ -79,7 +85,7 @@ def tied_run(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 
 def test_tied_parameter_across_ranks() -> None:
-    (grads, norms, weights), *others = run_ranks(tied_run, 2)
+    (grads, norms, weights), *others = on_ranks(2, tied_run)
     for other_grads, other_norms, other_weights in others:
         assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(norms, other_norms, strict=True))
@@ -142,7 +148,7 @@ def test_every_number_of_microbatches_and_shape_in_one_pipeline() -> None:
     for count in (3, 8, 3):
         for part in case.batch.microbatches(count):
             (F.cross_entropy(case.model(*part.args), part.target) / count).backward()
-    assert unequal(joined(run_ranks(several_sizes, 2)), gradients(case.model)) == []
+    assert unequal(joined(on_ranks(2, several_sizes)), gradients(case.model)) == []
 
 
 # ------------------------------------------------------------------------------------------------ modes
@@ -309,7 +315,7 @@ def mixed_dtypes(rank: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_norm_over_several_dtypes() -> None:
-    for total, (norm,) in run_ranks(mixed_dtypes, 2):
+    for total, (norm,) in on_ranks(2, mixed_dtypes):
         assert torch.equal(norm, total)
 
 
@@ -376,7 +382,7 @@ def two_on_ranks(rank: int) -> list[dict[str, Tensor | None]]:
 
 
 def test_two_pipelines_on_the_same_ranks() -> None:
-    parts = run_ranks(two_on_ranks, 2)
+    parts = on_ranks(2, two_on_ranks)
     twin = SPECIAL["plain"]()
     for part in 2 * twin.batch.microbatches(4):
         (F.cross_entropy(twin.model(*part.args), part.target) / 4).backward()

@@ -206,7 +206,7 @@ def measured(rank: int, schedule: str, keep: int | None) -> None:
         compiled(mesh=mesh, parallel=parallel, schedule=schedule, memory=graphpp.Memory(cap=most - 1))[0].step(x, target=x)
 
 
-@pytest.mark.parametrize(("schedule", "keep"), [("Interleaved1F1B", None), ("LoopedBFS", 1), *further(("Interleaved1F1B", 1))])
+@pytest.mark.parametrize(("schedule", "keep"), [("LoopedBFS", 1), *further(("Interleaved1F1B", None), ("Interleaved1F1B", 1))])
 def test_ranks_with_shards_hold_what_the_plan_says(schedule: str, keep: int | None) -> None:
     run_ranks(measured, 4, schedule, keep)
 
@@ -284,6 +284,6 @@ def test_a_step_makes_the_bytes_of_the_plan() -> None:
     run_ranks(counted, 2, 2, ["1F1B", "ZB1P", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B"])
 
 
-@pytest.mark.parametrize(("ranks", "replicas", "rows"), [(1, 3, 128), (2, 2, 512), *further((1, 2, 512))])
+@pytest.mark.parametrize(("ranks", "replicas", "rows"), [(1, 3, 128), *further((2, 2, 512), (1, 2, 512))])
 def test_a_step_of_a_replica_makes_the_bytes_of_the_plan(ranks: int, replicas: int, rows: int) -> None:
     run_ranks(counted, ranks * replicas, ranks, ["1F1B", "Interleaved1F1B"], replicas, rows)

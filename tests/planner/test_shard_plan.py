@@ -19,6 +19,7 @@ from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 INTERLEAVED = {group: partial(graphpp.schedules.megatron_interleaved, group=group) for group in (4, 8, 16, 32)}
 
@@ -122,11 +123,13 @@ def measured(rank: int, schedule: str, keep: int | None, dtypes: Dtypes) -> None
     ("schedule", "keep", "dtypes"),
     [
         ("Interleaved1F1B", None, (None, None, torch.float64)),
-        ("Interleaved1F1B", 1, (None, None, torch.float64)),
-        ("LoopedBFS", 1, (None, torch.bfloat16, None)),
         ("LoopedBFS", 1, (torch.bfloat16, None, None)),
-        ("Interleaved1F1B", 1, (torch.bfloat16, torch.bfloat16, torch.float32)),
-        ("Interleaved1F1B", None, (torch.bfloat16, None, torch.float32)),
+        *further(
+            ("Interleaved1F1B", 1, (None, None, torch.float64)),
+            ("LoopedBFS", 1, (None, torch.bfloat16, None)),
+            ("Interleaved1F1B", 1, (torch.bfloat16, torch.bfloat16, torch.float32)),
+            ("Interleaved1F1B", None, (torch.bfloat16, None, torch.float32)),
+        ),
     ],
 )
 def test_a_step_sends_and_holds_what_the_plan_says(schedule: str, keep: int | None, dtypes: Dtypes) -> None:

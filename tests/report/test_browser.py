@@ -1,7 +1,7 @@
 """The page in a real browser: charts are painted and answer to the pointer, the keys and the controls; nothing is loaded.
 
 Needs Chromium (Debian: `apt-get install chromium`) and the Python package `playwright`; skipped without them. Colours are read
-from the canvas of a chart, pixel by pixel.
+from the canvas of a chart, pixel by pixel. `make test` paints the charts; `make test-all` operates them.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def test_every_chart_is_painted(shown: Shown) -> None:
     assert shown.page.locator(".loading").count() == 0
 
 
+@pytest.mark.exhaustive
 def test_buttons_keys_and_the_wheel_zoom_all_timelines(shown: Shown) -> None:
     assert shown.zoom() == [0, 100]
     shown.page.click("[data-zoom=in]")
@@ -158,6 +159,7 @@ def test_buttons_keys_and_the_wheel_zoom_all_timelines(shown: Shown) -> None:
     assert until(lambda: 0 < shown.zoom()[1] - shown.zoom()[0] < 100)
 
 
+@pytest.mark.exhaustive
 def test_the_pointer_shows_an_action_and_a_click_selects_its_microbatch(shown: Shown) -> None:
     before = shown.picture("timeline-1")
     shown.page.mouse.move(*box_of(shown, 2))
@@ -176,6 +178,7 @@ def test_the_pointer_shows_an_action_and_a_click_selects_its_microbatch(shown: S
     assert until(lambda: shown.picture("timeline-1") == before)
 
 
+@pytest.mark.exhaustive
 def test_the_theme_follows_the_system_and_the_switch(shown: Shown) -> None:
     assert shown.has_theme("light")
     shown.page.emulate_media(color_scheme="dark")
@@ -191,12 +194,14 @@ def test_the_theme_follows_the_system_and_the_switch(shown: Shown) -> None:
     shown.page.select_option("#theme", "auto")
 
 
+@pytest.mark.exhaustive
 def test_patterns_can_be_switched_off(shown: Shown) -> None:
     patterned = shown.painted("memory-peaks")
     shown.page.uncheck("#patterns")
     assert until(lambda: shown.painted("memory-peaks") < patterned)
 
 
+@pytest.mark.exhaustive
 def test_print_is_light_and_without_controls(shown: Shown) -> None:
     shown.page.emulate_media(color_scheme="dark")
     assert shown.has_theme("dark")
@@ -213,6 +218,7 @@ def test_print_is_light_and_without_controls(shown: Shown) -> None:
     assert shown.page.locator(".controls").first.is_visible()
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
     row = shown.page.locator("[data-plan='0']")
     row.locator("button").press("Enter")
@@ -230,6 +236,7 @@ def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
     assert row.get_attribute("data-chosen") is None
 
 
+@pytest.mark.exhaustive
 def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
     shown.page.hover("#memory-time", position={"x": 420, "y": 160})
     tip = shown.page.locator("#memory-time > div").last
@@ -240,6 +247,7 @@ def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
     assert sizes.pop("together") == pytest.approx(sum(sizes.values()), abs=0.3)
 
 
+@pytest.mark.exhaustive
 def test_a_cap_far_above_leaves_the_bars_their_height(context: Any, tmp_path: Path) -> None:
     step = timeline("1F1B", 2, 2, 4)
     for number, (cap, far) in enumerate([(300 * MIB, False), (80_000 * MIB, True)]):
@@ -250,6 +258,7 @@ def test_a_cap_far_above_leaves_the_bars_their_height(context: Any, tmp_path: Pa
         shown.page.close()
 
 
+@pytest.mark.exhaustive
 def test_texts_of_users_run_nothing(context: Any, tmp_path: Path) -> None:
     page = full_page(word=NASTY)
     shown = Shown(context, write_page(page, tmp_path / "page.html"))
@@ -261,6 +270,7 @@ def test_texts_of_users_run_nothing(context: Any, tmp_path: Path) -> None:
     shown.page.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "microbatches"), [(24, 192), *further((64, 512))])
 def test_a_large_step_is_small_and_soon_painted(
     ranks: int, microbatches: int, context: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]

@@ -46,7 +46,7 @@ def verified(case: Case, stages: int = 2, schedule: str = "1F1B", **options: Any
     ("stages", "schedule", "ranks"),
     [(1, "auto", 1), (2, "GPipe", None), (4, "1F1B", None), (4, "Interleaved1F1B", None), (4, "LoopedBFS", 2)],
 )
-@pytest.mark.parametrize("name", ["norms", "tied", "partial"])
+@pytest.mark.parametrize("name", ["norms", *further("tied", "partial")])
 def test_right_models_are_ok(name: str, stages: int, schedule: str, ranks: int | None) -> None:
     found = verified(SPECIAL[name](), stages, schedule, ranks=ranks, microbatches=3)
     assert found.ok and found.eager.compared, str(found)

@@ -12,9 +12,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-# One model of each kind: tied decoder, mixture of experts, low-rank adapters, state space, shared layers, encoder and decoder,
-# convolutions with running statistics, U-Net, two towers.
-KINDS = ("gpt2", "mixtral", "lora_llama", "mamba", "albert", "t5", "resnet", "unet", "clip")
+# A decoder with tied weights, and convolutions with running statistics; `make models` and the nightly run take all models.
+KINDS = ("gpt2", "resnet")
 
 
 def assert_cut_is_uncut(visit: Visit) -> None:
@@ -43,7 +42,8 @@ def assert_frozen_have_no_gradient(name: str, visit: Visit) -> None:
     assert all(grads[fqn] is None for run in (visit.uncut, *visit.cut) for grads in run.grads for fqn in frozen)
 
 
-@pytest.mark.parametrize("name", ["gpt2", *further("llama", "t5")])
+@pytest.mark.exhaustive  # tests/end_to_end/test_torch_defects.py has dropout under a cut
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_with_dropout(name: str) -> None:
     assert ZOO[name].dropout
     visit = run_model(name, dropout=0.2)

@@ -29,7 +29,7 @@ from graphpp._torch.distributed import timeout_of
 from graphpp.parallel.groups import PeerLost, reaches
 from graphpp.parallel.same_host.memory import Frame, Inbox, Peer, Slot
 
-STEP, CONTROL = 0, 1  # channels: the messages of a table, and what all ranks exchange before and after it
+STEP, CONTROL = 0, 1  # channels: the messages of a table, and the exchanges of all ranks before and after it
 _READ = 2  # in the place of a channel: a message was read whose sender waits for that
 _SLICE = 0.25  # seconds after which a rank that waits first looks whether the other rank's connection is there
 
@@ -139,7 +139,7 @@ class SameHost:
         self._until(self._peers[arrival.peer], lambda: arrival.there)
 
     def poll(self) -> None:
-        """Read what has arrived."""
+        """Read the frames that have arrived."""
         while self._inbox.ready():
             self._sort(self._inbox.read())
 
@@ -156,7 +156,7 @@ class SameHost:
         return slot
 
     def _until(self, peer: Peer, done: Callable[[], bool]) -> None:
-        """Read what arrives from any rank until `done()`. Raises `PeerLost` if `peer` has ended, or is late."""
+        """Read frames of any rank until `done()`. Raises `PeerLost` if `peer` has ended, or is late."""
         began, seconds = time.monotonic(), _SLICE
         while not done():
             arrived, ended = peer.wait(seconds)

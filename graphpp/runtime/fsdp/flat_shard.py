@@ -130,7 +130,7 @@ class FlatShard:
         return (self.values if flat is None else flat).as_strided(shape, region.stride, region.start)
 
     def rows(self, fqn: str) -> torch.Tensor:
-        """This rank's rows of a parameter, [elements], padded to as many as the first rank has: what a gather sends."""
+        """This rank's rows of a parameter, [elements], padded to as many as the first rank has; a gather sends these."""
         region = self.layout.regions[fqn]
         return self.values[region.start :][: region.elements]
 

@@ -84,7 +84,7 @@ class ShardedGradients:
             sums.start({}, {fqn: precision.of_sums(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
 
     def reduce(self, stage: int) -> None:
-        """Start to sum over the ranks what the stage's gradients add up to by now."""
+        """Start to sum the stage's gradients so far over the ranks."""
         self._add_started()  # their memory goes back before more is taken
         taken = self._stages[stage].take()
         self._partial.add_up(taken)

@@ -60,7 +60,7 @@ class WholeGradients:
             sums.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
     def reduce(self, stage: int) -> None:
-        """Start to average a stage's gradients over the replicas, but for those of tied parameters."""
+        """Start to average a stage's gradients over the replicas; tied parameters follow in `finish`."""
         if stage not in self._reduced:
             self._reduced.add(stage)
             sums = self._stages[stage].sums

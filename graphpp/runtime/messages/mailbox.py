@@ -11,7 +11,7 @@ Contract
   every message is posted as a batch, if only of one.
 - At most `DEPTH` messages to one rank are in flight. A further send first waits for the oldest: an earlier event of the total
   order, so this wait cannot deadlock either. A sent tensor is released as soon as its send is known to be complete. Where the
-  transport copies what it sends, a send is complete at once.
+  transport copies the tensors of a send, the send is complete at once.
 - On CUDA messages run on NCCL's streams: a posted send waits for the current stream's work so far, and `wait` makes the current
   stream wait, never the host. `Message.done` asks without waiting.
 - A lost connection raises `PeerLost`, which names the peer.

@@ -12,8 +12,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 
 import graphpp
 from tests.distributed import run_ranks
-from tests.expert_parallel import batch, compiled, mixture
+from tests.expert_parallel import mixture
 from tests.sharding import Mesh
+from tests.tensor_parallel import batch, compiled
 
 EXPERTS, PIPE = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep"))
 

@@ -15,9 +15,9 @@ import graphpp
 from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.expert_parallel import MICROBATCHES, batch, compiled, loss, mixture, train, train_alone, train_on_mesh
+from tests.expert_parallel import mixture, train_alone, train_on_mesh
 from tests.sharding import Mesh
-from tests.tensor_parallel import Trained
+from tests.tensor_parallel import MICROBATCHES, Trained, assert_near, batch, compiled, loss, train
 
 ALONE, PIPE, TURNED = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh((2, 2), ("ep", "pp"))
 REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "ep")), Mesh((2, 2), ("dp_shard", "ep"))
@@ -70,9 +70,9 @@ def gradients_beside_eager(rank: int, mesh: Mesh, options: dict[str, Any]) -> li
     ("mesh", "stages", "schedule"),
     [
         (PIPE, 4, "Interleaved1F1B"),
-        (SHARDS, 1, "auto"),
-        (SHARDED_PIPE, 4, "ZBVZeroBubble"),
         *further(
+            (SHARDS, 1, "auto"),
+            (SHARDED_PIPE, 4, "ZBVZeroBubble"),
             (ALONE, 2, "1F1B"),
             (PIPE, 2, "1F1B"),
             (TURNED, 2, "GPipe"),
@@ -89,23 +89,14 @@ def test_gradients_have_eagers_bits(mesh: Mesh, stages: int, schedule: str) -> N
     assert run_ranks(gradients_beside_eager, mesh.ranks, mesh, options) == [[]] * mesh.ranks
 
 
-def assert_near(found: Trained, expected: Trained) -> None:
-    torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
-    for mine, theirs in zip(found.grads, expected.grads, strict=True):
-        for fqn, gradient in mine.items():
-            torch.testing.assert_close(gradient, theirs[fqn], rtol=1e-5, atol=1e-6)
-    for fqn, parameter in found.params.items():
-        torch.testing.assert_close(parameter, expected.params[fqn], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("mesh", "options", "flat"),
     [
-        (REPLICAS, {}, False),
         (SHARDS, {"split": CUTS[2], "parallel": graphpp.Parallel(keep=0)}, False),
-        (SHARDED_PIPE, {"split": CUTS[4], "schedule": "LoopedBFS", "parallel": graphpp.Parallel(keep=1)}, True),
-        (ALONE, {"parallel": graphpp.Parallel(sum_order="any")}, False),
         *further(
+            (ALONE, {"parallel": graphpp.Parallel(sum_order="any")}, False),
+            (REPLICAS, {}, False),
+            (SHARDED_PIPE, {"split": CUTS[4], "schedule": "LoopedBFS", "parallel": graphpp.Parallel(keep=1)}, True),
             (REPLICAS, {"split": CUTS[2], "parallel": graphpp.Parallel(sum_order="any")}, False),
             (SHARDS, {"split": CUTS[2], "parallel": graphpp.Parallel(sum_order="any")}, False),
             (FLAT, {"split": CUTS[2], "parallel": graphpp.Parallel(keep=0, sum_order="any")}, True),
@@ -134,7 +125,7 @@ def train_with_layers(rank: int, mesh: Mesh, options: dict[str, Any]) -> Trained
     made = mesh.made()
     model = mixture(made["ep"])
     parallelize_module(model, made["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
-    return train(compiled(made, model, **options), mesh.replica(rank), flat=False)
+    return train(compiled(made, model, **options), [mesh.replica(rank)])
 
 
 @pytest.mark.parametrize(

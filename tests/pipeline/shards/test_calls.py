@@ -15,6 +15,7 @@ import graphpp
 from graphpp._torch.this_thread import replaced
 from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.sharding import Mesh, batch, compiled, example, odd, sgd
 from tests.special_models import CUTS
 
@@ -50,7 +51,7 @@ def evaluated_alone() -> Evaluations:
     return evaluations(compiled(None, odd(), example=example()))
 
 
-@pytest.mark.parametrize(("mesh", "keep"), [(SHARD2, None), (SHARD2, 0), (PIPE, 1)])
+@pytest.mark.parametrize(("mesh", "keep"), [(SHARD2, 0), *further((SHARD2, None), (PIPE, 1))])
 def test_evaluations_are_those_of_one_process(mesh: Mesh, keep: int | None) -> None:
     ranks = run_ranks(evaluated, mesh.ranks, mesh, keep)
     assert all(found[0][1] is not None for found in ranks[-mesh.size("dp_shard") :])  # the last stage has the outputs
@@ -104,27 +105,6 @@ def overflowing(rank: int) -> tuple[float, dict[str, Tensor]]:
 
 def test_an_overflow_of_one_replica_skips_the_step_everywhere() -> None:
     run_ranks(overflowing, 4)
-
-
-def accumulated(rank: int) -> None:
-    """Two steps without zero_grad add up, as do steps after `set_to_none=False`."""
-    pipe = compiled(SHARD2.made(), odd(), example=example())
-    first = batch(rank)
-    pipe.step(first[0], target=first[1])
-    once = {fqn: whole_tensor(p.grad).clone() for fqn, p in pipe.named_parameters() if p.grad is not None}
-    pipe.step(first[0], target=first[1])
-    for fqn, parameter in pipe.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(whole_tensor(parameter.grad), 2 * once[fqn], rtol=1e-6, atol=1e-7)
-    pipe.zero_grad(set_to_none=False)
-    pipe.step(first[0], target=first[1])
-    for fqn, parameter in pipe.named_parameters():
-        if parameter.grad is not None:
-            assert torch.equal(whole_tensor(parameter.grad), once[fqn])
-
-
-def test_gradients_of_several_steps_add_up() -> None:
-    run_ranks(accumulated, 2)
 
 
 def hooked(rank: int) -> list[str]:

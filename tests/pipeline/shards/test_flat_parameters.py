@@ -65,7 +65,7 @@ def both_ways(rank: int, mesh: Mesh, kind: Any) -> None:
         torch.testing.assert_close(found[1][1][fqn], value, rtol=1e-6, atol=1e-7, msg=fqn)  # foreach and vector tails round
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [(SHARD3, torch.optim.SGD), (PIPE, torch.optim.AdamW)])
+@pytest.mark.parametrize(("mesh", "kind"), [(PIPE, torch.optim.AdamW), *further((SHARD3, torch.optim.SGD))])
 def test_flat_parameters_train_as_all_parameters_do(mesh: Mesh, kind: Any) -> None:
     run_ranks(both_ways, mesh.ranks, mesh, kind)
 

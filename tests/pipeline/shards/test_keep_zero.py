@@ -33,8 +33,8 @@ MOMENT = 10.0  # seconds in which a thread that is ready gets to run, also on a 
     [
         (SHARD3, 2, "LoopedBFS", True),
         (PIPE, 4, "ZBVZeroBubble", True),
-        (HYBRID, 1, "auto", False),
         *further(
+            (HYBRID, 1, "auto", False),
             (SHARD4, 1, "auto", False),
             (PIPE, 2, "1F1B", False),
             (PIPE, 4, "DualPipeV", True),
@@ -54,6 +54,7 @@ def test_gradients_and_norms_are_those_of_a_loop_but_for_rounding(
         assert torch.equal(torch.stack(found.norms), torch.stack(ranks[0].norms))
 
 
+@pytest.mark.exhaustive  # test_training.py has the same for stages that are kept
 def test_schedules_change_no_bit() -> None:
     """Rows add up in the order of the microbatches, in whatever order the backwards run."""
     cases = [(2, "1F1B"), (4, "ZBVZeroBubble"), (4, "DualPipeV")]
@@ -186,10 +187,10 @@ def measured(rank: int, more: dict[str, Any], dtypes: Dtypes) -> None:
 @pytest.mark.parametrize(
     ("more", "dtypes"),
     [
-        ({}, (None, None, None)),
         ({"schedule": "ZBVZeroBubble"}, (torch.bfloat16, None, torch.float32)),
-        ({"memory": "full"}, (None, torch.bfloat16, None)),
         *further(
+            ({}, (None, None, None)),
+            ({"memory": "full"}, (None, torch.bfloat16, None)),
             ({"schedule": "LoopedBFS", "memory": 0.5}, (None, None, torch.float64)),
             ({"schedule": "DualPipeV"}, (torch.bfloat16, torch.bfloat16, torch.float32)),
             ({"backend": "inductor"}, (None, None, None)),

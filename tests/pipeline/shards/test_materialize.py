@@ -76,8 +76,7 @@ def alone(rank: int, function: Any, seed: int | None) -> Part:
     [
         (ONE, None, init, None),
         (SHARD2, None, scaled, None),
-        (SHARD4, ["blocks.1", "blocks.3"], init, 7),
-        (PIPE, ["blocks.1.up"], init, None),
+        *further((SHARD4, ["blocks.1", "blocks.3"], init, 7), (PIPE, ["blocks.1.up"], init, None)),
         *further((HYBRID, None, scaled, 7), (SHARD3, None, scaled, None), (PIPE, 2, init, 7), (SHARD4, None, init, None)),
     ],
 )
@@ -152,8 +151,8 @@ def write(form: str, state: dict[str, Tensor], folder: Path) -> None:
     ("mesh", "split", "form"),
     [
         (SHARD2, None, "distributed"),
-        (PIPE, 2, "not all"),
-        *further((SHARD3, None, "safetensors"), (HYBRID, None, "torch"), (ONE, None, "safetensors"), (PIPE, 2, "distributed")),
+        *further((PIPE, 2, "not all"), (SHARD3, None, "safetensors"), (HYBRID, None, "torch")),
+        *further((ONE, None, "safetensors"), (PIPE, 2, "distributed")),
     ],
 )
 def test_weights_are_those_of_the_files(mesh: Mesh, split: Any, form: str, tmp_path: Path) -> None:
@@ -200,9 +199,8 @@ def uniform(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("mesh", "form"),
     [
-        (SHARD4, "init"),
         (PIPE, "safetensors"),
-        *further((PIPE, "init"), (SHARD4, "safetensors"), (SHARD4, "torch"), (SHARD4, "distributed")),
+        *further((SHARD4, "init"), (PIPE, "init"), (SHARD4, "safetensors"), (SHARD4, "torch"), (SHARD4, "distributed")),
     ],
 )
 def test_a_rank_takes_memory_for_its_shards_and_one_layer(mesh: Mesh, form: str, tmp_path: Path) -> None:

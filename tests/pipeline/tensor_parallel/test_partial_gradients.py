@@ -12,6 +12,7 @@ import graphpp
 from graphpp.runtime.dtensors import whole_tensor
 from graphpp.runtime.program import Phase
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.sharding import Mesh
 from tests.tensor_parallel import batch, compiled, decoder, spread
 
@@ -62,8 +63,8 @@ def accumulated_alone(replicas: int, steps: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (PIPE, {"split": ["layers.1"], "schedule": "ZB1P"}),
         (SHARDS, {"split": ["layers.1"], "schedule": "LoopedBFS", "parallel": graphpp.Parallel(keep=1)}),
+        *further((PIPE, {"split": ["layers.1"], "schedule": "ZB1P"})),
     ],
 )
 def test_gradients_of_earlier_steps_are_not_summed_again(mesh: Mesh, options: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
 from graphpp.schedules.rewrite.unbatch_p2p import unbatch_p2p
 from graphpp.schedules.table.actions import Kind
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.special_models import CUTS
 from tests.training import CASES, compiled, differences, eager, local_grads, same, step, trained
 
@@ -36,11 +37,9 @@ def calls(schedule: Schedule) -> int:
     ("name", "ranks", "microbatches", "verbs"),
     [
         ("1F1B", 2, 8, ("send_forward_recv_backward",)),
-        ("1F1B", 4, 8, ("send_backward_recv_forward",)),
-        ("1F1B", 4, 4, ("send_forward_recv_forward",)),
+        *further(("1F1B", 4, 8, ("send_backward_recv_forward",)), ("1F1B", 4, 4, ("send_forward_recv_forward",))),
         ("GPipe", 4, 6, ("send_backward_recv_backward",)),
-        ("1F1B", 4, 8, ("all",)),
-        ("Interleaved1F1B", 2, 8, ("all",)),
+        *further(("1F1B", 4, 8, ("all",)), ("Interleaved1F1B", 2, 8, ("all",))),
         ("Interleaved1F1B", 2, 8, tuple(VERBS)),
         ("ZBV", 2, 2, tuple(VERBS)),
     ],
