@@ -55,10 +55,8 @@ def read_offload(form: OffloadLike) -> Offload | None:
         return None
     if isinstance(form, Offload):
         return form
-    if form is True:
-        return Offload()
     if isinstance(form, int | float):
-        return Offload(fraction=form)
+        return Offload(fraction=float(form))
     if callable(form) and not isinstance(form, type):
         return Offload(values=form)
     raise GraphPPError(f"take None, {OFFLOAD_FORMS}, got {shown(form)}")

@@ -43,8 +43,7 @@ class Recompute:
     def __post_init__(self) -> None:
         if self.layers is not None and not _are_names(self.layers):
             raise GraphPPError(f"layers: take a list of FQNs, or None, got {shown(self.layers)}")
-        known = self.nodes is None or (isinstance(self.nodes, str) and self.nodes == "selective")
-        if not known and (isinstance(self.nodes, str | type) or not callable(self.nodes)):
+        if self.nodes not in (None, "selective") and not _is_function(self.nodes):
             raise GraphPPError(f"nodes: take a function of a node, 'selective', or None, got {shown(self.nodes)}")
         for name in ("weight_grad", "free"):
             require(GraphPPError, name, FLAG, getattr(self, name))
@@ -60,24 +59,21 @@ RECOMPUTE_FORMS = '"full", "selective", a fraction, FQNs, a function of a node, 
 
 def is_recompute(form: object) -> bool:
     """Whether a form is one that `read_recompute` takes, by its type."""
-    word = isinstance(form, str) and form in ("full", "selective")
-    function = callable(form) and not isinstance(form, type)
-    return isinstance(form, Recompute) or word or _is_number(form) or _are_names(form) or function
+    return isinstance(form, Recompute) or _is_word(form) or _is_number(form) or _are_names(form) or _is_function(form)
 
 
 def read_recompute(form: RecomputeLike) -> Recompute | None:
     """Any form as a `Recompute`; None stays None. Raises `GraphPPError` for anything else."""
     if form is None or isinstance(form, Recompute):
         return form
-    if isinstance(form, str):
-        if form in ("full", "selective"):
-            return Recompute(nodes="selective" if form == "selective" else None)
-    elif isinstance(form, int | float):
-        return Recompute(fraction=_number(form))
-    elif callable(form) and not isinstance(form, type):
-        return Recompute(nodes=form)
-    elif _are_names(form):
-        return Recompute(tuple(form))  # type: ignore[arg-type]  # a sequence of str, as `_are_names` says
+    if _is_word(form):
+        return Recompute(nodes="selective" if form == "selective" else None)
+    if _is_number(form):
+        return Recompute(fraction=form)  # type: ignore[arg-type]
+    if _are_names(form):
+        return Recompute(tuple(form))  # type: ignore[arg-type]
+    if _is_function(form):
+        return Recompute(nodes=form)  # type: ignore[arg-type]
     raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {shown(form)}")
 
 
@@ -90,10 +86,8 @@ def describe_recompute(choice: Recompute | None) -> list[str]:
     return [f"{usual}, fraction={choice.fraction}, free={choice.free}"]
 
 
-def _number(form: float) -> float:
-    if isinstance(form, bool):
-        raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {shown(form)}")
-    return form
+def _is_word(form: object) -> bool:
+    return isinstance(form, str) and form in ("full", "selective")
 
 
 def _is_number(form: object) -> bool:
@@ -102,3 +96,7 @@ def _is_number(form: object) -> bool:
 
 def _are_names(form: object) -> bool:
     return isinstance(form, Sequence) and not isinstance(form, str) and all(isinstance(name, str) for name in form)
+
+
+def _is_function(form: object) -> bool:
+    return callable(form) and not isinstance(form, str | type)

@@ -1,7 +1,7 @@
 """Agreement among ranks: all ranks of a group go on together, or all raise.
 
-Ranks compare what they are about to do when a pipeline is made, at the start of each step, and when a step is compiled, because
-ranks that run different messages or collectives would hang.
+Ranks compare what they are about to do when a pipeline is made, at the start of each step, and when a step is compiled: ranks
+that run different messages or collectives would hang.
 
 Contract
 --------
@@ -10,8 +10,6 @@ Contract
 - If all ranks agree, they exchange one all-reduce: a digest of their facts, a checksum of the tensors that they were given, and
   the complements of both. Where these differ, one rank of each kind sends its text, of the kinds that failed and then of the
   most frequent ones, at most `_KINDS`.
-- `from_first` runs work on the first rank alone and gives the resulting bytes to all ranks. `same` tells whether all ranks
-  have equal bytes.
 - The exchange runs on the CPU if the group has a CPU backend, so that no step waits for a GPU.
 """
 
@@ -80,7 +78,8 @@ class Agreement:
         found = self.largest([*words, *complements, *flags])
         most, least, lacking = found[:3], found[3:6], found[6]
         same = [high == ~low for high, low in zip(most, least, strict=True)]  # the complement of the least value is largest
-        if not (same[0] and same[1] and (same[2] or most[2] == least[2] == _LEAST)):
+        same[2] |= most[2] == least[2] == _LEAST
+        if not all(same):
             kinds = self._of_each_kind(facts)
             refuse_differences(kinds)
             _refuse_other_calls(kinds)
@@ -155,7 +154,7 @@ class Agreement:
     def _of_each_kind(self, facts: Facts) -> dict[str, Lines]:
         """The lines of every rank by its name; ranks of the least frequent kinds are left out."""
         text = json.dumps(facts.all_lines).encode()
-        mine = bytearray(bytes([facts.failed]) + hashed(text))
+        mine = bytearray(bytes([failure_in(facts.lines) is not None]) + hashed(text))
         digests = [bytes(row) for row in self.of_all(torch.frombuffer(mine, dtype=torch.uint8)).tolist()]
         frequent = sorted(Counter(digests).items(), key=lambda kind: (-kind[0][0], -kind[1], digests.index(kind[0])))
         sent = {kind: self._broadcast(text, digests.index(kind)) for kind, _ in frequent[:_KINDS]}

@@ -32,11 +32,6 @@ class Facts:
         """The facts of a rank whose own work failed."""
         return cls({_ERROR: [f"{type(error).__name__}: {error}"]})
 
-    @property
-    def failed(self) -> bool:
-        """Whether these are the facts of a rank whose own work failed."""
-        return _ERROR in self.lines
-
     def adding(self, lines: Mapping[str, Sequence[str]], sums: Mapping[str, int | None] | None = None) -> Facts:
         """The facts with more lines and checksums; under a name of both, the new ones."""
         return Facts(lines, {**self.sums, **(sums or {})}, self)

@@ -4,6 +4,8 @@
     `GraphKey`     all that a captured graph depends on                 -> the graph (`graph_cache.py`)
     `GraphKey.of_kind`   the same without the sizes of the tensors      -> graphs with open sizes (`varying_sizes.py`)
 
+Compiled regions, and their entries on disk, have keys of their own (`passes/stage/region_key.py`).
+
 Contract: equal keys mean equal graphs. A forward may change numbers in attributes, and the capture has shown that the graph
 holds for the changed numbers too. `after_step` changes them as eager does, and from then on the graph is found under the
 changed numbers as well.

@@ -174,12 +174,6 @@ def test_an_earlier_run_s_files_go_and_others_stay(tmp_path: Path) -> None:
     assert not (folder / "train_4").exists()
 
 
-def test_the_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAPHPP_DUMP", str(tmp_path / "made" / "here"))
-    stepped("sequential", None)
-    assert (tmp_path / "made/here/rank0/train/plan.txt").exists()
-
-
 @pytest.mark.parametrize(
     "below", ["", "rank0", "rank0/train", "rank0/train/00_capture_joint.py", "rank0/train/plan.txt"]
 )

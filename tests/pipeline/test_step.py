@@ -119,22 +119,6 @@ def test_gradients_accumulate_over_steps(ranks: int) -> None:
     assert unequal(joined(on_ranks(ranks, accumulate_twice)), gradients(case.model)) == []
 
 
-def given_one_by_one(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
-    case = SPECIAL["plain"]()
-    pipe = compiled(case, **TWO)
-    parts = [graphpp.Microbatch(*part) for part in case.batch.microbatches(3)]
-    losses = pipe.step_microbatches(parts).losses
-    return losses, local_grads(pipe)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_microbatches_given_one_by_one(ranks: int) -> None:
-    found = on_ranks(ranks, given_one_by_one)
-    reference = eager("plain", 3, steps=1)
-    assert all(torch.equal(losses, reference.losses[0]) for losses, _ in found)
-    assert unequal(joined([grads for _, grads in found]), reference.grads[0]) == []
-
-
 def several_sizes(rank: int) -> dict[str, Tensor | None]:
     case = SPECIAL["plain"]()
     pipe = compiled(case, **TWO)
@@ -357,19 +341,6 @@ def test_the_forward_never_runs_on_data() -> None:
         pipe.eval(*case.batch.args)
     assert CALLS
     assert not any(CALLS)
-
-
-def test_two_pipelines_in_one_process() -> None:
-    first, second = SPECIAL["plain"](), SPECIAL["norms"]()
-    pipes = [compiled(first, **TWO, microbatches=4), compiled(second, **FOUR, microbatches=3)]
-    for _ in range(2):
-        for pipe, case in zip(pipes, (first, second), strict=True):
-            step(pipe, case.batch)
-    for case, count in ((first, 4), (second, 3)):
-        twin = SPECIAL["plain" if case is first else "norms"]()
-        for part in 2 * twin.batch.microbatches(count):
-            (F.cross_entropy(twin.model(*part.args), part.target) / count).backward()
-        assert unequal(gradients(case.model), gradients(twin.model)) == []
 
 
 def two_on_ranks(rank: int) -> list[dict[str, Tensor | None]]:
