@@ -76,7 +76,9 @@ def evaluate_sequence(
     """The times of a sequence. `like`: a sequence whose results are taken as far as it has the same elements and forms."""
     if any(candidate.beside):
         found = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
-        return found and Sequenced(elements.problem, candidate, found.makespan, found.total, elements, sequence, found.ends, [])
+        if found is None:
+            return None
+        return Sequenced(elements.problem, candidate, found.makespan, found.total, elements, sequence, found.ends, [])
     start, every = 0, elements.every
     if like is not None and like.candidate.whole == candidate.whole and like.states:
         other = like.sequence
