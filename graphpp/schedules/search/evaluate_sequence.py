@@ -4,9 +4,8 @@ Contract
     in    a sequence of a problem's elements, the forms of its backwards, and optionally a `Sequenced` that begins alike
     out   a `Sequenced`; None if a rank needs more bytes than it has, or if the total of the sequence is above `limit`
 
-A sequence has every element behind those that it reads, so one pass gives all times. `Sequenced.states` has the state of the
-ranks before every `Elements.every`th element, from which a sequence that begins alike goes on. Sequences with pairs are
-evaluated as rows.
+One pass gives all times. `Sequenced.states` has the state of the ranks before every `Elements.every`th element, from which a
+sequence that begins alike goes on. Sequences with pairs are evaluated as rows.
 """
 
 from __future__ import annotations
