@@ -16,16 +16,13 @@ from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
-from graphpp.passes.joint.delay_gradient_sums import delay_gradient_sums
+from graphpp.passes.joint.gradient_sums import delay_gradient_sums, split_tied_gradients
 from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
-from graphpp.passes.joint.merge_views import merge_views
-from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.joint.snapshot_buffers import snapshot_buffers
-from graphpp.passes.joint.split_tied_gradients import split_tied_gradients
+from graphpp.passes.joint.views import merge_views, relax_views
 from graphpp.passes.recompute.backward_needs import MayRecompute
-from graphpp.passes.recompute.choose_saved import RecomputeBudget, choose_recomputed
 from graphpp.passes.recompute.recompute_regions import RegionOf, always, recompute_regions
-from graphpp.passes.recompute.rematerialize import rematerialize
+from graphpp.passes.recompute.rematerialize import RecomputeBudget, choose_recomputed, rematerialize
 from graphpp.passes.stage.carry_numbers import carry_numbers, has_numbers_of_data
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.emit import emit

@@ -3,7 +3,7 @@
 Contract
     in   a `Recompute`, the module calls of a captured forward
     out  the region of each operation (`passes/recompute/recompute_regions.py`), None where its value is saved; the terms on
-         which single values are computed a second time (`passes/recompute/choose_saved.py`); the operations of I that W may
+         which single values are computed a second time (`passes/recompute/rematerialize.py`); the operations of I that W may
          repeat
     Raises `GraphPPError` for an FQN that is never called.
 """
@@ -21,8 +21,8 @@ from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost, OpCosts, is_cheap, is_heavy
 from graphpp.passes.recompute.backward_needs import MayRecompute
-from graphpp.passes.recompute.choose_saved import RecomputeBudget
 from graphpp.passes.recompute.recompute_regions import RegionOf, always
+from graphpp.passes.recompute.rematerialize import RecomputeBudget
 from graphpp.passes.stage.split_weight_grad import never
 from graphpp.planner.layers import repeated_layers
 

@@ -54,29 +54,23 @@ def first_in_results(
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     worst = "differs" if comparison.verdict == "differs" else "close"
     for role, node in sorted(joint.outputs(), key=lambda pair: order[pair[1]]):
-        for microbatch, found in _of_role(role, comparison):
-            if found.verdict == worst:
-                words = _RESULT[type(role)].format(getattr(role, "fqn", ""))
-                return _first_difference(words, node, found, _stage_of(role, compiled), microbatch)
+        words, differences = _of_role(role, comparison)
+        for microbatch, each in differences:
+            if each.verdict == worst:
+                return _first_difference(words, node, each, _stage_of(role, compiled), microbatch)
     return None
 
 
-_RESULT: dict[type, str] = {
-    program.Loss: "the loss",
-    program.Gradient: "the gradient of {}",
-    program.BufferUpdate: "the buffer {} after the step",
-}
-
-
-def _of_role(role: program.OutputRole, comparison: Comparison) -> list[tuple[int | None, Difference]]:
+def _of_role(role: program.OutputRole, comparison: Comparison) -> tuple[str, list[tuple[int | None, Difference]]]:
+    """A result in words, with its differences by microbatch."""
     match role:
         case program.Loss():
-            return list(enumerate(comparison.losses))
+            return "the loss", list(enumerate(comparison.losses))
         case program.Gradient(fqn):
-            return [(None, comparison.largest[fqn])]
+            return f"the gradient of {fqn}", [(None, comparison.largest[fqn])]
         case program.BufferUpdate(fqn):
-            return [(None, comparison.buffers[fqn])]
-    return []
+            return f"the buffer {fqn} after the step", [(None, comparison.buffers[fqn])]
+    return "", []
 
 
 def _stage_of(role: program.OutputRole, compiled: PipelineProgram | None) -> int | None:
@@ -137,32 +131,29 @@ class _Lines:
             return None
         action = next(self.actions)
         assert action.microbatch is not None
-        slot, microbatch, seen = (Phase[found[2].upper()], int(found[1])), action.microbatch, set[str]()
+        key, microbatch, seen = (Phase[found[2].upper()], int(found[1])), action.microbatch, set[str]()
 
         def line(frame: FrameType, event: str, arg: Any) -> Any:
             for name, value in frame.f_locals.items() if self.first is None else ():
                 if name not in seen and isinstance(value, torch.Tensor):
                     seen.add(name)
-                    self._see(slot, microbatch, name, value)
+                    self._see(key, microbatch, name, value)
             return line
 
         return line
 
-    def _see(self, slot: PhaseKey, microbatch: int, name: str, value: torch.Tensor) -> None:
-        node = self._nodes(slot).get(name)
+    def _see(self, key: PhaseKey, microbatch: int, name: str, value: torch.Tensor) -> None:
+        if key not in self.names:
+            texts = PythonNames(self.staged.graphs[key].graph).values
+            self.names[key] = {text: node for node, text in texts.items()}
+        node = self.names[key].get(name)
         known = self.values[microbatch].get(node.name) if node is not None else None
         if node is None or not isinstance(known, torch.Tensor) or same(value, known) or self.first is not None:
             return
         how = {program.Received: "received by", program.Saved: "saved by"}
         word = how.get(type(node.meta.get("role")), "read by" if node.op == "placeholder" else "computed in")
-        what = f"{node.name}, {word} the {slot[0].label} of stage {slot[1]}"
-        self.first = _first_difference(what, node, difference(value, known, 0.0), slot[1], microbatch)
-
-    def _nodes(self, slot: PhaseKey) -> dict[str, fx.Node]:
-        if slot not in self.names:
-            graph = self.staged.graphs[slot].graph
-            self.names[slot] = {name: node for node, name in PythonNames(graph).values.items()}
-        return self.names[slot]
+        what = f"{node.name}, {word} the {key[0].label} of stage {key[1]}"
+        self.first = _first_difference(what, node, difference(value, known, 0.0), key[1], microbatch)
 
 
 # ---------------------------------------------------------------------------------------------------------- eager

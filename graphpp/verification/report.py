@@ -162,7 +162,7 @@ class Verification:
 
     @property
     def _comparisons(self) -> list[Comparison]:
-        return [self.cut, self.eager, *([] if self.whole_batch is None else [self.whole_batch])]
+        return [each for each in (self.cut, self.eager, self.whole_batch) if each is not None]
 
     def raise_if_wrong(self) -> None:
         """Raise `GraphPPError` with the whole report unless `ok`."""

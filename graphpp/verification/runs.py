@@ -26,7 +26,7 @@ from graphpp.capture.loss import LossFunction, loss_and_metrics
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
 from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers, key_random_ops
-from graphpp.passes.joint.relax_views import memory_order, relax_views
+from graphpp.passes.joint.views import memory_order, relax_views
 from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.model_state import ModelState, state_restored

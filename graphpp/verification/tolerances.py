@@ -19,7 +19,6 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -93,7 +92,8 @@ def _may_be_decisions(found: Comparison) -> bool:
 
 
 def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances) -> Comparison:
-    per_element = _average(theirs.grads.values()) / 1000
+    squares = [(widened(gradient).norm().item() ** 2, gradient.numel()) for gradient in theirs.grads.values()]
+    average = (sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5  # root mean square
     losses = tuple(
         difference(a, b, tolerances.of(loss_name(index, len(ours.losses))))
         for index, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))
@@ -104,18 +104,12 @@ def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances
         if left is None or right is None:
             gradients[fqn] = Difference(math.inf, math.inf, "differs")  # a gradient of zeros is not the same as none
             continue
-        floor = per_element * right.numel() ** 0.5
+        floor = average / 1000 * right.numel() ** 0.5
         gradients[fqn] = difference(left, right, tolerances.of(f"gradient of {fqn}"), floor)
     buffers = {
         fqn: difference(value, theirs.buffers[fqn], tolerances.of(f"buffer {fqn}")) for fqn, value in ours.buffers.items()
     }
     return Comparison(title, losses, gradients, buffers)
-
-
-def _average(gradients: Any) -> float:
-    """The root mean square of all elements of all gradients."""
-    squares = [(widened(gradient).norm().item() ** 2, gradient.numel()) for gradient in gradients]
-    return float((sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5)
 
 
 def usual_tolerance(joint: JointGraph) -> float:

@@ -26,10 +26,10 @@ from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
-from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.joint.views import relax_views
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.passes.provenance import ProgramGraphs
-from graphpp.passes.recompute.choose_saved import RecomputeBudget
+from graphpp.passes.recompute.rematerialize import RecomputeBudget
 from graphpp.passes.stage.emit import emit_outlined
 from graphpp.passes.stage.outline_regions import outline_regions
 from graphpp.passes.stage.split_dropout import split_dropout

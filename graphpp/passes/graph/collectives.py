@@ -2,7 +2,7 @@
 
 Contract: a collective is an operator with an argument `group_name` (all functional collectives of torch) or `pg_name` (the
 gathers of torch's context parallelism). Every rank of the group must run the same collectives in the same order. So no pass
-duplicates or removes a collective, or reorders two collectives of one graph; `joint/delay_gradient_sums.py` hands some to the
+duplicates or removes a collective, or reorders two collectives of one graph; `joint/gradient_sums.py` hands some to the
 runtime, on all ranks of their group. `wait_tensor` returns its own argument, whose numbers are valid only after the wait: it
 stays in the stage of its collective. A group's name is that of this process; other ranks may use another one.
 """

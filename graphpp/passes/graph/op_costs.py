@@ -1,9 +1,8 @@
 """Estimate the seconds that one operation of a graph takes, from its shapes alone.
 
-Contract: `OpCosts` is a callable node -> seconds; a caller may pass another one, with measured times, say. The model is a
-roofline: launch time, plus the larger of arithmetic and memory traffic; for a collective, latency plus bytes over the link,
-until the result has arrived. Passes use only ratios of costs. Ranks that exchange values must order their operations by
-the same costs, so the figures are constants and nothing is measured here.
+Contract: `OpCosts` is a callable node -> seconds. The model is a roofline: launch time, plus the larger of arithmetic and
+memory traffic; for a collective, latency plus bytes over the link. Passes use only ratios of costs. Ranks that exchange values
+must order their operations by the same costs, so the figures are constants and nothing is measured here.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -21,31 +22,11 @@ from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
-@dataclass(frozen=True)
-class TimeEstimate:
-    """The cost of one order. `seconds`: from start to end; `compute`, `collectives`: the sum of each kind's costs, in seconds.
-
-    `bound`: the least seconds that any order can take; `peak`: the most live bytes at any time.
-    """
+class TimeEstimate(NamedTuple):
+    """The cost of one order: `seconds` from start to end, and `peak`, the most live bytes at any time."""
 
     seconds: float
-    compute: float
-    collectives: float
-    bound: float
     peak: int
-
-    @property
-    def hidden(self) -> float:
-        """The share of the collectives' time that computation hides, 0 to 1."""
-        return self._share(self.seconds)
-
-    @property
-    def possible(self) -> float:
-        """The share that an order of `bound` seconds would hide, 0 to 1; no order hides more."""
-        return self._share(self.bound)
-
-    def _share(self, seconds: float) -> float:
-        return 1 - (seconds - self.compute) / self.collectives if self.collectives else 1.0
 
 
 class GraphTiming:
@@ -74,19 +55,6 @@ class GraphTiming:
             return 0
         return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
 
-    def bound(self) -> float:
-        """The least seconds that any order can take: all computation, the longest chain, or all collectives of one link."""
-        compute = sum(seconds for node, seconds in self.cost.items() if node not in self.started)
-        return max([compute, *self.tail.values(), *map(self._link_bound, set(self.started.values()))])
-
-    def _link_bound(self, group: str) -> float:
-        """The collectives of a group in a row, with the least time before the first and after the last."""
-        head = self._heads()
-        of_group = [node for node, name in self.started.items() if name == group]
-        before = min(head[node] - self.cost[node] for node in of_group)
-        after = min(self.tail[node] - self.cost[node] for node in of_group)
-        return before + sum(self.cost[node] for node in of_group) + after
-
     def _reads(self, node: fx.Node) -> set[fx.Node]:
         """The allocating nodes of the values that a node reads; a wait also keeps the inputs of its collective alive."""
         reads = {self.memory[source] for source in node.all_input_nodes}
@@ -105,13 +73,6 @@ class GraphTiming:
                 tail[node] = max(tail[node], following.get(node.meta.get("part"), 0.0))
                 following[node.meta.get("part")] = tail[node]
         return tail
-
-    def _heads(self) -> dict[fx.Node, float]:
-        head: dict[fx.Node, float] = {}
-        for node in self.nodes:
-            before = max((head[source] for source in node.all_input_nodes if source in head), default=0.0)
-            head[node] = self.cost[node] + before
-        return head
 
 
 @dataclass
@@ -157,20 +118,13 @@ class SimulatedClock:
         else:
             self.now += self.timing.cost[node]
 
-    def estimate(self) -> TimeEstimate:
-        """The estimate of the order that has run."""
-        timing = self.timing
-        collectives = sum(timing.cost[node] for node in timing.started)
-        compute = sum(timing.cost.values()) - collectives
-        return TimeEstimate(max([self.now, *self.done.values()]), compute, collectives, timing.bound(), self.peak)
-
 
 def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:
     """Time and peak memory of one order of all operations."""
     clock = SimulatedClock(timing)
     for node in order:
         clock.run(node)
-    return clock.estimate()
+    return TimeEstimate(max([clock.now, *clock.done.values()]), clock.peak)
 
 
 def _collective(wait: fx.Node) -> fx.Node:

@@ -2,12 +2,12 @@
 
 Contract
 --------
-- The parts do not depend on each other. The inputs of the woven graph are the inputs of the first part, then of the second,
-  and so on; its results likewise. Every node has `meta["part"]`, and the part's prefix in front of its name.
+- The inputs of the woven graph are the inputs of the first part, then of the second, and so on; its results likewise. Every
+  node has `meta["part"]`, and the part's prefix in front of its name.
 - Every operation of every part stands in the woven graph once, after its inputs, and the collectives of a part keep their
-  order. Operations and arguments are unchanged, so results are bit-equal to those of the parts run one after the other.
-- The order is that of `list_schedule`: the collectives of one part run while another part computes. If no part has a
-  collective, there is nothing to hide, and the parts stand one after the other.
+  order. So results are bit-equal to those of the parts run one after the other.
+- The order is that of `list_schedule`: the collectives of one part run while another part computes. Without a collective the
+  parts stand one after the other.
 - Every rank of a process group must issue the group's collectives in the same order. So the order depends on the graphs and
   the costs alone. `collective_order` prints it; ranks compare the text.
 """

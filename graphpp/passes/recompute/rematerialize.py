@@ -1,23 +1,147 @@
-"""Rematerialize single values: the backward of a stage recomputes them where it first reads them; they are not saved.
+"""Rematerialize single values: choose, per stage, the forward values that the backward recomputes, and let it do so.
 
-Contract
---------
-`recomputed[stage]` names forward values (see `choose_saved.py`). Afterwards the stage's backward reads a copy of each. The
-copy stands right before its first reader and is computed from values that are saved, at hand, or copied themselves. Each value
-has at most one copy in a stage, marked `meta["recomputed"]`. The forward loses the nodes that only the backward had read.
+Contract of `choose_recomputed`
+-------------------------------
+Without a `fraction`, only cheap operations run again (views, casts, pointwise operations, norms, look-ups), and only where
+they cost at most `seconds_per_byte` for each byte less to save. So chains stay short and small values stay saved.
 
-Bit-preserving: the copies run the same operators on the same values. The same values cross each boundary as before.
+With a `fraction`: a stage may save at most this fraction of the bytes that it would save without one. Then all operations of
+a region (a layer, say) may run a second time, if their values stay inside the region, so that the backward holds the recomputed
+values of one region at a time. Among the choices within the budget the cheapest in time is taken, as far as a price per byte
+tells them apart. Of equal layers the front ones are recomputed first: their backward runs last, when the saved values of the
+later layers are freed. A fraction that is too small is met as closely as possible.
+
+The choice depends on the graph and on constants alone, so every rank finds the same one.
+
+Contract of `rematerialize`
+---------------------------
+Afterwards the stage's backward reads a copy of each chosen value. The copy stands right before its first reader and is computed
+from values that are saved, at hand, or copied themselves. Each value has at most one copy in a stage, marked
+`meta["recomputed"]`. The forward loses the nodes that only the backward had read. No bit changes, and the same values cross
+each boundary as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
 
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph, reached, remove_unused
-from graphpp.passes.recompute.choose_saved import RecomputedByStage
+from graphpp.passes.graph.op_costs import Cost, is_cheap
+from graphpp.passes.recompute.backward_needs import (
+    PICOSECONDS,
+    MayRecompute,
+    StageIndex,
+    ValueGroup,
+    backward_needs,
+    is_free,
+)
+from graphpp.passes.recompute.min_cut import CutProblem, CutSolution, pareto_front, solve
+from graphpp.passes.recompute.recompute_regions import RegionOf, always
 from graphpp.runtime import program
+
+RecomputedByStage = Sequence[set[fx.Node]]
+
+
+@dataclass(frozen=True)
+class RecomputeBudget:
+    """The terms on which single values are recomputed (see the head of the file); `may_recompute` can forbid any operation."""
+
+    seconds_per_byte: float
+    cost: Cost
+    fraction: float | None = None
+    region_of: RegionOf = lambda node: None
+    may_recompute: MayRecompute = always
+
+
+def choose_recomputed(joint: JointGraph, stages: int, budget: RecomputeBudget) -> RecomputedByStage:
+    """For each stage the forward values that its backward recomputes; nodes carry `meta["stage"]`."""
+    choice = _Choice(joint, budget)
+    return [choice.of_stage(stage) for stage in range(stages)]
+
+
+class _Choice:
+    """The choices for the stages of one graph; equal layers are equal problems, and each problem is solved once."""
+
+    def __init__(self, joint: JointGraph, budget: RecomputeBudget) -> None:
+        self._index, self._budget = StageIndex(joint), budget
+        self._front, self._cheapest = cache(pareto_front), cache(self._solve)
+
+    def of_stage(self, stage: int) -> set[fx.Node]:
+        budget = self._budget
+        groups = backward_needs(self._index, stage, self._is_cheap, budget.cost)
+        solutions = [self._cheapest(group.problem) for group in groups]
+        recomputed = _recomputed(groups, solutions)
+        if budget.fraction is None:
+            return recomputed
+        most_bytes = int(budget.fraction * sum(solution.nbytes for solution in solutions))
+        groups = backward_needs(self._index, stage, self._may_recompute(stage, recomputed), budget.cost)
+        fronts = [self._front(group.problem) for group in groups]
+        return _recomputed(groups, _within(most_bytes, fronts))
+
+    def _is_cheap(self, node: fx.Node) -> bool:
+        return is_cheap(node) and self._budget.may_recompute(node)
+
+    def _solve(self, problem: CutProblem) -> CutSolution:
+        return solve(problem, max(1, round(self._budget.seconds_per_byte * PICOSECONDS)), 1)
+
+    def _may_recompute(self, stage: int, cheaply: set[fx.Node]) -> MayRecompute:
+        """The operations that may run again under a fraction: those recomputed without one, and those inside a region."""
+        inside = partial(_inside, self._budget.region_of, stage)
+        return lambda node: node in cheaply or (self._budget.may_recompute(node) and inside(node))
+
+
+def _inside(region_of: RegionOf, stage: int, node: fx.Node) -> bool:
+    """Whether the forward reads a value, its items and its views in the value's own region and stage only."""
+    region = region_of(node)
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user.op == "output":
+            return False
+        if not user.meta["backward"]:
+            if user.meta["stage"] != stage or region_of(user) != region:
+                return False
+            pending += user.users if user.target is operator.getitem or is_free(user) else ()
+    return True
+
+
+def _within(most_bytes: int, fronts: Sequence[list[CutSolution]]) -> list[CutSolution]:
+    """One choice per group that together save at most `most_bytes`, if possible: trade the cheapest bytes first."""
+    chosen = [choices[0] for choices in fronts]
+    over = sum(choice.nbytes for choice in chosen) - most_bytes
+    for _, group, choice in sorted(_trades(fronts), key=lambda trade: trade[:2]):
+        if over <= 0:
+            break
+        over -= chosen[group].nbytes - choice.nbytes
+        chosen[group] = choice
+    return chosen
+
+
+def _trades(fronts: Sequence[list[CutSolution]]) -> list[tuple[float, int, CutSolution]]:
+    """(cost per byte less, group, choice) of every step along the fronts; along one front the cost per byte only rises."""
+    return [
+        ((less.cost - more.cost) / (more.nbytes - less.nbytes), group, less)
+        for group, choices in enumerate(fronts)
+        for more, less in pairwise(choices)
+    ]
+
+
+def _recomputed(groups: Sequence[ValueGroup], solutions: Sequence[CutSolution]) -> set[fx.Node]:
+    return {
+        node
+        for group, solution in zip(groups, solutions, strict=True)
+        for node, recomputed in zip(group.nodes, solution.recomputed, strict=True)
+        if recomputed
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the copies
 
 
 def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGraph:

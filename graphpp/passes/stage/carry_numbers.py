@@ -1,10 +1,9 @@
 """Numbers that only the data decides travel between phases as tensors without dimensions.
 
-Contract: phase graphs hand tensors to each other. Afterwards a number that a node computes is read by nodes of the same forward
-alone. Every other reader (a backward, a later stage) has an operation of its own that reads the number from a tensor, so the
-halves of a split backward share tensors only. A tensor whose size only the data decides stays in its stage: `carry_numbers`
-raises `CaptureError` if a split lets one cross a boundary. A backward divides numbers as C++ does, where autograd's formulas
-stand: the variance of one row divides by zero.
+Contract: afterwards a number that a node computes is read by nodes of the same forward alone. Every other reader (a backward, a
+later stage) has an operation of its own that reads the number from a tensor, so phase graphs share tensors only. A tensor whose
+size only the data decides stays in its stage: `carry_numbers` raises `CaptureError` if a split lets one cross a boundary. A
+backward divides numbers as C++ does, where autograd's formulas stand: the variance of one row divides by zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Emit stage programs: render and load every phase graph, and list the parameters and buffers that each stage owns.
 
-Contract: every parameter and buffer of the model, used or not, has at least one owner: each stage whose programs read it or
-compute its gradient or new value. An unused one belongs to the stage that calls its module first, or else the module's nearest
-ancestor under which anything is called; or to stage 0.
+Contract: a parameter or buffer of the model belongs to each stage whose programs read it or compute its gradient or new value.
+An unused one belongs to the stage that calls its module first, or else the module's nearest ancestor under which anything is
+called; or to stage 0.
 """
 
 from __future__ import annotations

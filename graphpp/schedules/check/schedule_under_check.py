@@ -1,9 +1,8 @@
 """A schedule while it is checked: the counts it must fit, the cell of each action, and how an error shows a fault.
 
-Contract
-    `where` maps every single action to its cell, a part of an overlap or of a batch to the cell of the whole, in the
-    order of the ranks' rows. The first step of `graphpp.schedules.check.checker` fills it and every later step reads it.
-    Ranks and columns in error messages count from 0, like the rows and cells of the printed table without its labels.
+Contract: `where` maps every single action to its cell, a part of an overlap or of a batch to the cell of the whole, in the
+order of the ranks' rows. The first step of `checker.py` fills it and every later step reads it. Ranks and columns in error
+messages count from 0, like the rows and cells of the printed table without its labels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The schedules with whole backwards: GPipe, 1F1B, interleaved 1F1B, breadth first, the plain loop.
 
 Contract
-    Every function returns a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts, or raises
-    `ScheduleError` naming numbers that would fit. In the pictures time runs to the right, one unit for any F or B, and
-    `.` is a rank that waits. Stages are placed in a loop: rank r holds r, r + ranks, r + 2 ranks, ...
+    Every function returns a compute-only `Schedule` that `check` accepts, or raises `ScheduleError` naming numbers that would
+    fit. In the pictures time runs to the right, one unit for any F or B, and `.` is a rank that waits. Stages are placed in a
+    loop: rank r holds r, r + ranks, r + 2 ranks, ...
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def one_f_one_b(ranks: int, stages: int, microbatches: int) -> Schedule:
         B of microbatch m in column 2 ranks - 1 - r + 2m
         F of microbatch m in column r + 2m, but the first w without pause from column r on
 
-    One stage per rank; on a single rank any number of stages, the columns one after another. torch's
-    `Schedule1F1B._get_pipeline_order` has the same order except on the last rank, where torch is off by one.
+    One stage per rank; on a single rank any number of stages, the columns one after another. torch has the same order except
+    on the last rank, where torch is off by one.
     """
     if all_on_one_rank("1F1B", ranks, stages, microbatches, SEVERAL):
         return one_after_another(one_f_one_b(stages, stages, microbatches))
@@ -108,8 +108,8 @@ def looped_bfs(ranks: int, stages: int, microbatches: int) -> Schedule:
     r0 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
     r1 .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
 
-    Any number of microbatches. Torch's `ScheduleLoopedBFS` runs the backwards of a stage in descending order of the
-    microbatches: as fast, but gradients that add up in ascending order would all wait for that of the first microbatch.
+    Any number of microbatches. Torch runs the backwards of a stage in descending order of the microbatches: as fast, but
+    gradients that add up in ascending order would all wait for that of the first microbatch.
     """
     per_rank("LoopedBFS", ranks, stages, microbatches)
 

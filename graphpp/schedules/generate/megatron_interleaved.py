@@ -4,8 +4,7 @@ Contract
     Megatron numbers a rank's stages as *chunks* 0, 1, ...; chunk c of rank r is stage c ranks + r. A rank runs `group`
     microbatches through one chunk before the next chunk (`microbatch_group_size_per_vp_stage`). An *order* is one rank's
     list of signed chunk numbers from 1: +c a forward, -c a backward. Where weight gradients are separate, -c is the input
-    gradients of the chunk and -c - 0.5 its weight gradients. Names and results were compared with megatron-core 0.16; each
-    docstring names the original function.
+    gradients of the chunk and -c - 0.5 its weight gradients. Results equal those of megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -101,9 +100,8 @@ def table_to_order(warm_up: int, chunks: int, table: Sequence[tuple[int, int]]) 
 def is_recomputed(microbatch: int, warm_up: int, n: int) -> bool:
     """True if a microbatch is fully recomputed under `num_microbatches_with_partial_activation_checkpoints=n`.
 
-    `warm_up` + 1 microbatches are alive at a time. In each window of that many microbatches all but the first n are
-    recomputed. `microbatch` counts a rank's forwards, through all of its chunks. The rule is that of Megatron's
-    `forward_backward_pipelining_...` functions (Korthikanti et al. 2022, arXiv:2205.05198, appendix C).
+    In each window of `warm_up` + 1 microbatches, as many as are alive at a time, all but the first n are recomputed.
+    `microbatch` counts a rank's forwards, through all of its chunks (Korthikanti et al. 2022, arXiv:2205.05198, appendix C).
     """
     return microbatch % (warm_up + 1) >= n
 

@@ -1,9 +1,6 @@
 """The schedules known by name: functions from (ranks, stages, microbatches) to a table.
 
-Contract
-    Every function returns a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts, or raises
-    `ScheduleError` naming numbers that would fit.
-
+Every function returns a compute-only `Schedule` that `check` accepts, or raises `ScheduleError` naming numbers that would fit.
 To add a schedule: write its generator in the file of its family, decorated with `placement.stages_per_rank` if it takes
 several stages per rank, and enter it in `SCHEDULES`. `graphpp.schedules` exports the function itself to users.
 """

@@ -7,8 +7,7 @@
     a `Schedule`
 
 Contract
-    Nothing here judges whether a table makes sense or fits the pipeline; `graphpp.schedules.check.checker.check` does. A
-    file and a table have their own counts: the highest stage and microbatch in them plus one. `ScheduleError` says which
+    A file and a table have their own counts: the highest stage and microbatch in them plus one. `ScheduleError` says which
     input cannot be read: an unknown name with similar names, a file with its path, a table with rank and cell.
 """
 

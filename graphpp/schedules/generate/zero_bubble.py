@@ -2,8 +2,8 @@
 
 Contract
     Every backward is an I (input gradients, for which the stage below waits) and a W (weight gradients). In the pictures
-    time runs to the right, one unit for any F, I or W, and `.` is a rank that waits. The tables pass
-    `graphpp.schedules.check.checker.check`; counts that do not fit raise `ScheduleError` naming counts that would.
+    time runs to the right, one unit for any F, I or W, and `.` is a rank that waits. Counts that do not fit raise
+    `ScheduleError` naming counts that would.
 
 One rule makes all three schedules (Qi et al. 2023, arXiv:2401.10241). A rank warms up with some forwards, more of them the
 further it is from the last rank. Then F and I alternate, and W follows `lag` microbatches behind I; `lag` grows with the

@@ -4,9 +4,8 @@ Contract
     in    a sequence of a problem's elements, the forms of its backwards, and optionally a `Sequenced` that begins alike
     out   a `Sequenced`; None if a rank needs more bytes than it has, or if the total of the sequence is above `limit`
 
-A sequence has every element behind those that it reads, so one pass gives all times. `Sequenced.states` has the state of the
-ranks before every `Elements.every`th element, from which a sequence that begins alike goes on. Sequences with pairs are
-evaluated as rows.
+One pass gives all times. `Sequenced.states` has the state of the ranks before every `Elements.every`th element, from which a
+sequence that begins alike goes on. Sequences with pairs are evaluated as rows.
 """
 
 from __future__ import annotations
@@ -76,7 +75,9 @@ def evaluate_sequence(
     """The times of a sequence. `like`: a sequence whose results are taken as far as it has the same elements and forms."""
     if any(candidate.beside):
         found = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
-        return found and Sequenced(elements.problem, candidate, found.makespan, found.total, elements, sequence, found.ends, [])
+        if found is None:
+            return None
+        return Sequenced(elements.problem, candidate, found.makespan, found.total, elements, sequence, found.ends, [])
     start, every = 0, elements.every
     if like is not None and like.candidate.whole == candidate.whole and like.states:
         other = like.sequence

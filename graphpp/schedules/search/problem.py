@@ -9,11 +9,9 @@ Contract
     bytes until the end of its weight gradients. While an operation runs, its rank has `needs` bytes more than before. A rank
     never has more than `cap` bytes alive.
 
-The runner's overhead and messages that occupy ranks are part of an operation's time here. `simulate`, which compares the
-few best tables at the end, places them exactly.
-
-A forward and a backward of one rank may run together, as one OVERLAP_F_B; `beside[b, f]` has the times of the backward of
-stage b with the forward of stage f. The search makes pairs if `pairs`, that is if they take less time than their parts.
+The runner's overhead and messages that occupy ranks are part of an operation's time here. A forward and a backward of one rank
+may run together, as one OVERLAP_F_B; `beside[b, f]` has the times of the backward of stage b with the forward of stage f. The
+search makes pairs if they take less time than their parts (`pairs`).
 """
 
 from __future__ import annotations

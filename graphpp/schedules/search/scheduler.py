@@ -81,8 +81,7 @@ def schedule_auto(
     `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None:
     the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several
     tables that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result.
-    With `costs.overlap` < 1 the table may have OVERLAP_F_B of one forward and one backward. With `costs.blocking` it has its
-    sends and receives, at the places that the search chose; else it has none.
+    With `costs.overlap` < 1 the table may have OVERLAP_F_B; with `costs.blocking` it has its sends and receives, else none.
 
     Raises `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
     """

@@ -3,9 +3,8 @@
 Contract
     A sequence has the computations of all ranks, and the messages between them where they occupy ranks (`with_messages`).
     Each element stands after the elements that it reads. A message stands there once, by the number of its SEND: the rows of
-    both its ranks have the message at that place. So all messages have one total order, and no two ranks wait for each other,
-    even where a send waits for its receive. Every table that `graphpp.schedules.check.checker.check` accepts has such a
-    sequence, unless it has batches of messages.
+    both its ranks have the message at that place. So no two ranks wait for each other, even where a send waits for its
+    receive. Every table that `check` accepts has such a sequence, unless it has batches of messages.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class Elements:
     """The elements of a sequence. `ranks[element]`: its rank, or the ranks of its SEND and its RECV.
 
     `before[element]`: the elements that stand before it in every sequence, next to it in the data flow or in the order of
-    microbatches; `after` is its inverse. Two W of a stage may stand in the other order: a whole backward has no W in the
-    sequence, and one that is taken apart may get it before that of an earlier microbatch.
+    microbatches; `after` is its inverse. The W of a backward that is taken apart may come before that of an earlier microbatch.
     """
 
     problem: Problem

@@ -6,9 +6,8 @@ Contract
 
 A pattern gives a time to each forward and backward, and a rank's order is the order of these times. The times of
 microbatch m are those of microbatch 0 plus m periods. Within a microbatch each step follows the step before it after a
-delay that is equal for all steps of a leg; a leg is one way through all ranks. The delays decide how long activations live,
-hence how many microbatches fit into memory, and where each rank has gaps (Qi et al., arXiv:2405.15362, build such patterns
-for two stages a rank). 1F1B, ZB-H1, ZBV, V-Half and V-Min are among them. Times may coincide, since only their order counts.
+delay that is equal for all steps of a leg; a leg is one way through all ranks. The delays decide how long activations live
+and where each rank has gaps (Qi et al., arXiv:2405.15362). 1F1B, ZB-H1, ZBV, V-Half and V-Min are among the patterns.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Contract
     `table[rank][column]` is an `Action`, or None where the rank is idle. In a compute-only table made by
     `graphpp.schedules.generate` a column is one unit of time; in a table with communication it is only a position. Rows
-    may differ in length. Nothing here judges whether a table makes sense; `graphpp.schedules.check.checker.check` does.
+    may differ in length.
 
         1F1B: 2 stages, 3 microbatches
         r0 0F0 .   0F1 0B0 0F2 0B1 .   0B2

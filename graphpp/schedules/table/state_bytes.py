@@ -20,7 +20,7 @@ stay until the gradients of the step are finished.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
@@ -112,11 +112,6 @@ class HeldBytes:
     layers: Layers = field(default_factory=dict)
     averaged: Mapping[int, int] = field(default_factory=dict)
 
-    @property
-    def changes(self) -> bool:
-        """Whether bytes of state come and go within the step."""
-        return bool(self.whole or self.gradients or self.layers or self.waiting or self.averaged)
-
 
 def held_bytes(
     state: Sequence[StateBytes],
@@ -191,7 +186,8 @@ class _OnRank:
     def _shards(self, shards: int) -> int:
         """The rows of parameters and of the sums of gradients."""
         rows = sum(-(-(each.weights if each.rows is None else each.rows) // (each.shards or shards)) for each in self._own)
-        return rows + sum(self._parts(self._row_sums(), shards))
+        sums = ((each.shards, len(self._local(each.makers)) * _row_sums(each)) for each in self._own)
+        return rows + sum(self._parts(sums, shards))
 
     def _local(self, stages: Sequence[int]) -> list[int]:
         return [stage for stage in stages if self._rank_of[stage] == self._rank]
@@ -210,10 +206,6 @@ class _OnRank:
         for each in filter(counts, self._own):
             found.update(dict.fromkeys(self._local(each.makers), nbytes(each)))
         return dict(found)
-
-    def _row_sums(self) -> Iterator[tuple[int | None, int]]:
-        """(shards, bytes of one stage's sums) of the state that is sharded."""
-        return ((each.shards, len(self._local(each.makers)) * _row_sums(each)) for each in self._own)
 
     def _parts(self, pieces: Iterable[tuple[int | None, int]], shards: int) -> list[int]:
         """A rank's part of whole bytes, rounded up once for each number of shards."""

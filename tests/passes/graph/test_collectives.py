@@ -10,8 +10,7 @@ from graphpp.passes.graph.collectives import group_of, is_collective, is_started
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
 from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
-from graphpp.passes.joint.merge_views import merge_views
-from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.joint.views import merge_views, relax_views
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.text.render import render
 from tests.passes.graphs import traced

@@ -126,13 +126,6 @@ def test_a_cut_falls_between_the_calls_of_a_shared_module() -> None:
     assert [stages_of_call(joint, name) for name in ("shared", "shared@1", "shared@2")] == [{0}, {1}, {2}]
 
 
-def test_backward_nodes_stand_with_their_twins() -> None:
-    joint = joint_of(chain)
-    assigned(joint, *starts(joint, "b", "c"))
-    gradients = {role.fqn: node.meta["stage"] for role, node in joint.outputs() if isinstance(role, program.Gradient)}
-    assert gradients == {f"{name}.{kind}": stage for stage, name in enumerate("abc") for kind in ("weight", "bias")}
-
-
 def test_an_accumulation_stands_in_the_lowest_stage_of_what_it_adds() -> None:
     joint = joint_of(skip)
     assigned(joint, *starts(joint, "b", "c"))

@@ -135,9 +135,7 @@ def names(graph: fx.Graph, *wanted: Callable[[fx.Node], bool]) -> list[str]:
 def test_all_collectives_hide_where_there_is_enough_to_compute() -> None:
     woven = weave(pair(), ticks)
     assert woven.sequence.seconds == 15 + 6 * 3
-    assert woven.woven.compute == 15
-    assert woven.woven.seconds <= woven.woven.bound + 1
-    assert woven.woven.hidden >= 0.9 * woven.woven.possible
+    assert woven.woven.seconds == 20  # 15 of computation; the longest chain of operations takes 20
 
 
 def under_way(graph: fx.Graph) -> dict[str, set[str]]:
@@ -177,7 +175,7 @@ def test_weaving_does_not_hold_memory_that_it_need_not() -> None:
 
     parts = pair(8)
     woven = weave(parts, quick)
-    assert woven.woven.hidden >= 0.9 * woven.woven.possible
+    assert woven.woven.seconds == 40  # all of it computation
     timing = GraphTiming(concatenate(parts), quick)
     greedy = estimate_order(timing, ListScheduler(SchedulingUnits(timing), timing.tail.__getitem__, float("inf")).order())
     assert woven.woven.seconds <= 1.01 * greedy.seconds
@@ -241,7 +239,7 @@ def test_random_parts(seed: int) -> None:
     for mine, theirs in zip(results(parts, inputs, cost), apart(parts, inputs), strict=True):
         assert torch.equal(mine, theirs)
     woven = weave(parts, cost)
-    assert woven.woven.bound <= woven.woven.seconds + 1e-9 <= woven.sequence.seconds * 1.01 + 2e-9
+    assert woven.woven.seconds <= woven.sequence.seconds * 1.01 + 1e-9
     again = weave(parts, cost)
     assert [node.name for node in woven.graph.nodes] == [node.name for node in again.graph.nodes]
 
@@ -288,9 +286,7 @@ def test_the_clock_stalls_only_for_a_collective_that_is_not_done() -> None:
         return [y @ y, wait(sent) @ x]
 
     timing = GraphTiming(slot(0, F, function, *values(2)).graph, ticks)
-    found = estimate_order(timing, timing.nodes)
-    assert (found.seconds, found.compute, found.collectives, found.bound) == (4, 2, 3, 4)
-    assert found.hidden == found.possible == pytest.approx(1 / 3)
+    assert estimate_order(timing, timing.nodes).seconds == 4
 
 
 def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.op_costs import OpCosts, is_cheap
 from graphpp.passes.graph.stage_graphs import StagedGraphs
-from graphpp.passes.recompute.choose_saved import RecomputeBudget, choose_recomputed
-from graphpp.passes.recompute.rematerialize import rematerialize
+from graphpp.passes.recompute.rematerialize import RecomputeBudget, choose_recomputed, rematerialize
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p

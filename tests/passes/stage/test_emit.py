@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
-from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.joint.views import relax_views
 from graphpp.passes.lower import PassResult, lower
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.randomness import seeded

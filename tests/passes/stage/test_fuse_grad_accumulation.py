@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
-from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.joint.views import relax_views
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.fuse_grad_accumulation import fuse_grad_accumulation
 from graphpp.passes.text.render import render

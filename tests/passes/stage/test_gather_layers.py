@@ -13,7 +13,7 @@ import graphpp
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.stage_graphs import B, PhaseGraph, StagedGraphs
 from graphpp.passes.graph.stage_graphs import F as FORWARD
-from graphpp.passes.joint.split_tied_gradients import split_tied_gradients
+from graphpp.passes.joint.gradient_sums import split_tied_gradients
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.gather_layers import ShardedLayers, follows_parameters, gather_layers, in_order, is_gather
 from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step

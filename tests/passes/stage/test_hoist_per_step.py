@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import graphpp
 from graphpp.passes.graph.stage_graphs import StagedGraphs
-from graphpp.passes.joint.split_tied_gradients import split_tied_gradients
+from graphpp.passes.joint.gradient_sums import split_tied_gradients
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
 from graphpp.passes.stage.split_weight_grad import split_weight_grad

@@ -282,15 +282,6 @@ def test_texts_for_two_devices_differ_in_the_line_that_names_the_device() -> Non
     ]
 
 
-def test_only_sub_graphs_and_graphpp_s_functions_are_defined() -> None:
-    with pytest.raises(TypeError, match=r"builtins.object"):
-        define("name", object())
-    namespace: dict[str, Any] = {"torch": torch}
-    exec("from __future__ import annotations\n" + define("_seeded", seeded), namespace)
-    x = torch.zeros(3)
-    assert torch.equal(namespace["_seeded"](5, 2, torch.rand_like, x), seeded(5, 2, torch.rand_like, x))
-
-
 def test_sub_graphs_in_sub_graphs_are_defined() -> None:
     def make(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x: torch.cond(x.max() > 1, inner, torch.cos, (x,)), torch.sin, (x,))

@@ -16,7 +16,7 @@ from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES, Generator, plain_loop, stage_ids
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.table.actions import Kind, upstream
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.exhaustive import examples
 from tests.schedules.tables import ON_A_V, admitted, named
@@ -137,17 +137,6 @@ def test_pictures_in_the_documentation_are_true(make: Generator) -> None:
     assert picture == make(picture.ranks, picture.stages, picture.microbatches)
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), [*product(["GPipe", "1F1B"], [1, 2, 4, 7], [1, 2, 5, 9])])
-def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> None:
-    """An action's inputs stand in earlier columns, and the whole table takes as long as the formula says."""
-    schedule = make_table(name, ranks, ranks, microbatches)
-    column_of = {action: column for _, column, action in schedule.cells()}
-    for action, column in column_of.items():
-        reads = [maker for maker in upstream(action, ranks) if maker in column_of]
-        assert all(column_of[maker] < column for maker in reads)
-    assert max(map(len, schedule.table)) == 2 * (microbatches + ranks - 1)
-
-
 def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
     """Gradients then accumulate in the same order, and stay bit-equal, for any number of ranks."""
     for name in ("GPipe", "1F1B"):
@@ -190,14 +179,6 @@ def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
     dealt = [stage_ids(rank, schedule.ranks, schedule.stages, style) for rank in range(schedule.ranks)]
     expected = {stage: rank for rank, stages in enumerate(dealt) for stage in stages}
     assert schedule.rank_of_stage == with_communication.rank_of_stage == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stages", "name"),
-    [(1, 1, "loop"), (1, 3, "loop"), (2, 2, "1F1B"), (4, 4, "1F1B"), (2, 4, "Interleaved1F1B")],
-)
-def test_auto(ranks: int, stages: int, name: str) -> None:
-    assert make_table("auto", ranks, stages, 4).name == name
 
 
 @pytest.mark.parametrize(

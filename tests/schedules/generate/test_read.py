@@ -151,11 +151,6 @@ def test_a_file_that_cannot_be_read_is_named(name: str, form: Callable[[str], Sc
         assert not isinstance(caught.value, OSError)
 
 
-def test_a_path_that_no_file_can_have_is_named() -> None:
-    with pytest.raises(ScheduleError, match=r"path: take a path, got 'a\\x00b\.csv'"):
-        load_schedule("a\0b.csv")
-
-
 @pytest.mark.parametrize(
     ("source", "fault"),
     [

@@ -11,7 +11,6 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.read import default_stages, make_table
-from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.replay import idle, replayed
 from tests.schedules.tables import admitted
@@ -90,15 +89,6 @@ def test_few_microbatches_take_the_way_there_and_back(name: str, ranks: int) -> 
     for microbatches in range(1, 2 * ranks + 1):
         shortest = max(2 * (ranks + microbatches) - 1, 3 * microbatches + ranks - 1)
         assert replayed(make_table(name, ranks, ranks, microbatches))[0] == shortest
-
-
-def test_weight_gradients_follow_in_order() -> None:
-    """Gradients of a stage then accumulate in microbatch order."""
-    for name, ranks, stages in (("ZB1P", 4, 4), ("ZB2P", 4, 4), ("InterleavedZeroBubble", 4, 12), ("V-Half", 4, 8)):
-        for row in make_table(name, ranks, stages, 8).table:
-            weights = [action for action in row if action and action.kind is Kind.W]
-            for stage in {action.stage for action in weights}:
-                assert [action.microbatch for action in weights if action.stage == stage] == [*range(8)]
 
 
 @pytest.mark.parametrize("alias", [("ZB-H1", "ZB1P"), ("zb-h2", "ZB2P")])

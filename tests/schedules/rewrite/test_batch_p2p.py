@@ -143,13 +143,6 @@ def test_nothing_to_fuse() -> None:
     assert batch_p2p(forwards, ("all",)) == forwards
 
 
-def test_recomputation_is_kept() -> None:
-    schedule = add_send_recv(Schedule.parse(f"{make_table('1F1B', 2, 2, 3)}\nrecompute 0: 1 2"))
-    assert schedule.recomputed
-    assert batch_p2p(schedule).recomputed == schedule.recomputed
-    assert unbatch_p2p(batch_p2p(schedule)).recomputed == schedule.recomputed
-
-
 def test_refusals() -> None:
     schedule = add_send_recv(make_table("1F1B", 2, 2, 3))
     with pytest.raises(ScheduleError, match="unknown verb 'send'; take send_forward_recv_backward, "):

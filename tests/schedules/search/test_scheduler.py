@@ -140,11 +140,6 @@ def test_a_whole_backward_is_taken_where_it_is_faster_and_a_split_one_where_it_h
     assert kinds(replace(slow, backward=2.0)) == kinds(slow)
 
 
-def test_one_rank_needs_no_split() -> None:
-    schedule = schedule_auto(Costs.unit(3, 1), ranks=1, microbatches=2)
-    assert {action.kind for _, _, action in schedule.cells()} == {Kind.F, Kind.B}
-
-
 def test_the_same_arguments_give_the_same_table() -> None:
     costs = random_costs(Random(3), 4)
     tables = [

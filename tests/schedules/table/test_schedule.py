@@ -69,15 +69,6 @@ def test_awkward_tables_come_back(tmp_path: Path) -> None:
     assert Schedule.parse(str(Schedule.of([]))) == Schedule.of([])
 
 
-def test_equality_is_of_tables_not_of_names() -> None:
-    one = Schedule.of(["0F0 0B0"], name="a")
-    assert one == Schedule.of([[Action(0, Kind.F, 0), "0B0"]], name="b")
-    assert one != Schedule.of(["0F0 . 0B0"])
-    assert one != Schedule.of(["0F0 0B0"], microbatches=2)
-    with pytest.raises(AttributeError):
-        one.stages = 3  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("text", "place", "fault"),
     [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
-from graphpp.passes.joint.split_tied_gradients import split_tied_gradients
+from graphpp.passes.joint.gradient_sums import split_tied_gradients
 from graphpp.passes.lower import lower
 from graphpp.runtime import program as p
 from tests.passes.graphs import Hand, assigned, captured, starts

@@ -1,8 +1,11 @@
-"""Relax views: no operation depends on strides that the trace predicted. Bit-preserving.
+"""Passes over views: equal views become one node, and no operation depends on strides that the trace predicted.
 
-Contract: a kernel may return other strides than its fake kernel predicted (BatchNorm of a transposed input does, on CPU).
-Then `view` raises at run time, `as_strided` reads the wrong elements, and dropout, which draws in the order of its input's
-memory, drops other elements than on a rank that received the input with the predicted strides. Afterwards:
+Both are bit-preserving. `merge_views` runs after `assign_stages` and merges only nodes of one stage and phase, so that no
+additional value crosses a boundary.
+
+Contract of `relax_views`: a kernel may return other strides than its fake kernel predicted (BatchNorm of a transposed input
+does, on CPU). Then `view` raises at run time, `as_strided` reads the wrong elements, and dropout, which draws in the order of
+its input's memory, drops other elements than on a rank that received the input with the predicted strides. Afterwards:
 
 - every `view` is a `reshape`, which returns the same view where one exists;
 - an operation that reads memory by its layout (`as_strided`, a view to another dtype, a collective) gets a contiguous input
@@ -21,20 +24,58 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective
-from graphpp.passes.graph.joint_graph import JointGraph, is_tensor
+from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
 from graphpp.runtime.randomness import seeded
 
 aten = torch.ops.aten
-
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_RESHAPING = (aten.view.default, aten._unsafe_view.default)
 _BY_LAYOUT = {aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default}
+
+
+def merge_views(joint: JointGraph) -> JointGraph:
+    """Merge equal views and chains of `view`, in place; nodes carry `meta["stage"]`."""
+    views: dict[Any, fx.Node] = {}
+    for node in joint.computed():
+        if not is_view(node) and node.target not in _RESHAPING:
+            continue
+        source = node.args[0]
+        if _is_chain(node) and isinstance(source, fx.Node):
+            node.args = (source.args[0], *node.args[1:])
+            node.target = aten.view.default
+        first = views.setdefault((_place(node), node.target, _key(node.args), _key(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+    remove_unused(joint.graph)
+    return joint
+
+
+def _place(node: fx.Node) -> tuple[Any, bool]:
+    return node.meta["stage"], node.meta["backward"]
+
+
+def _is_chain(node: fx.Node) -> bool:
+    """Whether a node reshapes the result of another reshape of the same stage and phase."""
+    source = node.args[0]
+    if node.target not in _RESHAPING or not isinstance(source, fx.Node) or source.target not in _RESHAPING:
+        return False
+    return _place(source) == _place(node)
+
+
+def _key(value: Any) -> Any:
+    """A hashable form of arguments, with types: 1, 1.0 and True compare equal, but must not be merged."""
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in sorted(value.items()))
+    return (type(value).__name__, value)
 
 
 def relax_views(joint: JointGraph) -> JointGraph:
     """Make views independent of the strides at run time, in place."""
     for node in list(joint.computed()):
-        if node.target in _VIEWS:
+        if node.target in _RESHAPING:
             node.target = aten.reshape.default
         elif node.target in _BY_LAYOUT or is_collective(node):
             for source in filter(is_tensor, node.all_input_nodes):
