@@ -1,12 +1,14 @@
-"""From a model to its costs: one capture on tensors without data, without a process group.
+"""From a model to its costs: captures on tensors without data, without a process group.
 
 Contract: `capture_costs(model, loss, example)` gives `ModelCosts`. The model may be on the meta device; it is not changed, and
-nothing runs on real data. Attention is captured as the fused kernel of the CPU, whose figures are those of other fused kernels.
+nothing runs on real data. The model is captured for some rows and for twice as many, so that the two graphs tell what grows.
+Attention is captured as the fused kernel of the CPU, whose figures are those of other fused kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -17,13 +19,16 @@ from graphpp.arguments import MAPPING, checked, one_of, or_none
 from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.trace import capture
-from graphpp.cluster_planner.costs.from_graph import model_costs
+from graphpp.cluster_planner.costs.from_graph import Captured, model_costs, segment_starts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.costs.shortened import Shortening, WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, fitting
 from graphpp.errors import CaptureError
 from graphpp.options.option import FLOATING_DTYPE
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.layers import module_calls
+
+_FEWEST = 2  # rows: with one row, a model may take another way
 
 
 @checked(
@@ -43,41 +48,51 @@ def capture_costs(
     param_dtype: torch.dtype | None = torch.bfloat16,
     tensor_plan: Plan | None = None,
     expert_plan: Plan | None = None,
-    inside: bool = False,
     device_type: str = "cuda",
 ) -> ModelCosts:
     """The costs of a model, its loss and its backward, for a microbatch like `example`, whose first dimension are the rows.
 
     `param_dtype`: the dtype in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {pattern of FQNs:
-    style} (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none. `inside`,
+    style} (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none.
     `device_type`: as in `model_costs`. Raises `CaptureError`.
     """
     rows = next((tensor.shape[0] for tensor in tensors_by_path(example).values() if tensor.dim()), None)
     if rows is None:
         raise CaptureError("example: no tensor has a first dimension, the rows of the microbatch")
 
-    def captured(example: Microbatch) -> JointGraph:
-        return capture(model, loss, example, torch.device("cpu"), param_dtype=param_dtype).joint
+    def captured(rows: int, shortening: Shortening) -> JointGraph:
+        batch, shorten = _with_rows(example, rows), shortening.shorten
+        return capture(model, loss, batch, torch.device("cpu"), on_export=shorten, param_dtype=param_dtype).joint
 
-    joint = _first(captured, example, param_dtype)
+    with _told_the_dtype(example, param_dtype):
+        found = _captured(captured, max(int(rows), _FEWEST))
     costs = model_costs(
-        joint,
-        module_calls(joint),
-        rows=int(rows),
-        tensor_plan=_own(model, "tp_plan", joint) if tensor_plan is None else tensor_plan,
-        expert_plan=_own(model, "ep_plan", joint) if expert_plan is None else expert_plan,
-        inside=inside,
+        found,
+        tensor_plan=_own(model, "tp_plan", found.joint) if tensor_plan is None else tensor_plan,
+        expert_plan=_own(model, "ep_plan", found.joint) if expert_plan is None else expert_plan,
         device_type=device_type,
-        second=lambda: captured(_twice(example, int(rows))),
     )
     dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
     return replace(costs, param_dtype=dtype, tokens=_tokens(example))
 
 
-def _first(captured: Callable[[Microbatch], JointGraph], example: Microbatch, dtype: torch.dtype | None) -> JointGraph:
-    """The graph of the example. An error says so where another dtype of the parameters may be its cause."""
+def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:
+    """The graphs for `rows` rows and for twice as many, without most of the repeated layers where they can be left out."""
+    for shortening in (Shortening(), Shortening(longest=0)):
+        joint = captured(rows, shortening)
+        calls = module_calls(joint)
+        starts = segment_starts(joint, calls)
+        whole = WholeModel(shortening.runs, calls, starts)
+        if whole.complete:
+            break
+    return Captured(joint, captured(2 * rows, shortening), rows, calls, starts, whole)
+
+
+@contextmanager
+def _told_the_dtype(example: Microbatch, dtype: torch.dtype | None) -> Iterator[None]:
+    """A context in which an error of a capture says so where another dtype of the parameters may be its cause."""
     try:
-        return captured(example)
+        yield
     except CaptureError as error:
         numbers = any(each.is_floating_point() for each in tensors_by_path(example).values())
         if dtype is None or not numbers:
@@ -94,15 +109,17 @@ def _tokens(example: Microbatch) -> int:
     return next((int(each.shape[1]) for each in ids), 0)
 
 
-def _twice(example: Microbatch, rows: int) -> Microbatch:
-    """An example of twice as many rows, without data."""
+def _with_rows(example: Microbatch, rows: int) -> Microbatch:
+    """An example of so many rows, without data."""
+    tensors = tensors_by_path(example).values()
+    own = next(tensor.shape[0] for tensor in tensors if tensor.dim())
 
     def larger(each: torch.Tensor) -> torch.Tensor:
-        if not each.dim() or each.shape[0] != rows:
+        if not each.dim() or each.shape[0] != own:
             return each
-        return torch.empty((2 * rows, *each.shape[1:]), dtype=each.dtype, device="meta")
+        return torch.empty((rows, *each.shape[1:]), dtype=each.dtype, device="meta")
 
-    return with_tensors(example, [larger(each) for each in tensors_by_path(example).values()])
+    return with_tensors(example, [larger(each) for each in tensors])
 
 
 def _own(model: nn.Module, name: str, joint: JointGraph) -> Plan:

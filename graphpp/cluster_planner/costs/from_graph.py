@@ -1,17 +1,18 @@
-"""From a captured joint graph to the costs of a model.
+"""From the captured graphs of a model, for some rows and for twice as many, to its costs.
 
 Contract
-    in   a captured joint graph, its module calls, the number of rows, plans of tensor and expert parallelism
+    in   a `Captured` model; plans of tensor and expert parallelism
     out  `ModelCosts`, which holds no graph
     A segment lies between neighbouring places at which a stage may start: the repeated layers, and module calls outside of
     them. Its phases are those that `passes/lower.py` makes of a stage, so saved values, recomputation and messages are those of
-    a pipeline that runs. Equal segments are one kind. The joint graph is changed.
+    a pipeline that runs. Equal segments are one kind. The joint graphs are changed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -19,14 +20,20 @@ from torch import fx
 
 from graphpp._torch import aot
 from graphpp._torch.symbols import hint
-from graphpp.cluster_planner.costs.cost_data import PHASES, OffloadableSize, ParameterCosts, SegmentKind, Variant
+from graphpp.cluster_planner.costs.dims import growing_sizes
 from graphpp.cluster_planner.costs.facts import note_facts
-from graphpp.cluster_planner.costs.fake_calls import sizes_of
-from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.costs.model_costs import (
+    PHASES,
+    ModelCosts,
+    OffloadableSize,
+    ParameterCosts,
+    SegmentKind,
+    Variant,
+)
 from graphpp.cluster_planner.costs.operations import Counted, Size, operations_of, size_of, summed
-from graphpp.cluster_planner.costs.shortened import Shortened, shortened
+from graphpp.cluster_planner.costs.shortened import WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, ShardedParameters
-from graphpp.errors import CaptureError, GraphPPError
+from graphpp.errors import GraphPPError
 from graphpp.options.recompute import Recompute, read_recompute
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -44,59 +51,72 @@ RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 _STACKED = 3  # dimensions of a parameter that holds the experts of a layer: experts, inputs, outputs
 
 
-def model_costs(
-    joint: JointGraph,
-    calls: Sequence[ModuleCall],
-    *,
-    rows: int,
-    tensor_plan: Plan | None = None,
-    expert_plan: Plan | None = None,
-    inside: bool = False,
-    device_type: str = "cuda",
-    second: Callable[[], JointGraph] | None = None,
-) -> ModelCosts:
-    """The costs of a captured model. `rows`: those of the captured example.
+@dataclass(frozen=True)
+class Captured:
+    """A model whose graph has some of the repeated layers.
 
-    Of a run of equal segments three are lowered (`shortened.py`); their costs are those of the others.
-
-    `inside`: also places between the modules that a layer calls; bytes are an upper bound then, for values that two segments of
-    a stage save count twice. `device_type`: the device whose launches and memory decide what is recomputed for free. `second`:
-    captures the model for twice as many rows; called where the graph alone does not tell how sizes depend on rows. Changes
-    `joint`. Raises `CaptureError`, `GraphPPError`.
+    `joint`, `larger`: its graphs for `rows` rows and for twice as many; `calls`: the module calls of both; `starts`: the first
+    operation of each stage; `whole`: how the stages make up the model.
     """
-    if not joint.training:
-        raise CaptureError("cluster costs: the graph has no backward: capture the model with training=True")
+
+    joint: JointGraph
+    larger: JointGraph
+    rows: int
+    calls: Sequence[ModuleCall]
+    starts: tuple[int, ...]
+    whole: WholeModel
+
+
+def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device_type: str = "cuda") -> ModelCosts:
+    """The costs of a captured model.
+
+    `device_type`: the device whose launches and memory decide what is recomputed for free. Raises `CaptureError`,
+    `GraphPPError`.
+    """
+    joint, calls, whole = captured.joint, captured.calls, captured.whole
     shapes = {fqn: tuple(map(hint, meta.shape)) for fqn, meta in joint.parameters.items()}
-    sharded = ShardedParameters.of(shapes, tensor_plan or {}, expert_plan or {})
-    starts = places(joint, calls) if inside else _outside(joint, calls)
+    sharded = ShardedParameters.of(shapes, tensor_plan, expert_plan)
     with aot.quick():
-        joint = assigned(joint, starts)
-        note_facts(joint, rows, sharded, second=None if second is None else lambda: assigned(second(), starts))
-        short = shortened(joint, len(starts), [policy.region_of(Recompute(), calls)])
-        staged = {each: _staged(short.joint, calls, len(short.stages), each, device_type) for each in RECOMPUTE}
-        kinds = _Kinds()
-        variants = {name: kinds.variant(*found, short.stage_of) for name, found in staged.items()}
+        joint = assigned(joint, captured.starts)
+        note_facts(joint, assigned(captured.larger, captured.starts), sharded)
+        staged = {each: _staged(joint, calls, len(captured.starts), each, device_type) for each in RECOMPUTE}
+        variants = {name: _variant(*found, whole.stage_of) for name, found in staged.items()}
     cut, first = staged[None]
     named = {node.name: node for node in cut.graph.nodes}
     on, back = (
         [summed(size_of(named[value.name]) for value in values) for values in each] for each in _crossing(first)
     )
-    behind = short.stage_of[:-1]
+    names = {call.position: call.fqn for call in reversed(calls) if call.fqn}
     layers = {call.position for call in repeated_layers(calls)}
+    starts = [captured.starts[stage] for stage in whole.stage_of]
     return ModelCosts(
-        rows=rows,
-        starts=tuple(starts),
-        names=tuple(_name_at(calls, start) for start in starts),
+        rows=captured.rows,
+        starts=whole.starts(captured.starts),
+        names=tuple(whole.name(each, names.get(start, "")) for each, start in zip(whole.segments, starts, strict=True)),
         layers=tuple(segment for segment, start in enumerate(starts) if start in layers),
         variants=variants,
-        forward=tuple(on[stage] for stage in behind),
-        backward=tuple(back[stage] for stage in behind),
-        parameters=tuple(_parameters(joint, first, short, sharded)),
-        buffers=tuple(_buffers(joint, first, short)),
-        attentions=sum(map(_is_attention, joint.computed())),
+        forward=tuple(on[stage] for stage in whole.stage_of[:-1]),
+        backward=tuple(back[stage] for stage in whole.stage_of[:-1]),
+        parameters=tuple(_parameters(joint, first, whole, sharded)),
+        buffers=tuple(_buffers(joint, first, whole)),
+        attentions=sum(whole.stage_of.count(node.meta["stage"]) for node in joint.computed() if _is_attention(node)),
         tensor_ranks=gcd(*_sharded_sizes(joint)),
         expert_ranks=_expert_ranks(shapes, sharded),
     )
+
+
+def segment_starts(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """The places at the starts of layers and of module calls outside of them."""
+    layers = repeated_layers(calls)
+    names = {layer.fqn for layer in layers}
+    at, starts = 0, {0}
+    for call in calls:
+        while at < len(layers) and layers[at].end <= call.position:
+            at += 1
+        within = at < len(layers) and layers[at].position <= call.position and call.end <= layers[at].end
+        if not within or call.fqn in names:
+            starts.add(call.position)
+    return tuple(start for start in places(joint, calls) if start in starts)
 
 
 def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParameters) -> int:
@@ -114,7 +134,7 @@ def _sharded_sizes(joint: JointGraph) -> Iterator[int]:
     """The sizes of all sharded dimensions: features, heads, words."""
     for node in joint.graph.nodes:
         if node.op != "output":
-            yield from (size for size, power in sizes_of(node.meta.get("val"), node.meta["sharded"]) if power)
+            yield from growing_sizes(node.meta["val"], node.meta["sharded"])
 
 
 def _is_attention(node: fx.Node) -> bool:
@@ -123,24 +143,6 @@ def _is_attention(node: fx.Node) -> bool:
 
 def _crossing(staged: StagedGraphs) -> tuple[Any, Any]:
     return [each.forward for each in staged.boundaries], [each.backward for each in staged.boundaries]
-
-
-def _outside(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The places at the starts of layers and of module calls outside of them."""
-    layers = repeated_layers(calls)
-    names = {layer.fqn for layer in layers}
-    at, starts = 0, {0}
-    for call in calls:
-        while at < len(layers) and layers[at].end <= call.position:
-            at += 1
-        within = at < len(layers) and layers[at].position <= call.position and call.end <= layers[at].end
-        if not within or call.fqn in names:
-            starts.add(call.position)
-    return tuple(start for start in places(joint, calls) if start in starts)
-
-
-def _name_at(calls: Sequence[ModuleCall], start: int) -> str:
-    return next((call.fqn for call in calls if call.position == start and call.fqn), "")
 
 
 def _staged(
@@ -156,58 +158,30 @@ def _staged(
     return staged_graphs(joint, stages, options=options)
 
 
-class _Kinds:
-    """The kinds of segments, each made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, SegmentKind] = {}
-
-    def variant(self, joint: JointGraph, staged: StagedGraphs, stage_of: Sequence[int]) -> Variant:
-        """`stage_of`: for each segment of the model, the stage that stands for it."""
-        named = {node.name: node for node in joint.graph.nodes}
-        kinds, numbers, kind_of = list[SegmentKind](), dict[SegmentKind, int](), list[int]()
-        for stage in range(len(staged.saved)):
-            graphs = [staged.graphs.get((phase, stage)) for phase in PHASES]
-            saved = summed(size_of(named[value.name]) for value in staged.saved_memory[stage])
-            kept, unread = (
-                summed(size_of(named[value.name]) for value in each[stage])
-                for each in (staged.kept_memory, staged.unread_memory)
-            )
-            key = (saved, kept, unread, *(_signature(each) for each in graphs))
-            if key not in self._made:
-                waiting = [unread if phase is program.Phase.INPUT_GRAD else () for phase in PHASES]
-                self._made[key] = SegmentKind(
-                    operations=tuple(map(_operations, graphs)),
-                    peaks=tuple(map(_peaks, graphs, waiting)),
-                    read=tuple(map(_read, graphs)),
-                    made=tuple(map(_gradients, graphs)),
-                    saved=saved,
-                    kept=kept,
-                    offloadable=tuple(_offloadable(*graphs)),
-                )
-            kind = self._made[key]
-            if kind not in numbers:
-                numbers[kind] = len(kinds)
-                kinds.append(kind)
-            kind_of.append(numbers[kind])
-        return Variant(tuple(kinds), tuple(kind_of[stage] for stage in stage_of))
+def _variant(joint: JointGraph, staged: StagedGraphs, stage_of: Sequence[int]) -> Variant:
+    """The kinds of segments under one kind of recomputation. `stage_of`: for each segment of the model, its stage."""
+    named = {node.name: node for node in joint.graph.nodes}
+    kinds, number = dict[SegmentKind, int](), list[int]()
+    for stage in range(len(staged.saved)):
+        kind = _segment_kind([staged.graphs.get((phase, stage)) for phase in PHASES], staged, stage, named)
+        number.append(kinds.setdefault(kind, len(kinds)))
+    return Variant(tuple(kinds), tuple(number[stage] for stage in stage_of))
 
 
-def _signature(each: PhaseGraph | None) -> Any:
-    """Facts of a phase graph on which its costs depend; equal ones are equal costs."""
-    if each is None:
-        return None
-    at = {node: index for index, node in enumerate(each.graph.nodes)}
-    return tuple(map(type, each.outputs)), *(
-        (
-            node.target if node.op == "call_function" else type(node.meta.get("role")),
-            tuple(at[source] for source in node.all_input_nodes),
-            size_of(node),
-            node.meta.get("work"),
-            node.meta.get("exchanges"),
-            node.meta.get("kept"),
-        )
-        for node in each.graph.nodes
+def _segment_kind(
+    graphs: Sequence[PhaseGraph | None], staged: StagedGraphs, stage: int, named: Mapping[str, fx.Node]
+) -> SegmentKind:
+    memory = staged.saved_memory, staged.kept_memory, staged.unread_memory
+    saved, kept, unread = (summed(size_of(named[value.name]) for value in each[stage]) for each in memory)
+    waiting = [unread if phase is program.Phase.INPUT_GRAD else () for phase in PHASES]
+    return SegmentKind(
+        operations=tuple(map(_operations, graphs)),
+        peaks=tuple(map(_peaks, graphs, waiting)),
+        read=tuple(map(_read, graphs)),
+        made=tuple(map(_gradients, graphs)),
+        saved=saved,
+        kept=kept,
+        offloadable=tuple(_offloadable(*graphs)),
     )
 
 
@@ -286,7 +260,7 @@ def _largest(sizes: Sequence[Size]) -> tuple[Size, ...]:
 
 
 def _stages_of(
-    staged: StagedGraphs, short: Shortened, roles: Callable[[PhaseGraph], Iterable[Any]], kind: Any
+    staged: StagedGraphs, whole: WholeModel, roles: Callable[[PhaseGraph], Iterable[Any]], kind: Any
 ) -> dict[str, tuple[int, ...]]:
     """By FQN the segments in whose graphs a role of this kind stands."""
     found: dict[str, set[int]] = defaultdict(set)
@@ -294,14 +268,14 @@ def _stages_of(
         for role in roles(each):
             if isinstance(role, kind):
                 found[role.fqn].add(stage)
-    return {name: whole for fqn, stages in found.items() for name, whole in short.whole(fqn, sorted(stages)).items()}
+    return {name: read for fqn, stages in found.items() for name, read in whole.readers(fqn, stages).items()}
 
 
 def _parameters(
-    joint: JointGraph, staged: StagedGraphs, short: Shortened, sharded: ShardedParameters
+    joint: JointGraph, staged: StagedGraphs, whole: WholeModel, sharded: ShardedParameters
 ) -> Iterable[ParameterCosts]:
-    readers = _stages_of(staged, short, lambda each: each.inputs, program.Parameter)
-    makers = _stages_of(staged, short, lambda each: each.outputs, program.Gradient)
+    readers = _stages_of(staged, whole, lambda each: each.inputs, program.Parameter)
+    makers = _stages_of(staged, whole, lambda each: each.outputs, program.Gradient)
     for fqn, meta in joint.parameters.items():
         if fqn not in readers:
             continue
@@ -318,6 +292,6 @@ def _parameters(
         )
 
 
-def _buffers(joint: JointGraph, staged: StagedGraphs, short: Shortened) -> Iterable[tuple[int, tuple[int, ...]]]:
-    readers = _stages_of(staged, short, lambda each: each.inputs, program.Buffer)
+def _buffers(joint: JointGraph, staged: StagedGraphs, whole: WholeModel) -> Iterable[tuple[int, tuple[int, ...]]]:
+    readers = _stages_of(staged, whole, lambda each: each.inputs, program.Buffer)
     yield from ((meta.nbytes, readers[fqn]) for fqn, meta in joint.buffers.items() if fqn in readers)

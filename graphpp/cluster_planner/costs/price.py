@@ -1,7 +1,7 @@
 """The seconds and bytes of a model's segments on machines that are not here.
 
 Contract
-    in   `CostData`; machines; a `Deployment`: rows, degrees of parallelism, recomputation
+    in   `ModelCosts`; machines; a `Deployment`: rows, degrees of parallelism, recomputation
     out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read: a cut is searched alike
     All figures are those of one rank. Nothing is measured. Each kind of segment is priced once.
 
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, checked, one_of, or_none, require
-from graphpp.cluster_planner.costs.cost_data import PHASES, CostData, SegmentKind, Variant
-from graphpp.cluster_planner.costs.degrees import Degrees
+from graphpp.arguments import checked, one_of
+from graphpp.cluster_planner.costs.deployment import Deployment, check_degrees
+from graphpp.cluster_planner.costs.model_costs import PHASES, Degrees, ModelCosts, SegmentKind, Variant
 from graphpp.cluster_planner.costs.operations import Operation, Size
 from graphpp.cluster_planner.costs.state import state_of_segments
 from graphpp.devices import Machines
@@ -29,11 +29,8 @@ from graphpp.runtime.program import Phase
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 
+_USUAL = Deployment()
 _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
-_RECOMPUTE = Accepted(
-    'None, "selective", "full", or a fraction above 0 and up to 1',
-    lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
-)
 
 
 @dataclass(frozen=True)
@@ -78,64 +75,27 @@ class PricedModel:
     offloadable: tuple[tuple[OffloadableBytes, ...], ...] = ()
 
 
-_ACCEPTED = {
-    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "dtype": or_none(TEXT), "sequence": FLAG,
-    "stage_stride": or_none(COUNT), "shards": or_none(COUNT),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """How a model is laid on machines, and computed there: what a price depends on.
-
-    `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
-    one, between the three kinds in proportion (an estimate). `dtype`: the dtype in which matrix products of parameters run
-    (None: that of the graph); bytes stay as they are. `sequence`: with `tp`, work on tokens that the plan does not shard
-    divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as `memory.optimizer`, for parameters in
-    float32. `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state is sharded, of
-    which experts have 1/ep. Raises `ScheduleError` for other values.
-    """
-
-    rows: int = 1
-    tp: int = 1
-    ep: int = 1
-    cp: int = 1
-    recompute: str | float | None = None
-    dtype: str | None = None
-    sequence: bool = True
-    optimizer: str | float = "adamw"
-    stage_stride: int | None = None
-    shards: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, accepted in _ACCEPTED.items():
-            require(ScheduleError, name, accepted, getattr(self, name))
-
-
 @checked(
     ScheduleError, machines=one_of(Machines, takes="a graphpp.devices.Machines"),
     deployment=one_of(Deployment, takes="a graphpp.cluster_planner.costs.Deployment"),
 )  # fmt: skip
 def priced(
-    costs: CostData, machines: Machines, deployment: Deployment, alike: PricedModel | None = None
+    costs: ModelCosts, machines: Machines, deployment: Deployment = _USUAL, alike: PricedModel | None = None
 ) -> PricedModel:
     """Price a microbatch.
 
     `alike`: a price of the same costs with equal degrees, optimizer and shards, whose state is taken over: most of the time
     goes into the state. Raises `ScheduleError` for degrees that the model does not have.
     """
-    rows, tp, ep, cp = deployment.rows, deployment.tp, deployment.ep, deployment.cp
-    dtype = deployment.dtype
-    _check_degrees(costs, tp, ep, cp)
-    degrees = Degrees(rows / costs.rows, tp, ep, cp, deployment.sequence)
-    pricing = _Pricing(machines, degrees, {costs.dtype: dtype} if dtype is not None else {})
+    check_degrees(costs, deployment)
+    tp, ep, cp = deployment.tp, deployment.ep, deployment.cp
+    degrees = Degrees(deployment.rows / costs.rows, tp, ep, cp, deployment.sequence)
+    pricing = _Pricing(machines, degrees, {costs.dtype: deployment.dtype} if deployment.dtype is not None else {})
     mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
-    kinds = [[one.kinds[one.kind_of[at]] for one in variants] for at in range(len(costs.starts))]
-    each = [pricing.segment(own, shares) for own in kinds]
-    layers = tuple(pricing.layer(own, shares) for own in kinds)
-    leaving = tuple(pricing.offloadable(own) for own in kinds)
-    sent = tuple(pricing.sent(own, shares) for own in kinds)
+    each = [
+        pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))
+    ]
     stride = deployment.stage_stride or tp * cp
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
     ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
@@ -143,24 +103,20 @@ def priced(
         state, experts = alike.segments.state, alike.expert_state
     else:
         state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), deployment.shards)
-    segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
-    exchanges = tuple(found for _, found in each)
-    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), exchanges, sent, layers, leaving)
+    return PricedModel(
+        segments=Segments(costs.starts, Costs(tuple(one.stage for one in each), ahead, behind), state),
+        expert_state=experts,
+        forward_bytes=on,
+        backward_bytes=back,
+        flops=_flops(costs, degrees.factor),
+        exchanges=tuple(one.exchanges for one in each),
+        sent=tuple(one.sent for one in each),
+        layers=tuple(one.phases for one in each),
+        offloadable=tuple(one.offloadable for one in each),
+    )
 
 
-def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
-    """Raise `ScheduleError` for degrees that the model cannot have."""
-    if cp > 1 and not costs.attentions:
-        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
-    each = (("tp", tp, costs.tensor_ranks, "tensor_plan"), ("ep", ep, costs.expert_ranks, "expert_plan"))
-    for name, ranks, most, plan in each:
-        if ranks > 1 and not most:
-            raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
-        if most % ranks:
-            raise ScheduleError(f"{name}: take a divisor of {most}, got {ranks}, which does not divide all that {plan}= shards")
-
-
-def _flops(costs: CostData, factor: float) -> float:
+def _flops(costs: ModelCosts, factor: float) -> float:
     whole, plain = Degrees(factor, sequence=False), costs.variants[None]
     pairs = [[pair for at in _WHOLE_PASS for pair in kind.operations[at]] for kind in plain.kinds]
     per_kind = [sum(count * whole.amount(each.flops) for each, count in found) for found in pairs]
@@ -170,7 +126,7 @@ def _flops(costs: CostData, factor: float) -> float:
 # -------------------------------------------------------------------------------------------- recomputation
 
 
-def _mixed(costs: CostData, recompute: str | float | None, degrees: Degrees) -> list[tuple[str | None, float]]:
+def _mixed(costs: ModelCosts, recompute: str | float | None, degrees: Degrees) -> list[tuple[str | None, float]]:
     """(kind of recomputation, share): one kind, or for a fraction the two kinds between whose saved bytes it lies."""
     if recompute is None or isinstance(recompute, str):
         return [(recompute, 1.0)]
@@ -192,77 +148,71 @@ def _saved(variant: Variant, degrees: Degrees) -> float:
 # -------------------------------------------------------------------------------------------- seconds
 
 
+class _PricedKind(NamedTuple):
+    """The costs of one kind of segment; `exchanges`: seconds by phase; `phases`, `sent`, `offloadable`: as in `PricedModel`."""
+
+    stage: StageCosts
+    exchanges: tuple[float, ...]
+    phases: Mapping[Kind, PhaseBytes]
+    sent: Mapping[str, float]
+    offloadable: tuple[OffloadableBytes, ...]
+
+
 class _Pricing:
-    """The prices of operations and segments; each is found once."""
+    """The prices of operations and of kinds of segments; each is found once."""
 
     def __init__(self, machines: Machines, degrees: Degrees, dtypes: Mapping[str, str]) -> None:
         self._machines, self._degrees, self._dtypes = machines, degrees, dtypes
-        self._kinds: dict[int, tuple[StageCosts, tuple[float, ...]]] = {}
-        self._mixes: dict[tuple[int, ...], tuple[StageCosts, tuple[float, ...]]] = {}
-        self._layers: dict[tuple[int, ...], Mapping[Kind, PhaseBytes]] = {}
+        self._kinds: dict[tuple[int, ...], _PricedKind] = {}
         self._operations: dict[Operation, float] = {}
-        self._leaving: dict[int, tuple[OffloadableBytes, ...]] = {}
-        self._sent: dict[tuple[int, ...], Mapping[str, float]] = {}
 
-    def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> tuple[StageCosts, tuple[float, ...]]:
+    def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> _PricedKind:
         """The costs of a segment that is of several kinds in proportion."""
         key = tuple(map(id, kinds))
-        if key not in self._mixes:
-            each = [self._kind(kind) for kind in kinds]
-            self._mixes[key] = each[0] if len(each) == 1 else _in_proportion(each, shares)
-        return self._mixes[key]
+        if key not in self._kinds:
+            each = [self._stage(kind) for kind in kinds]
+            stage, exchanges = each[0] if len(each) == 1 else _in_proportion(each, shares)
+            phases = {Kind(phase.value): self._bytes(kinds, shares, at) for at, phase in enumerate(PHASES)}
+            offloadable = self._offloadable(kinds[0]) if len(kinds) == 1 else ()
+            self._kinds[key] = _PricedKind(stage, exchanges, phases, self._sent(kinds, shares), offloadable)
+        return self._kinds[key]
 
-    def layer(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[Kind, PhaseBytes]:
-        """By phase, the bytes of parameters and gradients of a segment that is of several kinds in proportion."""
-        key = tuple(map(id, kinds))
-        if key not in self._layers:
-            self._layers[key] = {
-                Kind(phase.value): PhaseBytes(
-                    *(
-                        round(sum(share * self._degrees.amount(part) for part, share in zip(parts, shares, strict=True)))
-                        for sizes in ([kind.read[at] for kind in kinds], [kind.made[at] for kind in kinds])
-                        for parts in ([_of_experts(size, experts) for size in sizes] for experts in (False, True))
-                    )
-                )
-                for at, phase in enumerate(PHASES)
-            }
-        return self._layers[key]
+    def _bytes(self, kinds: Sequence[SegmentKind], shares: Sequence[float], phase: int) -> PhaseBytes:
+        """The bytes of parameters and gradients in a phase."""
 
-    def offloadable(self, kinds: Sequence[SegmentKind]) -> tuple[OffloadableBytes, ...]:
-        """The saved values of a segment that may leave the device."""
-        if len(kinds) > 1:
-            return ()
-        if id(kinds[0]) not in self._leaving:
-            self._leaving[id(kinds[0])] = tuple(
-                OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
-                for each in kinds[0].offloadable
-            )
-        return self._leaving[id(kinds[0])]
+        def mean(sizes: Sequence[Size], experts: bool) -> int:
+            own = [tuple(term for term in size if bool(term[2]) is experts) for size in sizes]
+            return round(sum(share * self._degrees.amount(size) for size, share in zip(own, shares, strict=True)))
 
-    def sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
-        """The bytes that a rank sends along `tp`, `ep` and `cp` in a forward and a backward of a segment."""
-        key = tuple(map(id, kinds))
-        if key not in self._sent:
-            found = dict.fromkeys(("tp", "ep", "cp"), 0.0)
-            for kind, share in zip(kinds, shares, strict=True):
-                for each, count in [pair for at in _WHOLE_PASS for pair in kind.operations[at]]:
-                    if each.kind in _EXCHANGES:
-                        found[_ALONG[each.kind]] += share * count * self._exchange(each).sent
-            self._sent[key] = found
-        return self._sent[key]
+        read, made = [kind.read[phase] for kind in kinds], [kind.made[phase] for kind in kinds]
+        return PhaseBytes(mean(read, False), mean(read, True), mean(made, False), mean(made, True))
 
-    def _kind(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
-        if id(kind) not in self._kinds:
-            times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
-            amount = self._degrees.amount
-            most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
-            peaks = {Kind(phase.value): nbytes for phase, nbytes in zip(PHASES, most, strict=True)}
-            stage = StageCosts(
-                forward=times[0], backward=times[1], input_grad=times[2], weight_grad=times[3],
-                saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)), peak_bytes=peaks,
-            )  # fmt: skip
-            self._kinds[id(kind)] = stage, exchanges
-        return self._kinds[id(kind)]
+    def _offloadable(self, kind: SegmentKind) -> tuple[OffloadableBytes, ...]:
+        """The saved values that may leave the device."""
+        return tuple(
+            OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
+            for each in kind.offloadable
+        )
+
+    def _sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
+        """The bytes that a rank sends along `tp`, `ep` and `cp` in a forward and a backward."""
+        found = dict.fromkeys(("tp", "ep", "cp"), 0.0)
+        for kind, share in zip(kinds, shares, strict=True):
+            for each, count in [pair for at in _WHOLE_PASS for pair in kind.operations[at]]:
+                if each.kind in _EXCHANGES:
+                    found[_ALONG[each.kind]] += share * count * self._exchange(each).sent
+        return found
+
+    def _stage(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
+        times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
+        amount = self._degrees.amount
+        most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
+        stage = StageCosts(
+            forward=times[0], backward=times[1], input_grad=times[2], weight_grad=times[3],
+            saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)),
+            peak_bytes={Kind(phase.value): nbytes for phase, nbytes in zip(PHASES, most, strict=True)},
+        )  # fmt: skip
+        return stage, exchanges
 
     def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float]:
         """(seconds of a phase, seconds of its exchanges)."""
@@ -317,10 +267,6 @@ class _Exchange(NamedTuple):
 
     seconds: float
     sent: float
-
-
-def _of_experts(size: Size, experts: bool) -> Size:
-    return tuple(term for term in size if bool(term[2]) is experts)
 
 
 _ATTENTIONS = ("attention", "attention_backward")

@@ -1,229 +1,234 @@
-"""Leave three of each run of equal stages: what a pass finds for one of them, it would find for all of the run.
+"""Leave repeated layers out of a forward before it is traced with its backward, and count them when costs are made.
 
 Contract
-    in   a joint graph whose nodes have stages and facts (`facts.py`); `group_of`: groups of nodes that a later pass knows, such
-         as the regions of recomputation
-    out  `Shortened`: a joint graph of its own with the first two and the last stage of each run, and which stages and which
-         parameters each of its stages stands for. The whole graph is not changed
+    `Shortening.shorten` changes the exported graph of a whole forward in place: of each run of equal units the first two and
+    the last stay, and the second stands for the units that leave. A unit is one layer or, where layers of several kinds take
+    turns, one turn of up to six layers. `WholeModel` gives the segments and the parameters of the whole model.
 
-A stage owns its nodes, and the placeholders and values without a stage that only it reads. Neighbouring stages are equal where
-their nodes are, one by one: the operations, the facts in the metas, the operands, and the readers with the operand at which
-each reads. Of a node of another stage, it counts how many stages away the node is and where in its stage it stands, or, unless
-the two stages are neighbours, which node it is. So a stage of a run reads and is read by its neighbours, each of them in the
-same way, and beyond those by nodes outside of the run, which all stages of the run read alike. In the shortened graph the
-third stage stands where the fourth one and so on stood.
+Two units are equal if their operations are, one by one: operators, arguments, shapes, submodules, checkpoints. Of a value of
+the unit before, its place there counts; of a value from anywhere else, which value it is. Only operations of the unit itself
+and of the next one read a value of a unit, and only its own ones a parameter. So neighbours in a run read each other alike.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any
+from collections.abc import Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
-from graphpp._torch import aot
-from graphpp.cluster_planner.costs.fake_calls import facts_of_value
-from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime import program
-from graphpp.runtime.randomness import seeded
+from graphpp.capture.activation_checkpoints import checkpointed_call
+from graphpp.capture.source_lines import MODEL, module_calls
+from graphpp.options.split import ModuleCall
+from graphpp.planner.layers import repeated_layers
 
-GroupOf = Callable[[fx.Node], Hashable | None]
-
-_LEFT = 3  # stages of a run
-_FACTS = ("backward", "rows", "sharded", "experts", "work", "exchanges", "kept", "step_invariant", "constant", "recomputed")
-_OWNED = program.Parameter | program.Buffer
-_OF_OWNED = program.Gradient | program.BufferUpdate
+_LEFT = 3  # units of a run
 
 
 @dataclass(frozen=True)
-class Shortened:
-    """`joint`: the shortened graph, of `len(stages)` stages. `stages`: the stages of the whole graph for which each one stands.
+class Run:
+    """`layers`: the FQNs of the unit that stands for others; `others`: theirs, in order; `end`: the FQN of the layer behind."""
 
-    `_names`: by FQN of a parameter or buffer that one stage of a run owns, those of the other stages for which it stands.
+    layers: tuple[str, ...]
+    others: tuple[tuple[str, ...], ...]
+    end: str
+
+
+@dataclass
+class Shortening:
+    """`longest`: layers of a unit at most; 0 leaves a graph as it is. `runs`: those of the graph that was shortened last."""
+
+    longest: int = 6
+    runs: list[Run] = field(default_factory=list)
+
+    def shorten(self, module: fx.GraphModule) -> None:
+        """Remove the units between the second and the last one of each run of equal units."""
+        layers = repeated_layers(_calls(module.graph))
+        self.runs = []
+        for length in range(1, self.longest + 1):
+            units = _units(module.graph, layers, length)
+            facts = [_Facts(module, units, at).found() for at in range(len(units))]
+            runs = [list(group) for _, group in groupby(range(len(units)), key=facts.__getitem__)]
+            self.runs = [_removed(module, [units[at] for at in run]) for run in runs if len(run) > _LEFT]
+            if self.runs:
+                module.recompile()
+                return
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """The layers of a unit, and all operations up to the next unit."""
+
+    layers: tuple[str, ...]
+    nodes: Sequence[fx.Node]
+
+
+def _operations(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def _calls(graph: fx.Graph) -> list[ModuleCall]:
+    """The module calls of an exported graph in order, parents before children."""
+    spans: dict[str, tuple[int, int]] = {}
+    for position, node in enumerate(_operations(graph)):
+        for call in module_calls(node):
+            spans[call] = (spans.get(call, (position, position))[0], position + 1)
+    return [ModuleCall(fqn, first, end) for fqn, (first, end) in spans.items()]
+
+
+def _units(graph: fx.Graph, layers: Sequence[ModuleCall], length: int) -> list[_Unit]:
+    nodes, firsts = _operations(graph), list(range(0, len(layers), length))
+    begins = [layers[at].position for at in firsts]
+    ends = [*begins[1:], layers[-1].end] if layers else []
+    return [
+        _Unit(tuple(layer.fqn for layer in layers[at : at + length]), nodes[begin:end])
+        for at, begin, end in zip(firsts, begins, ends, strict=True)
+    ]
+
+
+class _Facts:
+    """All facts of a unit in which equal units agree."""
+
+    def __init__(self, module: fx.GraphModule, units: Sequence[_Unit], at: int) -> None:
+        self._module, self._unit = module, units[at]
+        self._before = {node: place for place, node in enumerate(units[at - 1].nodes)} if at else {}
+        self._own = {node: place for place, node in enumerate(self._unit.nodes)}
+        self._behind = set(units[at + 1].nodes) if at + 1 < len(units) else set()
+        self._checkpoints: dict[int, int] = {}
+
+    def found(self) -> Hashable:
+        """Facts that are equal to those of equal units; to no other ones if the unit must stay."""
+        shared = any("@" in layer for layer in self._unit.layers)
+        return object() if shared or self._is_read_elsewhere() else tuple(map(self._node, self._unit.nodes))
+
+    def _is_read_elsewhere(self) -> bool:
+        state = [node for node in self._module.graph.find_nodes(op="get_attr") if _within(_fqn(node), self._unit.layers)]
+        near = {*self._own, *self._behind}
+        values_leave = any(not near.issuperset(node.users) for node in self._own)
+        return values_leave or any(not self._own.keys() >= node.users.keys() for node in state)
+
+    def _node(self, node: fx.Node) -> Hashable:
+        number = checkpointed_call(node)
+        return (
+            node.target,
+            repr(fx.node.map_arg((node.args, node.kwargs), self._operand)),
+            _layout(node.meta.get("val")),
+            tuple(_renamed(call, self._unit.layers) for call in module_calls(node)),
+            number if number is None else self._checkpoints.setdefault(number, len(self._checkpoints)),
+        )
+
+    def _operand(self, node: fx.Node) -> Any:
+        if node in self._own:
+            return "own", self._own[node]
+        if node in self._before:
+            return "before", self._before[node]
+        name = _fqn(node)
+        if node.op != "get_attr":
+            return "value", name
+        made = name == node.target  # a tensor that the code made, one for each call
+        return "made" if made else _renamed(name, self._unit.layers), _layout(_held(self._module, str(node.target)))
+
+
+def _fqn(node: fx.Node) -> str:
+    """Of a read of the model's state its FQN, of another node the name."""
+    return str(node.target).removeprefix(f"{MODEL}.") if node.op == "get_attr" else node.name
+
+
+def _within(name: str, layers: Iterable[str]) -> bool:
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+
+
+def _renamed(name: str, layers: Sequence[str], others: Sequence[str] = ()) -> str:
+    """A name within one of these layers with the same one of `others` in its place, or with the place in the unit."""
+    for at, layer in enumerate(layers):
+        if _within(name, [layer]):
+            return (others[at] if others else f"<{at}>") + name.removeprefix(layer)
+    return name
+
+
+def _held(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _layout(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return tuple(map(_layout, value)) if isinstance(value, tuple | list) else id(value) if callable(value) else repr(value)
+
+
+def _removed(module: fx.GraphModule, run: Sequence[_Unit]) -> Run:
+    """Remove the units between the second and the last one, whose operands come from the second unit then."""
+    for node, stand_in in zip(run[-2].nodes, run[1].nodes, strict=True):
+        node.replace_all_uses_with(stand_in)
+    for node in reversed([node for unit in run[2:-1] for node in unit.nodes]):
+        module.graph.erase_node(node)
+    gone = [layer for unit in run[2:-1] for layer in unit.layers]
+    for node in module.graph.find_nodes(op="get_attr"):
+        if not node.users and _within(_fqn(node), gone):
+            module.graph.erase_node(node)
+    for layer in gone:
+        module.delete_submodule(f"{MODEL}.{layer}")
+    return Run(run[1].layers, tuple(unit.layers for unit in run[2:-1]), run[-1].layers[0])
+
+
+# -------------------------------------------------------------------------------------------- the whole model
+
+
+class Segment(NamedTuple):
+    """A segment of the whole model. `stage`: of the shortened graph; `copy`: 0 in the unit that stands for others of `run`."""
+
+    stage: int
+    run: Run | None
+    copy: int
+
+
+class WholeModel:
+    """The segments of the whole model, in order, from the stages of the shortened graph.
+
+    `complete`: False if a run does not begin and end where stages do, so that its units cannot be told apart.
     """
 
-    joint: JointGraph
-    stages: tuple[tuple[int, ...], ...]
-    _names: Mapping[str, tuple[str, ...]]
+    def __init__(self, runs: Sequence[Run], calls: Sequence[ModuleCall], starts: Sequence[int]) -> None:
+        position = {call.fqn: call.position for call in calls}
+        begins = {position[run.layers[0]]: run for run in runs}
+        self.complete = all({position[run.layers[0]], position[run.end]} <= {*starts} for run in runs)
+        self._runs, self.segments, stage = runs, list[Segment](), 0
+        while stage < len(starts):
+            run = begins.get(starts[stage])
+            end = starts[stage] + 1 if run is None else position[run.end]
+            block = [at for at in range(stage, len(starts)) if starts[at] < end]
+            copies = 1 if run is None else 1 + len(run.others)
+            self.segments += [Segment(at, run, copy) for copy in range(copies) for at in block]
+            stage += len(block)
 
     @property
     def stage_of(self) -> tuple[int, ...]:
-        """For each stage of the whole graph, the one that stands for it."""
-        found = {whole: own for own, stages in enumerate(self.stages) for whole in stages}
-        return tuple(found[whole] for whole in range(len(found)))
+        """For each segment the stage of the shortened graph."""
+        return tuple(segment.stage for segment in self.segments)
 
-    def whole(self, fqn: str, stages: Iterable[int]) -> dict[str, tuple[int, ...]]:
-        """Of a parameter or buffer that these stages read: the stages of the whole graph, by FQN; for its equals as well."""
-        each = [self.stages[stage] for stage in stages]
-        if fqn not in self._names:
-            return {fqn: tuple(sorted(whole for found in each for whole in found))}
-        return {name: tuple(found[at] for found in each) for at, name in enumerate((fqn, *self._names[fqn]))}
+    def starts(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """The first operation of each segment, from those of the stages."""
+        lengths = [end - start for start, end in zip(starts, [*starts[1:], starts[-1]], strict=True)]
+        return tuple(accumulate((lengths[stage] for stage in self.stage_of[:-1]), initial=0))
 
+    def name(self, segment: Segment, name: str) -> str:
+        """The name of a module call at a segment, from that at its stage."""
+        if segment.run is None or not segment.copy:
+            return name
+        return _renamed(name, segment.run.layers, segment.run.others[segment.copy - 1])
 
-def shortened(joint: JointGraph, stages: int, group_of: Sequence[GroupOf] = ()) -> Shortened:
-    """Leave three stages of each run of equal ones."""
-    owned = _Owned(joint, stages, group_of)
-    kept, stand_ins = _kept([owned.signature(stage) for stage in range(stages)])
-    if len(kept) == stages:
-        return Shortened(joint, tuple((stage,) for stage in range(stages)), {})
-    names = _names(owned, kept, stand_ins)
-    return Shortened(_without(joint, owned, kept, stand_ins), tuple(stand_ins[stage] for stage in kept), names)
-
-
-def _kept(signatures: Sequence[Hashable]) -> tuple[list[int], dict[int, tuple[int, ...]]]:
-    """The stages that stay, and the stages for which each stands, itself first."""
-    kept, stand_ins = list[int](), dict[int, tuple[int, ...]]()
-    for _, group in groupby(range(len(signatures)), key=signatures.__getitem__):
-        run = list(group)
-        gone = run[2:-1] if len(run) > _LEFT else []
-        for stage in run:
-            if stage not in gone:
-                kept.append(stage)
-                stand_ins[stage] = (stage, *gone) if gone and stage == run[1] else (stage,)
-    return kept, stand_ins
-
-
-class _Owned:
-    """The nodes of each stage in the order of the graph."""
-
-    def __init__(self, joint: JointGraph, stages: int, group_of: Sequence[GroupOf]) -> None:
-        self.owner = _owners(joint)
-        self.nodes: list[list[fx.Node]] = [[] for _ in range(stages)]
-        self.place: dict[fx.Node, int] = {}
-        for node in joint.graph.nodes:
-            stage = self.owner[node]
-            if stage is not None:
-                self.place[node] = len(self.nodes[stage])
-                self.nodes[stage].append(node)
-        self._groups = [_group_places(joint, each, self.owner, self.place) for each in (_sequence, _checkpoint, *group_of)]
-        self._results: dict[fx.Node, list[Hashable]] = defaultdict(list)
-        read = {(type(role), role.fqn): node for role, node in joint.inputs().items() if isinstance(role, _OWNED)}
-        for role, node in joint.outputs():
-            kind = program.Parameter if isinstance(role, program.Gradient) else program.Buffer
-            target = read.get((kind, role.fqn)) if isinstance(role, _OF_OWNED) else None
-            found = role if target is None else (type(role), self._reference(target, self.owner[node]))
-            self._results[node].append(found)
-
-    def signature(self, stage: int) -> Hashable:
-        """All facts of a stage's nodes; equal stages have equal ones."""
-        return tuple(self._facts(node, stage) for node in self.nodes[stage])
-
-    def _facts(self, node: fx.Node, stage: int) -> Hashable:
-        args = (node.args[0], *node.args[2:]) if node.target is seeded else node.args  # without the operator's number
-        target = type(node.meta["role"]) if node.op == "placeholder" else node.target
-        others = (user for user in node.users if user.op != "output" and self.owner[user] != stage)
-        readers = frozenset((self._reference(user, stage), user.all_input_nodes.index(node)) for user in others)
-        value = node.meta.get("val")
-        return (
-            node.op, target, self._argument(args, stage), self._argument(node.kwargs, stage), facts_of_value(value),
-            getattr(value, "requires_grad", None), node.meta.get("stage") is None,
-            tuple(_hashable(node.meta.get(each)) for each in _FACTS),
-            tuple(group.get(node) for group in self._groups), readers, tuple(self._results.get(node, ())),
-        )  # fmt: skip
-
-    def _argument(self, given: Any, stage: int) -> Hashable:
-        if isinstance(given, fx.Node):
-            return self._reference(given, stage)
-        if isinstance(given, dict):
-            return tuple((name, self._argument(each, stage)) for name, each in sorted(given.items()))
-        if isinstance(given, tuple | list):
-            return tuple(self._argument(each, stage) for each in given)
-        return type(given), _hashable(given)
-
-    def _reference(self, node: fx.Node, stage: int | None) -> tuple[Any, ...]:
-        """A node as seen from a stage."""
-        own = self.owner[node]
-        if own is None or stage is None or abs(own - stage) > 1:
-            return (node.name,)
-        return own - stage, self.place[node]
-
-
-def _hashable(given: Any) -> Hashable:
-    return given if given.__hash__ is not None and not isinstance(given, slice) else repr(given)
-
-
-def _owners(joint: JointGraph) -> dict[fx.Node, int | None]:
-    """The stage of each node; of one without a stage the only stage that reads it, None if several do, or if it is a result."""
-    owner: dict[fx.Node, int | None] = {}
-    shared = {node for _, node in joint.outputs()}
-    inputs = joint.inputs()
-    for role, node in joint.outputs():  # a result without a stage comes from the first stage that reads its parameter
-        if node.meta.get("stage") is None and isinstance(role, _OF_OWNED):
-            shared.update(each for own, each in inputs.items() if isinstance(own, _OWNED) and own.fqn == role.fqn)
-    for node in reversed(joint.graph.nodes):
-        stage = node.meta.get("stage")
-        if stage is None and node.op != "output" and node not in shared:
-            readers = {owner[user] for user in node.users}
-            stage = readers.pop() if len(readers) == 1 else None
-        owner[node] = stage
-    return owner
-
-
-def _sequence(node: fx.Node) -> Hashable | None:
-    return node.meta.get("seq")
-
-
-def _checkpoint(node: fx.Node) -> Hashable | None:
-    return node.meta.get("checkpoint")
-
-
-def _group_places(
-    joint: JointGraph, group_of: GroupOf, owner: Mapping[fx.Node, int | None], place: Mapping[fx.Node, int]
-) -> dict[fx.Node, Hashable]:
-    """For each node in a group, which group it is: of one within a stage the place of its first node, of others its name."""
-    members = defaultdict[Hashable, list[fx.Node]](list)
-    for node in joint.computed():
-        group = group_of(node)
-        if group is not None:
-            members[group].append(node)
-    found: dict[fx.Node, Hashable] = {}
-    for group, nodes in members.items():
-        within = owner[nodes[0]] is not None and len({owner[node] for node in nodes}) == 1
-        found.update(dict.fromkeys(nodes, place[nodes[0]] if within else repr(group)))
-    return found
-
-
-# ------------------------------------------------------------------------------------------ the shortened graph
-
-
-def _names(owned: _Owned, kept: Sequence[int], stand_ins: Mapping[int, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for stage in kept:
-        for at, node in enumerate(owned.nodes[stage]):
-            if isinstance(node.meta.get("role"), _OWNED) and len(stand_ins[stage]) > 1:
-                others = (owned.nodes[other][at] for other in stand_ins[stage][1:])
-                found[node.meta["role"].fqn] = tuple(other.meta["role"].fqn for other in others)
-    return found
-
-
-def _without(joint: JointGraph, owned: _Owned, kept: Sequence[int], stand_ins: Mapping[int, tuple[int, ...]]) -> JointGraph:
-    """The graph of the stages that stay: the neighbours of a gap read each other."""
-    number = {stage: at for at, stage in enumerate(kept)}
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    below = {stages[-1]: stage for stage, stages in stand_ins.items()}  # the last stage of a gap -> the one that stands for it
-    above = {stages[1]: stages[-1] + 1 for stages in stand_ins.values() if len(stages) > 1}  # its first one -> the one behind
-
-    def source(reader: int | None) -> Callable[[fx.Node], fx.Node]:
-        def found(node: fx.Node) -> fx.Node:
-            stage = owned.owner[node]
-            if stage is None or stage in number:
-                return copies[node]
-            assert reader is not None, f"{node} of a stage that is left out is read by a value without a stage"
-            near = (below if stage < reader else above)[stage]
-            return copies[owned.nodes[near][owned.place[node]]]
-
-        return found
-
-    for node in joint.graph.nodes:
-        stage = owned.owner[node]
-        if node.op != "output" and (stage is None or stage in number):
-            copies[node] = graph.node_copy(node, source(stage))
-            if node.meta.get("stage") is not None:
-                copies[node].meta["stage"] = number[node.meta["stage"]]
-    results = [(role, copies[node]) for role, node in joint.outputs() if node in copies]
-    end = graph.output(tuple(node for _, node in results))
-    end.meta = {**joint.graph.output_node().meta, "roles": [role for role, _ in results]}
-    return replace(joint, module=aot.graph_module(joint.module, graph))
+    def readers(self, fqn: str, stages: Container[int]) -> dict[str, tuple[int, ...]]:
+        """The segments that read a parameter or buffer which these stages read, by FQN; also of those that it stands for."""
+        run = next((run for run in self._runs if _within(fqn, run.layers)), None)
+        read = [(at, segment) for at, segment in enumerate(self.segments) if segment.stage in stages]
+        if run is None:
+            return {fqn: tuple(at for at, _ in read)}
+        return {
+            _renamed(fqn, run.layers, layers): tuple(at for at, each in read if each.run is not run or each.copy == copy)
+            for copy, layers in enumerate((run.layers, *run.others))
+        }

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphpp.cluster_planner.costs.cost_data import CostData
-from graphpp.cluster_planner.costs.degrees import Degrees
+from graphpp.cluster_planner.costs.model_costs import Degrees, ModelCosts
 from graphpp.options.memory import Memory
 from graphpp.schedules.table.state_bytes import StateBytes
 
@@ -19,7 +18,7 @@ _MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the o
 
 
 def state_of_segments(
-    costs: CostData, degrees: Degrees, memory: Memory, shards: int | None
+    costs: ModelCosts, degrees: Degrees, memory: Memory, shards: int | None
 ) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
     """The state of one rank by segments, and for each piece whether it is of experts."""
     elements: dict[_Key, int] = {}

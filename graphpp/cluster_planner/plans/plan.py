@@ -1,6 +1,6 @@
 """`graphpp.plan`: the fastest ways to train a model on machines that need not be there.
 
-Contract: the model is captured once, on fake tensors, in this process, and is not changed; no process group is needed. The
+Contract: the model is captured on fake tensors, in this process, and is not changed; no process group is needed. The
 result is a list of plans with predicted seconds and bytes (`training_plan.py`). Equal arguments give equal plans.
 """
 

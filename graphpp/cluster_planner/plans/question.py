@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
-from graphpp.cluster_planner.costs.price import Deployment, PricedModel
+from graphpp.cluster_planner.costs.price import PricedModel, priced
 from graphpp.cluster_planner.plans.balance import balanced
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.settings import RecomputeWord, Setting
@@ -72,7 +73,7 @@ class Question:
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp
             deployment = Deployment(rows, *degrees, recompute, self.dtype, optimizer=self.optimizer)
-            self._priced[key] = self.costs.on(self.machines, deployment, self._alike.get(degrees))
+            self._priced[key] = priced(self.costs, self.machines, deployment, self._alike.get(degrees))
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]
 

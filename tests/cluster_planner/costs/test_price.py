@@ -11,7 +11,7 @@ import torch
 
 import graphpp
 from graphpp.capture.trace import capture
-from graphpp.cluster_planner.costs import Deployment, ModelCosts, PricedModel, capture_costs, model_costs
+from graphpp.cluster_planner.costs import Deployment, ModelCosts, PricedModel, capture_costs, priced
 from graphpp.devices import A100, H100_SXM, Curve, Efficiency, Link, Machines
 from graphpp.errors import CaptureError, ScheduleError
 from graphpp.options.recompute import Recompute, read_recompute
@@ -25,7 +25,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.state_bytes import held_bytes
 from tests import models
-from tests.cluster_planner.costs.test_growth import MODELS
+from tests.cluster_planner.costs.test_rows import MODELS
 
 H100 = Machines.read("64xH100")
 FLAT = Machines(
@@ -41,13 +41,13 @@ def _costs(name: str) -> ModelCosts:
     return capture_costs(model, loss, example, param_dtype=None)
 
 
-def _seconds(priced: Any) -> float:
-    return sum(stage.forward + stage.of(Kind.B) for stage in priced.segments.costs.stages)
+def _seconds(found: PricedModel) -> float:
+    return sum(stage.forward + stage.of(Kind.B) for stage in found.segments.costs.stages)
 
 
-def _of_experts(priced: PricedModel, kind: str) -> int:
+def _of_experts(found: PricedModel, kind: str) -> int:
     """The sum of one figure of the experts' state."""
-    pairs = zip(priced.segments.state, priced.expert_state, strict=True)
+    pairs = zip(found.segments.state, found.expert_state, strict=True)
     return sum(getattr(each, kind) for each, expert in pairs if expert)
 
 
@@ -64,12 +64,12 @@ def test_bytes_are_those_of_lowered_stages(recompute: str | None) -> None:
         recompute_budget=policy.recompute_budget(option, region, "cuda", None),
     )  # fmt: skip
     program = lower(joint, costs.starts, options=options)
-    priced = costs.on(H100, Deployment(rows=2, recompute=recompute))
-    for stage, found in enumerate(priced.segments.costs.stages):
+    model_on = priced(costs, H100, Deployment(rows=2, recompute=recompute))
+    for stage, found in enumerate(model_on.segments.costs.stages):
         real = costs_of_stage(program, stage)
         assert (found.saved_bytes, found.kept_bytes, found.peak_bytes) == (real.saved_bytes, real.kept_bytes, real.peak_bytes)
-    assert priced.forward_bytes == tuple(sum(value.nbytes for value in each.forward) for each in program.boundaries)
-    assert priced.backward_bytes == tuple(sum(value.nbytes for value in each.backward) for each in program.boundaries)
+    assert model_on.forward_bytes == tuple(sum(value.nbytes for value in each.forward) for each in program.boundaries)
+    assert model_on.backward_bytes == tuple(sum(value.nbytes for value in each.backward) for each in program.boundaries)
 
 
 def test_segments_start_at_layers_and_are_named() -> None:
@@ -81,19 +81,19 @@ def test_segments_start_at_layers_and_are_named() -> None:
 
 def test_rows_multiply_flops_and_activations_but_no_state() -> None:
     costs = _costs("llama")
-    one, four = costs.on(FLAT), costs.on(FLAT, Deployment(rows=4))
+    one, four = priced(costs, FLAT), priced(costs, FLAT, Deployment(rows=4))
     assert four.flops == 4 * one.flops > 0
     assert four.segments.state == one.segments.state
     stages = zip(one.segments.costs.stages, four.segments.costs.stages, strict=True)
     constants = {4 * few.saved_bytes - more.saved_bytes for few, more in stages}
-    assert constants == {0, 3 * (3 * 16 * 16 * 4), 3 * 4}  # tables of positions in the layers, a number in the loss
+    assert constants == {0, 3 * (2 * 16 * 8 * 4), 3 * 4}  # sines and cosines of positions in the layers, a number in the loss
     assert four.forward_bytes == tuple(4 * each for each in one.forward_bytes)
 
 
 def test_tensor_parallelism_divides_what_its_plan_shards() -> None:
     costs = _costs("llama")
-    one, two = costs.on(FLAT), costs.on(FLAT, Deployment(tp=2))
-    weights = [sum(each.weights for each in priced.segments.state) for priced in (one, two)]
+    one, two = priced(costs, FLAT), priced(costs, FLAT, Deployment(tp=2))
+    weights = [sum(each.weights for each in found.segments.state) for found in (one, two)]
     norms = sum(each.elements * each.itemsize for each in costs.parameters if not each.sharded)
     assert weights[1] - norms == (weights[0] - norms) / 2
     assert two.flops == one.flops
@@ -101,13 +101,13 @@ def test_tensor_parallelism_divides_what_its_plan_shards() -> None:
     assert two.exchanges[costs.layers[0]][0] == pytest.approx(2 * FLAT.all_reduce(16 * 32 * 4, 2))
     assert all(nbytes == 0 for sent in one.sent for nbytes in sent.values())
     assert two.sent[costs.layers[0]] == {"tp": 4 * 16 * 32 * 4, "ep": 0, "cp": 0}, "two sums forward and two backward"
-    plain = costs.on(FLAT, Deployment(tp=2, sequence=False))
+    plain = priced(costs, FLAT, Deployment(tp=2, sequence=False))
     assert plain.forward_bytes == one.forward_bytes == tuple(2 * each for each in two.forward_bytes)
 
 
 def test_experts_are_divided_and_their_tokens_exchanged() -> None:
     costs = _costs("mixtral")
-    one, four = costs.on(FLAT, Deployment(rows=2)), costs.on(FLAT, Deployment(rows=2, ep=4))
+    one, four = priced(costs, FLAT, Deployment(rows=2)), priced(costs, FLAT, Deployment(rows=2, ep=4))
     weights = 2 * costs.expert_elements
     assert (_of_experts(one, "weights"), _of_experts(four, "weights")) == (weights, weights // 4)
     layer = costs.layers[0]
@@ -115,24 +115,24 @@ def test_experts_are_divided_and_their_tokens_exchanged() -> None:
     assert four.exchanges[layer][0] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
     assert four.exchanges[layer][1] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
     assert four.segments.costs.stages[layer].saved_bytes == one.segments.costs.stages[layer].saved_bytes
-    assert _of_experts(costs.on(FLAT, Deployment(ep=4, shards=8)), "shards") == 2 * len(costs.layers)
+    assert _of_experts(priced(costs, FLAT, Deployment(ep=4, shards=8)), "shards") == 2 * len(costs.layers)
 
 
 def test_context_parallelism_divides_activations_and_exchanges_keys() -> None:
     costs = _costs("llama")
-    one, two = costs.on(FLAT), costs.on(FLAT, Deployment(cp=2))
+    one, two = priced(costs, FLAT), priced(costs, FLAT, Deployment(cp=2))
     assert two.segments.state == one.segments.state
     assert two.forward_bytes == tuple(each // 2 for each in one.forward_bytes)
     forward, backward = two.exchanges[costs.layers[0]][:2]
     assert backward == 2 * forward > 0
     with pytest.raises(ScheduleError, match="cp: the model has no fused attention"):
-        _costs("convolutions").on(FLAT, Deployment(cp=2))
+        priced(_costs("convolutions"), FLAT, Deployment(cp=2))
 
 
 def test_recomputation_takes_time_and_saves_bytes() -> None:
     costs = _costs("llama")
-    each = {kind: costs.on(H100, Deployment(rows=2, recompute=kind)) for kind in (None, 0.7, "full")}
-    saved = {kind: sum(stage.saved_bytes for stage in priced.segments.costs.stages) for kind, priced in each.items()}
+    each = {kind: priced(costs, H100, Deployment(rows=2, recompute=kind)) for kind in (None, 0.7, "full")}
+    saved = {kind: sum(stage.saved_bytes for stage in found.segments.costs.stages) for kind, found in each.items()}
     assert saved[None] > saved[0.7] > saved["full"]
     assert saved[0.7] == pytest.approx(0.7 * saved[None], rel=0.01)
     assert _seconds(each[None]) < _seconds(each[0.7]) < _seconds(each["full"])
@@ -141,13 +141,13 @@ def test_recomputation_takes_time_and_saves_bytes() -> None:
 
 def test_the_search_for_a_cut_runs_on_priced_segments() -> None:
     costs = _costs("llama")
-    priced = costs.on(H100, Deployment(rows=2))
+    found = priced(costs, H100, Deployment(rows=2))
     table = add_send_recv(make_table("1F1B", 2, 2, 4))
-    search = CutSearch(priced.segments, table, lambda state: held_bytes(state, table.rank_of_stage, 2, 1))
+    search = CutSearch(found.segments, table, lambda state: held_bytes(state, table.rank_of_stage, 2, 1))
     cut = search.best()
     assert len(cut) == 2 and cut[1] in range(1, len(costs.starts))
-    stages, state = priced.segments.stages(cut)
-    each = priced.segments.costs.stages
+    stages, state = found.segments.stages(cut)
+    each = found.segments.costs.stages
     assert sum(stage.forward for stage in stages.stages) == pytest.approx(sum(segment.forward for segment in each))
     assert {reader for each in state for reader in each.readers} == {0, 1}
 
@@ -159,33 +159,19 @@ def test_tied_parameters_are_read_where_they_are_used() -> None:
     assert tied.makers == tied.readers
 
 
-def test_state_is_that_of_mixed_precision() -> None:
-    costs = replace(_costs("mixtral"), param_dtype="bfloat16")
-    state = [each for each in costs.on(H100).segments.state if each.weights]
+@pytest.mark.parametrize(("dtype", "nbytes"), [("bfloat16", 4), (None, 2)])
+def test_sums_and_optimizer_are_in_float32_where_the_capture_was_given_a_dtype(dtype: str | None, nbytes: int) -> None:
+    costs = replace(_costs("mixtral"), param_dtype=dtype)
+    state = [each for each in priced(costs, H100).segments.state if each.weights]
     assert sum(each.weights for each in state) == 2 * costs.elements
-    assert sum(each.optimizer for each in state) == 8 * costs.elements
-    assert sum(each.rows or 0 for each in state) == sum(each.sums for each in state) == 4 * costs.elements
-
-
-def test_state_without_a_dtype_of_the_capture_is_in_that_of_the_parameters() -> None:
-    costs = replace(_costs("mixtral"), param_dtype=None)
-    state = [each for each in costs.on(H100).segments.state if each.weights]
-    assert sum(each.sums for each in state) == sum(each.weights for each in state) == 2 * costs.elements
-    assert sum(each.optimizer for each in state) == 4 * costs.elements
-
-
-def test_the_model_is_not_changed_and_needs_no_data() -> None:
-    model, loss, example = MODELS["llama"](2)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    capture_costs(model, loss, example)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert sum(each.rows or 0 for each in state) == sum(each.sums for each in state) == nbytes * costs.elements
+    assert sum(each.optimizer for each in state) == 2 * nbytes * costs.elements
 
 
 def test_a_price_may_take_over_the_state_of_one_with_equal_degrees() -> None:
     costs = _costs("mixtral")
     first, other = Deployment(rows=2, ep=4), Deployment(rows=4, ep=4, recompute="full")
-    assert costs.on(FLAT, other, costs.on(FLAT, first)) == costs.on(FLAT, other)
+    assert priced(costs, FLAT, other, priced(costs, FLAT, first)) == priced(costs, FLAT, other)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +180,7 @@ def test_a_price_may_take_over_the_state_of_one_with_equal_degrees() -> None:
 )
 def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ScheduleError, match=named):
-        _costs("llama").on(H100, Deployment(**options))
+        priced(_costs("llama"), H100, Deployment(**options))
 
 
 @pytest.mark.parametrize(
@@ -208,28 +194,21 @@ def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
 )
 def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        _costs(name).on(H100, Deployment(**options))
+        priced(_costs(name), H100, Deployment(**options))
 
 
 def test_products_of_parameters_run_in_another_dtype() -> None:
     costs = _costs("llama")
     assert costs.dtype == "float32"
     fast = replace(FLAT, device=replace(FLAT.device, memory_bandwidth=1e18))  # arithmetic takes all of the time
-    whole, half = (costs.on(fast, Deployment(rows=64, dtype=dtype)).segments.costs.stages for dtype in (None, "bfloat16"))
+    whole, half = (priced(costs, fast, Deployment(rows=64, dtype=dtype)).segments.costs.stages for dtype in (None, "bfloat16"))
     assert sum(stage.forward for stage in half) < sum(stage.forward for stage in whole) / 5
     assert [stage.saved_bytes for stage in half] == [stage.saved_bytes for stage in whole]
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:
     with pytest.raises(ScheduleError, match="A100 has peak"):
-        _costs("mixtral").on(Machines(A100, 8), Deployment(dtype="float8_e4m3fn"))
-
-
-def test_a_graph_without_backward_is_refused() -> None:
-    model, loss, example = MODELS["llama"](2)
-    joint = capture(model, loss, example, torch.device("cpu"), training=False).joint
-    with pytest.raises(CaptureError, match="no backward"):
-        model_costs(joint, module_calls(joint), rows=2)
+        priced(_costs("mixtral"), Machines(A100, 8), Deployment(dtype="float8_e4m3fn"))
 
 
 def test_an_example_without_rows_is_refused() -> None:

@@ -8,11 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpp
-from graphpp.capture.trace import capture
-from graphpp.cluster_planner.costs import Deployment, ModelCosts, capture_costs, model_costs
+from graphpp.cluster_planner.costs import Deployment, ModelCosts, capture_costs, priced
 from graphpp.devices import Machines
-from graphpp.errors import CaptureError
-from graphpp.planner.layers import module_calls
 from tests import tensor_parallel
 
 H100 = Machines.read("8xH100")
@@ -63,7 +60,7 @@ def _costs(capacity: int | None, rows: int) -> ModelCosts:
 
 @pytest.mark.parametrize("capacity", [None, 20])
 def test_work_of_slots_is_that_of_a_second_capture(capacity: int | None) -> None:
-    few, more = _costs(capacity, 2).on(H100, Deployment(rows=4)), _costs(capacity, 4).on(H100, Deployment(rows=4))
+    few, more = (priced(_costs(capacity, rows), H100, Deployment(rows=4)) for rows in (2, 4))
     assert few.flops == more.flops
     for one, other in zip(few.segments.costs.stages, more.segments.costs.stages, strict=True):
         assert one.saved_bytes == pytest.approx(other.saved_bytes, abs=64)  # one slot takes the tokens that have none
@@ -72,12 +69,6 @@ def test_work_of_slots_is_that_of_a_second_capture(capacity: int | None) -> None
 
 def test_slots_are_exchanged_by_the_ranks_of_experts() -> None:
     costs = _costs(20, 2)
-    exchanged = costs.on(H100, Deployment(rows=2, ep=4)).exchanges
+    exchanged = priced(costs, H100, Deployment(rows=2, ep=4)).exchanges
     assert [costs.names[segment] for segment, phases in enumerate(exchanged) if phases[0]] == ["layers.0", "layers.1"]
     assert exchanged[costs.layers[0]][0] == pytest.approx(2 * H100.all_to_all(4 * 20 * 16 * 4, 4))
-
-
-def test_a_graph_alone_does_not_tell_how_many_slots_there_are() -> None:
-    joint = capture(Model(None), tensor_parallel.loss, _example(2), torch.device("cpu")).joint
-    with pytest.raises(CaptureError, match="give second="):
-        model_costs(joint, module_calls(joint), rows=2, expert_plan=PLAN)

@@ -1,23 +1,20 @@
-"""Costs of a model whose equal segments are lowered three at a time are those of the model in full."""
+"""Costs of a model of whose equal layers a few are traced are those of the model in full."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import graphpp
 from graphpp.cluster_planner.costs import ModelCosts, capture_costs
-from graphpp.cluster_planner.costs.shortened import Shortened, shortened
-from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.cluster_planner.costs.shortened import Shortening
 
-from_graph = importlib.import_module("graphpp.cluster_planner.costs.from_graph")  # the package has a function of this name
 LAYERS = 9
 
 
@@ -37,13 +34,16 @@ class Layer(nn.Module):
 
 class Stack(nn.Module):
     """Layers that read a trained value of the first stage. `kind`: "plain"; "again": checkpointed, with dropout; "tied": two
-    frozen layers share a weight; "skip": one layer is wider, and another one reads a value from further back; "detached
-    stack": the head reads a detached value of each layer in one operator."""
+    frozen layers share a weight; "skip": one layer is wider, and another one reads a value from further back; "turns": every
+    second layer is wider; "stack": the head reads a detached value of each layer in one operator; "count": a buffer counts the
+    layers, so no stage starts at one."""
 
     def __init__(self, kind: str, layers: int = LAYERS) -> None:
         super().__init__()
         self.kind, self.embed, self.head = kind, nn.Embedding(16, 8), nn.Linear(8, 16)
-        self.layers = nn.ModuleList(Layer(32 if kind == "skip" and at == 8 else 24) for at in range(layers))
+        wide = {"skip": [8], "turns": range(1, layers, 2)}.get(kind, [])
+        self.layers = nn.ModuleList(Layer(32 if at in wide else 24) for at in range(layers))
+        self.register_buffer("count", torch.zeros(()))
         if kind == "tied":
             self.layers[1].up.weight = self.layers[0].up.weight
             self.layers[:2].requires_grad_(False)
@@ -56,7 +56,9 @@ class Stack(nn.Module):
             x = checkpoint(layer, *given, use_reentrant=False) if self.kind == "again" else layer(*given)
             skipped = x if at == 0 else skipped
             x = x + skipped if self.kind == "skip" and at == 1 else x
-            means += [x.mean().detach()] if self.kind == "detached stack" else []
+            means += [x.mean().detach()] if self.kind == "stack" else []
+            if self.kind == "count":
+                self.count.add_(1.0)
         return self.head(x) + torch.stack(means).mean() if means else self.head(x)
 
 
@@ -64,26 +66,22 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def _in_full(joint: JointGraph, stages: int, group_of: Sequence[Any]) -> Shortened:
-    return Shortened(joint, tuple((stage,) for stage in range(stages)), {})
-
-
 @pytest.mark.parametrize(
-    ("kind", "layers", "stages"),
-    [("plain", 9, 8), ("again", 9, 8), ("tied", 9, 10), ("skip", 9, 10), ("detached stack", 7, 9), ("detached stack", 9, 11)],
+    ("kind", "layers", "left_out"),
+    [("plain", 9, 4), ("again", 9, 4), ("turns", 13, 4), ("tied", 9, 3), ("skip", 9, 2), ("stack", 9, 0), ("count", 9, 0)],
 )
-def test_costs_of_equal_segments_are_those_of_the_model_in_full(kind: str, layers: int, stages: int, monkeypatch: Any) -> None:
+def test_costs_are_those_of_a_model_with_all_layers(kind: str, layers: int, left_out: int, monkeypatch: Any) -> None:
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    left: list[int] = []
+    used: list[Shortening] = []
+    shorten = Shortening.shorten
 
-    def costs(shorten: Any) -> ModelCosts:
-        def noted(*given: Any) -> Shortened:
-            found: Shortened = shorten(*given)
-            left.append(len(found.stages))
-            return found
+    def noted(shortening: Shortening, module: fx.GraphModule) -> None:
+        used.append(shortening)
+        shorten(shortening, module)
 
-        monkeypatch.setattr(from_graph, "shortened", noted)
+    def costs(way: Callable[[Shortening, fx.GraphModule], None]) -> ModelCosts:
+        monkeypatch.setattr(Shortening, "shorten", way)
         return capture_costs(Stack(kind, layers), _loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None)
 
-    assert costs(shortened) == costs(_in_full)
-    assert left == [stages, layers + 2]
+    assert costs(noted) == costs(lambda shortening, module: None)
+    assert sum(len(run.others) * len(run.layers) for run in used[-1].runs) == left_out

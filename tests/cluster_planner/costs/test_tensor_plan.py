@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphpp.batch.microbatch import Microbatch
+from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.trace import capture
-from graphpp.cluster_planner.costs.degrees import Degrees
 from graphpp.cluster_planner.costs.facts import note_facts
+from graphpp.cluster_planner.costs.model_costs import Degrees
 from graphpp.cluster_planner.costs.tensor_plan import Plan, ShardedParameters
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.collectives import is_collective
@@ -68,8 +68,13 @@ CASES = {
 def _noted(model: nn.Module, loss: Any, example: Microbatch, plan: Plan, **options: Any) -> JointGraph:
     joint = assigned(capture(model, loss, example, torch.device("cpu")).joint, (0,))
     shapes = {fqn: tuple(meta.shape) for fqn, meta in joint.parameters.items()}
-    note_facts(joint, 2, ShardedParameters.of(shapes, plan, {}), **options)
+    larger = assigned(capture(model, loss, _twice(example), torch.device("cpu")).joint, (0,))
+    note_facts(joint, larger, ShardedParameters.of(shapes, plan, {}), **options)
     return joint
+
+
+def _twice(example: Microbatch) -> Microbatch:
+    return with_tensors(example, [torch.cat([each, each]) for each in tensors_by_path(example).values()])
 
 
 def _figures(joint: JointGraph, ranks: int) -> Figures:

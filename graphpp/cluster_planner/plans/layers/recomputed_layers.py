@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphpp.cluster_planner.costs.cost_data import CostData
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import PricedModel
 from graphpp.cluster_planner.plans.question import Question
 from graphpp.cluster_planner.plans.settings import Setting
 from graphpp.planner.segments import Cut
 
 
-def layers_of_stages(costs: CostData, cut: Cut) -> list[list[int]]:
+def layers_of_stages(costs: ModelCosts, cut: Cut) -> list[list[int]]:
     """By stage, the layers that start there; a layer is the number of its first segment."""
     ends = [*cut[1:], len(costs.starts)]
     return [[layer for layer in costs.layers if first <= layer < end] for first, end in zip(cut, ends, strict=True)]
 
 
-def layer_names(costs: CostData, setting: Setting, cut: Cut) -> tuple[str, ...]:
+def layer_names(costs: ModelCosts, setting: Setting, cut: Cut) -> tuple[str, ...]:
     """The FQNs of the layers that a setting with `recomputed` computes a second time."""
     if setting.recomputed is None:
         return ()
@@ -54,11 +54,11 @@ def priced_setting(question: Question, setting: Setting, cut: Cut) -> PricedMode
 _BY_SEGMENT = ("exchanges", "layers", "offloadable")
 
 
-def _chosen(costs: CostData, counts: Sequence[int], cut: Cut) -> list[int]:
+def _chosen(costs: ModelCosts, counts: Sequence[int], cut: Cut) -> list[int]:
     return [layer for count, layers in zip(counts, layers_of_stages(costs, cut), strict=True) for layer in layers[:count]]
 
 
-def _segments_of(costs: CostData, layer: int) -> range:
+def _segments_of(costs: ModelCosts, layer: int) -> range:
     """The segments of a layer: where a stage may start within layers, those of the modules that it calls as well."""
     inside, end = f"{costs.names[layer]}.", layer + 1
     while end < len(costs.names) and costs.names[end].startswith(inside):

@@ -1,0 +1,58 @@
+"""How a model is laid on machines: the choices on which the price of a microbatch depends, and whether a model allows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, or_none, require
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.errors import ScheduleError
+
+_RECOMPUTE = Accepted(
+    'None, "selective", "full", or a fraction above 0 and up to 1',
+    lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
+)
+_ACCEPTED = {
+    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "dtype": or_none(TEXT), "sequence": FLAG,
+    "stage_stride": or_none(COUNT), "shards": or_none(COUNT),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a model is laid on machines, and computed there: what a price depends on.
+
+    `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
+    one, between the three kinds in proportion (an estimate). `dtype`: the dtype in which matrix products of parameters run
+    (None: that of the graph); bytes stay as they are. `sequence`: with `tp`, work on tokens that the plan does not shard
+    divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as `memory.optimizer`, for parameters in
+    float32. `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state is sharded, of
+    which experts have 1/ep. Raises `ScheduleError` for other values.
+    """
+
+    rows: int = 1
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    recompute: str | float | None = None
+    dtype: str | None = None
+    sequence: bool = True
+    optimizer: str | float = "adamw"
+    stage_stride: int | None = None
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ACCEPTED.items():
+            require(ScheduleError, name, accepted, getattr(self, name))
+
+
+def check_degrees(costs: ModelCosts, deployment: Deployment) -> None:
+    """Raise `ScheduleError` for degrees that the model cannot have."""
+    if deployment.cp > 1 and not costs.attentions:
+        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
+    tensor, experts = ("tp", deployment.tp, costs.tensor_ranks), ("ep", deployment.ep, costs.expert_ranks)
+    for (name, ranks, most), plan in ((tensor, "tensor_plan"), (experts, "expert_plan")):
+        if ranks > 1 and not most:
+            raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
+        if most % ranks:
+            raise ScheduleError(f"{name}: take a divisor of {most}, got {ranks}, which does not divide all that {plan}= shards")
