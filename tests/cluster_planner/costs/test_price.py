@@ -86,7 +86,7 @@ def test_rows_multiply_flops_and_activations_but_no_state() -> None:
     assert four.segments.state == one.segments.state
     stages = zip(one.segments.costs.stages, four.segments.costs.stages, strict=True)
     constants = {4 * few.saved_bytes - more.saved_bytes for few, more in stages}
-    assert constants == {0, 3 * (3 * 16 * 16 * 4), 3 * 4}  # tables of positions in the layers, a number in the loss
+    assert constants == {0, 3 * (2 * 16 * 8 * 4), 3 * 4}  # sines and cosines of positions in the layers, a number in the loss
     assert four.forward_bytes == tuple(4 * each for each in one.forward_bytes)
 
 
