@@ -52,19 +52,6 @@ def test_sum_of_losses(ranks: int) -> None:
     assert differences(trained(ranks, "plain", **options), eager("plain", 4, reduction="sum")) == []
 
 
-def summed(rank: int, reduction: str) -> tuple[Tensor, Tensor]:
-    case = SPECIAL["plain"]()
-    result = step(compiled(case, microbatches=4, gradients=reduction), case.batch)
-    return result.loss, result.losses
-
-
-def test_the_loss_is_the_mean_or_the_sum() -> None:
-    for reduction in ("mean", "sum"):
-        for loss, losses in on_ranks(2, summed, reduction):
-            assert losses.shape == (4,) and loss.shape == ()
-            torch.testing.assert_close(loss, getattr(losses, reduction)())
-
-
 def tied_run(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     case = SPECIAL["tied"]()
     pipe = compiled(case, **TWO, microbatches=4)
@@ -117,22 +104,6 @@ def test_gradients_accumulate_over_steps(ranks: int) -> None:
         for part in SPECIAL["plain"](seed).batch.microbatches(4):
             (F.cross_entropy(case.model(*part.args), part.target) / 4).backward()
     assert unequal(joined(on_ranks(ranks, accumulate_twice)), gradients(case.model)) == []
-
-
-def several_sizes(rank: int) -> dict[str, Tensor | None]:
-    case = SPECIAL["plain"]()
-    pipe = compiled(case, **TWO)
-    for count in (3, 8, 3):
-        pipe.step_microbatches([graphpp.Microbatch(*part) for part in case.batch.microbatches(count)])
-    return local_grads(pipe)
-
-
-def test_every_number_of_microbatches_and_shape_in_one_pipeline() -> None:
-    case = SPECIAL["plain"]()
-    for count in (3, 8, 3):
-        for part in case.batch.microbatches(count):
-            (F.cross_entropy(case.model(*part.args), part.target) / count).backward()
-    assert unequal(joined(on_ranks(2, several_sizes)), gradients(case.model)) == []
 
 
 # ------------------------------------------------------------------------------------------------ modes
@@ -267,18 +238,6 @@ def test_local_parameters_are_the_models_own() -> None:
     assert nothing == {"spare.weight", "spare.bias", "layers.1.weight", "layers.1.bias"}
 
 
-def test_an_exchanged_parameter_is_seen() -> None:
-    case = SPECIAL["plain"]()
-    pipe = compiled(case, **TWO, microbatches=4)
-    step(pipe, case.batch)
-    case.model.head.weight = nn.Parameter(torch.zeros_like(case.model.head.weight))
-    losses = step(pipe, case.batch).losses
-    with torch.no_grad():
-        first = case.batch.microbatches(4)[0]
-        assert torch.equal(losses[0], F.cross_entropy(case.model(*first.args), first.target))
-    assert case.model.head.weight.grad is not None
-
-
 def mixed_dtypes(rank: int) -> tuple[Tensor, list[Tensor]]:
     case, twin = SPECIAL["plain"](), SPECIAL["plain"]()
     for model in (case.model, twin.model):
@@ -341,20 +300,3 @@ def test_the_forward_never_runs_on_data() -> None:
         pipe.eval(*case.batch.args)
     assert CALLS
     assert not any(CALLS)
-
-
-def two_on_ranks(rank: int) -> list[dict[str, Tensor | None]]:
-    cases = [SPECIAL["plain"](), SPECIAL["tied"]()]
-    pipes = [compiled(case, **TWO, microbatches=4) for case in cases]
-    for pipe, case in zip(pipes, cases, strict=True):
-        step(pipe, case.batch)
-    step(pipes[0], cases[0].batch)
-    return [local_grads(pipe) for pipe in pipes]
-
-
-def test_two_pipelines_on_the_same_ranks() -> None:
-    parts = on_ranks(2, two_on_ranks)
-    twin = SPECIAL["plain"]()
-    for part in 2 * twin.batch.microbatches(4):
-        (F.cross_entropy(twin.model(*part.args), part.target) / 4).backward()
-    assert unequal(joined([plain for plain, _ in parts]), gradients(twin.model)) == []

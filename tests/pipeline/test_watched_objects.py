@@ -10,7 +10,6 @@ import enum
 import logging
 import types
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.capture.watch.conditions import Watch
 from tests import internals
 from tests.distributed import run_ranks
 
@@ -295,12 +293,6 @@ def test_recapture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHPP_TEST_SCALE", "3")
     pipe.recapture()
     assert torch.equal(pipe.step(X, target=Y).losses, eager(model))
-
-
-def test_an_unchanged_model_is_the_same_look() -> None:
-    watch = Watch(Holding(lambda m: m.config.scale), partial(F.mse_loss, reduction="mean"))
-    assert watch.look() is watch.look()
-    assert watch.look() == Watch(watch.modules[0], watch._loss).look()
 
 
 # ------------------------------------------------------------------------------------------------ hooks on parameters

@@ -138,13 +138,6 @@ def test_optimizers_keep_what_their_names_say(said: str, make: Any) -> None:
     assert f"memory.optimizer='{said}'" in str(pipe)
 
 
-def test_bytes_of_an_optimizer_may_be_a_number() -> None:
-    trained = (3 * MATRIX + 5 * VECTOR) // 4
-    for each in (12, 1.5, 0):
-        pipe, _ = compiled(memory=graphpp.Memory(optimizer=each))
-        assert bill(pipe).ranks[0].optimizer == trained * each
-
-
 def test_a_cap_counts_everything_and_leaves_room_for_activations() -> None:
     pipe, x = compiled()
     (own,) = bill(pipe).ranks
@@ -282,8 +275,3 @@ def counted(rank: int, ranks: int, schedules: list[str], replicas: int = 1, rows
 
 def test_a_step_makes_the_bytes_of_the_plan() -> None:
     run_ranks(counted, 2, 2, ["1F1B", "ZB1P", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B"])
-
-
-@pytest.mark.parametrize(("ranks", "replicas", "rows"), [(1, 3, 128), *further((2, 2, 512), (1, 2, 512))])
-def test_a_step_of_a_replica_makes_the_bytes_of_the_plan(ranks: int, replicas: int, rows: int) -> None:
-    run_ranks(counted, ranks * replicas, ranks, ["1F1B", "Interleaved1F1B"], replicas, rows)

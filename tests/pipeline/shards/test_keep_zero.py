@@ -22,7 +22,7 @@ from graphpp.runtime.fsdp.sharded_gradients import LayerReducer, LayerSink
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.pipeline.shards.test_training import HYBRID, PIPE, SHARD3, SHARD4, TURNED, assert_close, options
-from tests.sharding import Mesh, example, train_alone, train_on_mesh
+from tests.sharding import Mesh, train_alone, train_on_mesh
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 MOMENT = 10.0  # seconds in which a thread that is ready gets to run, also on a busy machine
@@ -52,19 +52,6 @@ def test_gradients_and_norms_are_those_of_a_loop_but_for_rounding(
     for rank, found in enumerate(ranks):
         assert_close(found, expected[mesh.replica(rank)])
         assert torch.equal(torch.stack(found.norms), torch.stack(ranks[0].norms))
-
-
-@pytest.mark.exhaustive  # test_training.py has the same for stages that are kept
-def test_schedules_change_no_bit() -> None:
-    """Rows add up in the order of the microbatches, in whatever order the backwards run."""
-    cases = [(2, "1F1B"), (4, "ZBVZeroBubble"), (4, "DualPipeV")]
-    given = [options(stages, schedule, 0) | {"example": example()} for stages, schedule in cases]
-    first, *others = [run_ranks(train_on_mesh, 4, PIPE, each, False, 0.5) for each in given]
-    by_fqn = first[0].params | first[2].params
-    for case, found in zip(cases[1:], others, strict=True):
-        for rank, each in enumerate(found):
-            assert torch.equal(torch.stack(each.norms), torch.stack(first[rank].norms)), case
-            assert all(torch.equal(value, by_fqn[fqn]) for fqn, value in each.params.items()), case
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes
@@ -203,19 +190,6 @@ def test_a_step_sends_and_holds_what_the_plan_says(more: dict[str, Any], dtypes:
 
 
 # -------------------------------------------------------------------------------------------------- all else of a pipeline
-
-
-def trained(pipe: graphpp.Pipeline, optimizer: torch.optim.Optimizer, numbers: range, rank: int) -> None:
-    for number in numbers:
-        x = torch.randn(8, 7, generator=torch.Generator().manual_seed(10 * number + rank))
-        pipe.step(x, target=x)
-        pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=1e-2, weight_decay=0.0)
 
 
 def other_rows_later(rank: int) -> list[tuple[Tensor, dict[str, Tensor]]]:

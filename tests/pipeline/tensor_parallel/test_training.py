@@ -107,15 +107,6 @@ def test_a_training_is_that_of_one_process(mesh: Mesh, sequence: bool, tied: boo
         assert_near(found, expected)
 
 
-@pytest.mark.exhaustive  # the tests above compare norms with those of one process
-def test_norms_are_equal_on_all_ranks_and_schedules() -> None:
-    found = []
-    for schedule, stages in (("1F1B", 2), ("Interleaved1F1B", 4)):
-        options = {"split": CUTS[stages], "schedule": schedule}
-        found += [each.norms for each in run_ranks(train_on_mesh, 4, PIPE, {}, True, options)]
-    assert all(norms == found[0] for norms in found)
-
-
 def test_dropout_of_whole_values_draws_what_one_process_draws() -> None:
     model = {"layers": 2, "dropout": 0.5}
     expected = train_alone(1, model)
