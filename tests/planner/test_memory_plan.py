@@ -204,26 +204,6 @@ def test_ranks_with_shards_hold_what_the_plan_says(schedule: str, keep: int | No
     run_ranks(measured, 4, schedule, keep)
 
 
-def verified(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
-    torch.manual_seed(0)
-    x = torch.randn(4, WIDTH)
-    one = graphpp.Microbatch((x[:2],), target=x[:2])
-    options = {"split": ["layers.1", "layers.2", "layers.3"], "schedule": "LoopedBFS", "microbatches": 2}
-    whole = graphpp.verify(Tied(), F.mse_loss, one, ranks=1, **options).plan.memory
-    assert whole is not None
-    memory, parallel = graphpp.Memory(cap=whole.ranks[0].peak - 1), graphpp.Parallel(keep=1)
-    found = graphpp.verify(Tied(), F.mse_loss, one, mesh=mesh, memory=memory, parallel=parallel, **options)
-    assert found.ok and found.plan.memory is not None
-    assert found.plan.memory.ranks[0].shards > 0
-    with pytest.raises(graphpp.ScheduleError, match=r"bytes are alive here .* more than the cap"):
-        graphpp.verify(Tied(), F.mse_loss, one, ranks=1, memory=memory, **options)
-
-
-def test_verify_counts_the_shards_of_the_mesh_against_the_cap() -> None:
-    run_ranks(verified, 2)
-
-
 class Census(TorchDispatchMode):
     """The births and deaths of the storages that operators make, in order: (storage, bytes more or less)."""
 
