@@ -195,13 +195,14 @@ def test_recomputed_numbers_are_eagers(name: str) -> None:
     check(Function(FUNCTIONS[name]), schedule="ZB1P", memory="full")
 
 
-@pytest.mark.parametrize("memory", [None, "full", "selective", 0.5, Memory(offload=True)], ids=str)
+@pytest.mark.parametrize("memory", [None, *further("full", "selective", 0.5, Memory(offload=True))], ids=str)
 def test_routed_experts(memory: Any) -> None:
     check(Routed(), split=["layers.1", "last"], schedule="1F1B", memory=memory)
 
 
-def test_regions_of_known_sizes_are_compiled() -> None:
-    check(Routed(), exact=False, backend="inductor")
+@pytest.mark.parametrize("make", [lambda: Function(FUNCTIONS["mask"]), *further(Routed)])
+def test_regions_of_known_sizes_are_compiled(make: Callable[[], nn.Module]) -> None:
+    check(make(), exact=False, backend="inductor")
 
 
 def of_rank(rank: int, schedule: str) -> dict[str, Tensor]:
@@ -214,7 +215,7 @@ def of_rank(rank: int, schedule: str) -> dict[str, Tensor]:
     return {fqn: parameter.grad for fqn, parameter in pipe.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", *further("1F1B")])
 def test_two_ranks(schedule: str) -> None:
     torch.manual_seed(0)
     model = Routed()
@@ -228,7 +229,7 @@ def test_two_ranks(schedule: str) -> None:
         assert torch.equal(gradient, model.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["experts", *FUNCTIONS])
+@pytest.mark.parametrize("name", ["experts", *RECOMPUTED, *further(*(name for name in FUNCTIONS if name not in RECOMPUTED))])
 def test_a_written_graph_is_read_again(name: str) -> None:
     model = Routed() if name == "experts" else Function(FUNCTIONS[name])
     graph = capture(model, F.mse_loss, Microbatch((batch(0)[:2],), target=batch(0)[:2]), CPU)

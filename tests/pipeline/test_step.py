@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.models import Batch, Case
 from tests.reference import eager_steps, gradients
 from tests.special_models import CUTS, SPECIAL
@@ -36,7 +37,7 @@ def with_shared_captures(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ the same numbers
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *further(1)])
 @pytest.mark.parametrize("name", ["norms", "skip", "partial", "several"])
 def test_odd_models_train_like_eager(name: str, ranks: int) -> None:
     assert differences(trained(ranks, name, **FOUR, microbatches=4), eager(name, 4)) == []
@@ -46,7 +47,7 @@ def test_skip_connection_over_four_ranks() -> None:
     assert differences(trained(4, "skip", split=CUTS[4], schedule="1F1B", microbatches=8), eager("skip", 8)) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *further(1)])
 def test_sum_of_losses(ranks: int) -> None:
     options = {**TWO, "microbatches": 4, "gradients": "sum"}
     assert differences(trained(ranks, "plain", **options), eager("plain", 4, reduction="sum")) == []
@@ -97,7 +98,7 @@ def accumulate_twice(rank: int) -> dict[str, Tensor | None]:
     return local_grads(pipe)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *further(1)])
 def test_gradients_accumulate_over_steps(ranks: int) -> None:
     case = SPECIAL["plain"]()
     for seed in range(2):
@@ -138,7 +139,7 @@ def test_autocast_is_that_of_the_call() -> None:
     assert not torch.equal(inside, outside)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *further(1)])
 def test_model_in_eval_mode_trains_as_it_is(ranks: int) -> None:
     for found in on_ranks(ranks, half_in_eval):
         assert found == ([], [False, True])
@@ -189,7 +190,7 @@ def count_batches(rank: int) -> dict[str, Tensor]:
     return dict(pipe.named_buffers())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *further(1)])
 def test_batch_norm_sees_every_microbatch_once(ranks: int) -> None:
     buffers = joined(on_ranks(ranks, count_batches))
     tracked = [value for fqn, value in buffers.items() if fqn.endswith("num_batches_tracked")]
@@ -208,7 +209,7 @@ def masked_step(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
     return step(pipe, Batch(batch.args, kwargs, batch.target)).losses, local_grads(pipe)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *further(1)])
 def test_arguments_of_middle_stages_and_without_batch_dimension(ranks: int) -> None:
     found = on_ranks(ranks, masked_step)
     reference = eager("masked", 4, steps=1)

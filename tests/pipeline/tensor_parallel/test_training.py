@@ -84,13 +84,13 @@ def test_gradients_have_eagers_bits(mesh: Mesh, sequence: bool, tied: bool, stag
 @pytest.mark.parametrize(
     ("mesh", "sequence", "tied", "options"),
     [
-        (PIPE, False, True, {"split": CUTS[2]}),
+        (TENSOR, True, True, {}),
         *further(
+            (PIPE, False, True, {"split": CUTS[2]}),
             (SHARDS, False, True, {"parallel": graphpp.Parallel(keep=0)}),
             (SHARDS, True, False, {}),
             (EVERYTHING, True, False, {"split": CUTS[4], "schedule": "Interleaved1F1B", "parallel": graphpp.Parallel(keep=1)}),
             (EVERYTHING, True, True, {"split": CUTS[4], "schedule": "ZBVZeroBubble", "parallel": graphpp.Parallel(keep=0)}),
-            (TENSOR, True, True, {}),
             (REPLICAS, True, False, {}),
             (TURNED, False, True, {}),
             (Mesh((2, 1), ("dp_shard", "tp")), True, False, {}),
