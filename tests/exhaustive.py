@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-PROGRAMS = int(os.environ.get("GRAPHPP_FUZZ", "25"))
+PROGRAMS = int(os.environ.get("GRAPHPP_FUZZ", "16"))
 
 
 def further(*cases: Any) -> list[Any]:

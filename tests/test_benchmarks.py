@@ -6,7 +6,6 @@ runs one contender; `make test-all` runs the scripts.
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -18,8 +17,6 @@ import pytest
 import torch
 
 import graphpp
-from graphpp.compiler import assemble as assembly
-from graphpp.compiler import capture_once
 from graphpp.schedules.table.actions import Kind
 from tests.exhaustive import further
 
@@ -103,53 +100,6 @@ def test_the_bound_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None
     contenders = sibling("contenders", monkeypatch)
     monkeypatch.setattr(contenders, "RANKS", 3)
     assert case(contenders, monkeypatch, "llama", "1F1B").bound == pytest.approx(3 * 3 / (3 + 2))
-
-
-def test_ratios_and_their_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_table = sibling("step_table", monkeypatch)
-    sample = sys.modules["harness"].Sample
-    samples = {name: [sample(seconds, 0, 0)] for name, seconds in {"ours": 2.0, "torch": 3.0, "limit": 3.2}.items()}
-    found = step_table.ratios(samples, "ours", bound=2.0)
-    assert found == {"torch": 1.5, "compiled": None, "plain": None, "limit": pytest.approx(0.8)}
-    records = [{"backends": ["b"], "ratios": {"b": found}}, {"backends": ["b"], "ratios": {"b": found | {"torch": 6.0}}}]
-    assert step_table.means(records)["b"]["torch"] == pytest.approx(3.0)
-    assert step_table.means(records)["b"]["compiled"] is None
-
-
-def test_errors_are_relative(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = sibling("relative_errors", monkeypatch)
-    eager = errors.Numbers(torch.tensor([2.0, 4.0]), {"a": torch.full((4,), 2.0), "tiny": torch.full((4,), 1e-9), "no": None})
-    other = errors.Numbers(torch.tensor([2.0, 4.4]), {"a": torch.full((4,), 2.02), "tiny": torch.full((4,), 2e-9), "no": None})
-    found = errors.against(eager, other)
-    assert found.loss == pytest.approx(0.1) and found.worst == "a"
-    assert found.gradient == pytest.approx(0.01, rel=1e-4) and found.gradients["tiny"] < 1e-5
-    assert errors.against(eager, errors.Numbers(eager.losses, {"a": eager.gradients["a"]})).gradient == math.inf
-    bad = errors.Numbers(torch.tensor([2.0, math.nan]), eager.gradients)
-    assert errors.against(eager, bad).loss == math.inf
-
-
-def test_the_stopwatch_takes_a_compilation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((graphpp, "compile"), (capture_once, "capture"), (assembly, "GraphPPRunner")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # to have it back afterwards
-    contenders, stopwatch = sibling("contenders", monkeypatch), importlib.import_module("stopwatch")
-    watch = stopwatch.Stopwatch(last=0.0)
-    stopwatch.listen(watch)
-    small = case(contenders, monkeypatch, "llama")
-    pipe = contenders.pipeline(small, CPU)
-    assert list(watch.parts) == ["capture"]
-    assert 0 < watch.parts["capture"] < 1e3  # the watch began with the call
-    contenders.pipeline_step(pipe, small, CPU).losses()
-    assert list(watch.parts) == ["capture", "programs"]
-
-
-@pytest.mark.parametrize("last", [0.0, 5e-4, 2e-3, math.nan])
-def test_the_demo_compares_the_last_losses(last: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = sibling("train_llama", monkeypatch, "examples")
-    plain = demo.Run(torch.ones(2, 3), [], {"weight": torch.ones(2)})
-    other = demo.Run(plain.losses + torch.tensor([[0.1], [last]]), [], {"weight": torch.ones(2) * 1.01})
-    assert demo.show_difference(other, plain, 1e-3) == (0 if last < 1e-3 else 1)
-    assert demo.show_difference(other, plain, 0.0) == 1
-    assert demo.show_difference(plain, plain, 0.0) == 0
 
 
 @pytest.mark.parametrize("backward", [["3B0", "2B0", "1B0", "0B0"], ["3I0", "2I0", "1I0", "0I0", "3W0", "2W0", "1W0", "0W0"]])

@@ -2,9 +2,7 @@
 
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import graphpp
 from graphpp.backends.cuda_graphs import CudaGraphRecorder
 from graphpp.runtime import runner
 from graphpp.runtime.offloader import CudaMover
-from graphpp.runtime.recorder import clock_of
 from graphpp.runtime.task import Task
 from graphpp.streams import InputCopies
 from tests.device_trace import COMPUTE, HOST, FakeEvent, FakeStream, Trace, recording
@@ -158,19 +155,6 @@ def test_a_warm_up_that_fails_is_waited_for() -> None:
     assert failing_warm_up() == []
 
 
-def test_memory_that_a_storage_gives_back_is_freed() -> None:
-    with recording() as recorder:
-        memory, side = torch.ones(4), torch.cuda.Stream(CPU)
-        side.wait_stream(torch.cuda.current_stream(CPU))
-        with torch.cuda.stream(side):
-            memory.sum()
-        memory.untyped_storage().resize_(0)
-        memory.untyped_storage().resize_(16)
-        memory.fill_(1)
-    (race,) = recorder.trace.races
-    assert "is written in the place of memory 1 of [4] torch.float32, which was freed," in race
-
-
 def changed_input(*, finish: bool) -> list[str]:
     """A caller writes to pinned memory that a step has copied to the device."""
     with recording() as recorder:
@@ -237,19 +221,3 @@ def broken(event: FakeEvent) -> bool:
 def test_the_error_of_a_step_comes_through_where_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEvent, "query", broken)
     input_changed_after_an_error(monkeypatch)  # raises "out of luck"
-
-
-def test_times_are_taken_on_the_device_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's current device may be another one."""
-    asked, second = list[torch.device](), torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mock())
-    for name in ("synchronize", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, asked.append)
-    clock_of(second).mark()
-    assert asked == [second] * 3
-
-
-def test_streams_and_pinned_memory_stand_in_one_module() -> None:
-    private = re.compile(r"torch\.cuda\.(Stream|Event|stream|current_stream|synchronize)\(|pin_memory|wait_stream|wait_event")
-    files = [path for path in Path(graphpp.__file__).parent.rglob("*.py") if private.search(path.read_text())]
-    assert [path.name for path in files] == ["streams.py"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -40,17 +38,6 @@ def test_products_on_an_h100_reach_published_rates(sizes: tuple[int, int, int], 
     rows, columns, inner = sizes
     share = H100_SXM.efficiency.product.at(2 * rows * columns * inner) * H100_SXM.efficiency.narrow.at(min(sizes))
     assert low < H100_SXM.peak("bfloat16") * share < high
-
-
-def test_a_curve_is_straight_over_the_logarithm_and_constant_outside() -> None:
-    curve = Curve(((1e3, 0.2), (1e5, 0.6)))
-    assert [curve.at(size) for size in (1, 1e3, 1e5, 1e9)] == [0.2, 0.2, 0.6, 0.6]
-    assert curve.at(1e4) == pytest.approx(0.4)
-
-
-def test_machines_are_copied_and_sent_to_other_processes() -> None:
-    machines = Machines.read("8xA100")
-    assert pickle.loads(pickle.dumps(machines)) == copy.deepcopy(machines) == machines
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,6 @@ def process(rank: int) -> tuple[int, int, int]:
     return rank, dist.get_world_size(), os.getpid()
 
 
-def set_variable(rank: int) -> str | None:
-    before = os.environ.get("GRAPHPP_TEST_VARIABLE")
-    os.environ["GRAPHPP_TEST_VARIABLE"] = "set"
-    return before
-
-
 def fails(rank: int, where: int) -> None:
     if rank == where:
         raise KeyError("the reason")
@@ -86,10 +80,6 @@ def test_every_task_starts_from_the_same_seed() -> None:
     assert run_ranks(draws, 1) == run_ranks(draws, 1)
 
 
-def test_variables_of_a_task_are_gone_in_the_next_one() -> None:
-    assert [run_ranks(set_variable, 2) for _ in range(2)] == [[None, None], [None, None]]
-
-
 def test_exception_keeps_its_type_and_names_its_rank() -> None:
     with pytest.raises(KeyError, match="the reason") as caught:
         run_ranks(fails, 2, 1)
@@ -97,11 +87,6 @@ def test_exception_keeps_its_type_and_names_its_rank() -> None:
     assert "on rank 1:" in notes
     assert "in fails" in notes
     assert run_ranks(total, 2, 0.0)[0].item() == 1.0
-
-
-def test_death_is_blamed_before_its_consequences() -> None:
-    with pytest.raises(WorkerDied, match="rank 1 died with exit code 7"):
-        run_ranks(dies, 2, 1)
 
 
 def test_a_signals_death_says_where() -> None:

@@ -93,7 +93,3 @@ def test_the_first_rank_draws_a_bar_and_takes_it_away() -> None:
     assert "moving stones" in text and "/3" in text
     assert "\x1b[2K" in text.rpartition("moving stones")[2], "the last bar is not erased"
     assert text.rstrip().endswith("done")
-
-
-def test_other_ranks_draw_nothing() -> None:
-    assert _shown("1").strip() == "done"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, ReplayedProgram, with_cuda_graph
+from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, with_cuda_graph
 from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
@@ -114,15 +114,6 @@ def test_a_program_whose_parameters_keep_moving_is_left_alone(caplog: pytest.Log
     assert "moved" in program.run.reason  # type: ignore[attr-defined]
     assert len(caplog.records) == 1
     assert "stage 0 forward" in caplog.text
-
-
-def test_inputs_of_other_strides_and_repeated_elements() -> None:
-    program = with_cuda_graph(PROGRAM, Pool())
-    warm(program, W, C)
-    for x in (torch.randn(2, 3).t(), torch.randn(1, 2).expand(3, 2), torch.randn(3, 4)[:, ::2]):
-        y, _, same = program.run([x, W, C])
-        assert torch.equal(y, x @ W + C)
-        assert torch.equal(same, x)
 
 
 def test_gradients_are_handed_over() -> None:
@@ -248,13 +239,6 @@ def test_and_of_an_eager_one(pool: Pool) -> None:
     assert pool.replays > 0
 
 
-def test_with_fused_accumulation(pool: Pool) -> None:
-    options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "gradients": graphpp.Gradients(fused=True)}
-    plain = train(0, "skip", options)
-    assert differences(train(0, "skip", {**options, "backend": graphpp.Eager(cudagraphs=True)}), plain) == []
-    assert pool.replays > 0
-
-
 def test_with_offload(pool: Pool) -> None:
     mover = CopyingMover()
     with moving_by(mover):
@@ -286,16 +270,6 @@ def test_states_say_what_is_replayed_and_why_not(pool: Pool, caplog: pytest.LogC
     assert "random numbers" in pipe.cudagraphs["stage 0 forward"]
     assert pipe.cudagraphs["stage 1 forward"] == pipe.cudagraphs["stage 1 backward"] == "replayed"
     assert [record for record in caplog.records if "stage 0 forward" in record.message] == caplog.records[:1]
-
-
-def test_nobody_is_told_of_programs_that_compute_nothing(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    """The first stage makes no gradient of its input."""
-    pipe, batch = small(schedule="InterleavedZeroBubble", backend=graphpp.Eager(cudagraphs=True)), torch.randn(8, 4)
-    with caplog.at_level(logging.WARNING, "graphpp"):
-        pipe.step(batch, target=batch)
-    assert pipe.cudagraphs["stage 0 input_grad"] == "not replayed: it computes nothing"
-    (record,) = caplog.records
-    assert "random numbers" in record.message and "computes nothing" not in record.message
 
 
 def test_evaluation_is_replayed_too(pool: Pool) -> None:
@@ -349,7 +323,3 @@ def test_the_host_counts_masks_alone(dtype: torch.dtype) -> None:
     picked.meta["val"] = torch.zeros(4, 4, device="meta")
     obstacle = cuda_graph_obstacle(made, "meta")
     assert obstacle is None if dtype in (torch.int64, torch.int32) else "the host waits for index" in str(obstacle)
-
-
-def test_a_replayed_run_is_a_graphed() -> None:
-    assert isinstance(with_cuda_graph(PROGRAM, Pool()).run, ReplayedProgram)

@@ -2,11 +2,8 @@
 
 import gc
 import itertools
-import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 import weakref
 from collections import deque
@@ -28,7 +25,6 @@ from tests.distributed import close_workers, run_ranks
 from tests.exhaustive import further
 from tests.models import MODELS, Batch, Case
 from tests.reference import eager_steps, gradients
-from tests.special_models import SPECIAL
 from tests.training import CASES, differences, example, step, trained
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
@@ -45,7 +41,7 @@ EXACT = {"backend": interpreted, "gradients": graphpp.Gradients(fused=False)}
 # ---------------------------------------------------------------------------------------------- the caller's function
 
 
-OUTLINED = ("llama", "hf_gpt2", "sequential", *SPECIAL)
+OUTLINED = ("llama", "norms", "skip", "tied")
 
 
 @pytest.mark.parametrize("name", [*OUTLINED, *further(*sorted(CASES.keys() - set(OUTLINED)))])
@@ -86,7 +82,7 @@ class Joined(nn.Module):
         return torch.cat((self.left(x).tanh(), self.right(x).tanh().flip(0).T.contiguous().T, x[:1].expand(x.shape)[:, :4]), 1)
 
 
-@pytest.mark.parametrize("split", [["1"], ["1", "2"], None])
+@pytest.mark.parametrize("split", [["1", "2"], *further(["1"], None)])
 def test_results_that_lie_otherwise_are_laid_as_the_graph_says(split: list[str] | None) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Joined(), nn.Linear(12, 8), Joined(), nn.Linear(12, 8))
     x = torch.randn(4, 8)
@@ -165,7 +161,7 @@ class Constant(nn.Module):
         return torch.cat((x.T[1:].T, torch.full((len(x), 1), 2.0)), 1) * x.T.T
 
 
-@pytest.mark.parametrize("split", [["1"], ["2"], ["1", "2", "3"]])
+@pytest.mark.parametrize("split", [["1", "2", "3"], *further(["1"], ["2"])])
 def test_constants_and_views_may_be_the_same_at_every_call(split: list[str]) -> None:
     made: dict[str, Tensor] = {}
 
@@ -261,11 +257,6 @@ def test_a_cache_that_is_no_path_is_refused() -> None:
     wrong: Any = 3
     with pytest.raises(graphpp.GraphPPError, match=r"Inductor\.cache: take a path, or None, got 3"):
         graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(cache=wrong))
-
-
-def test_options_may_be_named_with_dots_and_by_an_alias() -> None:
-    backend = graphpp.Inductor({"cpp.threads": 1, "force_disable_caches": True})
-    graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=backend)
 
 
 def test_a_backend_that_returns_nothing_to_call_is_named() -> None:
@@ -412,20 +403,6 @@ def tries(cache: Path, *, works: bool) -> int:
     return found
 
 
-@needs_compiler
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="other processors are not tried")
-def test_vector_instructions_that_work_are_tried_once(tmp_path: Path) -> None:
-    """Those that failed are tried again: the machine may have been busy."""
-    failed = tries(tmp_path, works=False)
-    assert failed > 0 and DiskCache(tmp_path).read("vector_units.json") == {}
-    worked = tries(tmp_path, works=True)
-    kept = DiskCache(tmp_path).read("vector_units.json")
-    assert worked >= failed and list(kept.values()) == ["yes"] * worked
-    (tmp_path / "vector_units.json").write_text(json.dumps({**kept, min(kept): "no"}))
-    assert tries(tmp_path, works=True) == 1
-    assert DiskCache(tmp_path).read("vector_units.json") == kept
-
-
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch 2.13 imports what it deprecates
 @pytest.mark.parametrize(("device", "given", "asked"), [("cpu", True, True), ("cpu", False, True), ("meta", True, False)])
 def test_code_for_the_processor_alone_needs_vector_instructions(
@@ -467,15 +444,6 @@ def test_an_entry_is_whole_or_made_again(tmp_path: Path) -> None:
             (folder / "x").write_text("1")
 
 
-def test_an_entry_that_failed_is_not_taken_for_whole(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path)
-    with pytest.raises(ValueError, match="compiler"), cache.entry("a") as folder:
-        (folder / "x").write_text("half")
-        raise ValueError("compiler")
-    with cache.entry("a") as folder:
-        assert list(folder.iterdir()) == []
-
-
 def test_all_that_inductor_keeps_of_a_region_is_in_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor itself sets Triton's cache folder, once per process."""
     names = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
@@ -508,39 +476,6 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pyte
     assert "cannot be written" in caplog.text
 
 
-def test_what_replaces_a_cache_goes_with_the_process(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    cache = f"DiskCache(Path({str(tmp_path / 'file')!r}))"
-    code = f"from pathlib import Path; from graphpp.cache.disk_cache import DiskCache; print({cache}.root)"
-    root = Path(__file__).parents[2]
-    made = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
-    replaced = Path(made.stdout.strip())
-    assert replaced.name.startswith("graphpp-") and not replaced.exists()
-
-
-def test_a_cache_that_goes_away_meanwhile_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = tmp_path / "cache"
-    cache = DiskCache(root)
-    shutil.rmtree(root)
-    with cache.entry("a") as folder:
-        assert folder.exists()
-    cache.write("t.json", {"a": "b"})
-    assert cache.read("t.json") == {"a": "b"}
-    shutil.rmtree(root)
-    root.write_text("a file")
-    cache.write("t.json", {"a": "b"})
-    assert "t.json is not kept" in caplog.text
-
-
-def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text("{]")
-    cache = DiskCache(tmp_path)
-    assert cache.read("t.json") == {}
-    cache.write("t.json", {"a": "b"})
-    cache.write("t.json", {"c": "d"})
-    assert cache.read("t.json") == {"a": "b", "c": "d"}
-
-
 def test_a_cache_that_is_gone_or_full_stops_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path / "root")
     kernels = Products(cache)
@@ -554,12 +489,6 @@ def test_a_cache_that_is_gone_or_full_stops_no_step(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(cache, "write", full)
     assert torch.equal(kernels.multiply(torch.ones(4, 3), torch.ones(3, 4)), torch.full((4, 4), 3.0))
-
-
-def test_torch_without_onednn_is_enough() -> None:
-    code = "import torch; torch.backends.mkldnn.is_available = lambda: False; del torch.ops.mkldnn; " \
-        "torch.ops.__dict__['mkldnn'] = None; import graphpp"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def hold_cache(rank: int, root: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -155,23 +154,6 @@ def test_convolutions_keep_their_strides_where_that_is_faster(tmp_path: Path, mo
     given = given_to_torch(monkeypatch, region, options={"layout_optimization": True}, cache=tmp_path / "b")
     assert given == {"layout_optimization": True}
     assert given_to_torch(monkeypatch, region, cache=tmp_path / "b") == graph
-
-
-@pytest.mark.parametrize("value", [None, "", "fastest", ["graph"]])
-def test_a_choice_that_is_none_is_measured_anew(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    region, table = convolving(torch.randn(1, 2, 4, 4), torch.randn(3, 2, 3, 3)), tmp_path / "convolutions.json"
-    layouts(tmp_path, monkeypatch, region, (2.0, 1.0))
-    table.write_text(json.dumps(dict.fromkeys(json.loads(table.read_text()), value)))
-    assert layouts(tmp_path, monkeypatch, region, (1.0, 2.0)) == {"layout_optimization": False}
-    assert set(json.loads(table.read_text()).values()) == {"graph"}
-
-
-def test_equal_convolutions_are_timed_once_and_count_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    region = convolving(torch.randn(1, 2, 4, 4), *(torch.randn(out, 2, 3, 3) for out in (2, 2, 3)))
-    times = [(1.5, 1.2), (1.0, 1.2)]  # of the last one and of the equal ones, which are slower channels last
-    monkeypatch.setattr(kernels, "shortest_times", lambda runs: times.pop())
-    assert Convolutions(DiskCache(tmp_path)).options(region) == {"layout_optimization": False}
-    assert not times
 
 
 @needs_compiler

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequential, set_checkpoint_debug_enabled
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, set_checkpoint_debug_enabled
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 import graphpp
 from graphpp.schedules.generate.read import make_table
 from tests import training
-from tests.distributed import run_ranks
 from tests.models import hf_llama_labels
-from tests.passes.graphs import captured, forward
 
 WIDTH, BLOCKS, MICROBATCHES = 8, 2, 4
 kept_graph = partial(checkpoint, use_reentrant=False)
@@ -116,15 +114,6 @@ CALLS: dict[str, Call] = {
 }
 
 
-def sequential(model: Net, **options: Any) -> nn.Module:
-    def forward(x: Tensor) -> Tensor:
-        x = checkpoint_sequential(list(model.blocks), 2, model.first(x), **options)
-        return model.last(x)
-
-    model.forward = forward  # type: ignore[method-assign]
-    return model
-
-
 def wrapped(impl: CheckpointImpl) -> Net:
     model = Net(plainly)
     for index, block in enumerate(model.blocks):
@@ -192,12 +181,6 @@ def test_what_is_inside_runs_again(name: str) -> None:
     check(lambda: Net(CALLS[name]))
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_sequence(again: bool) -> None:
-    """`checkpoint_sequential` does not checkpoint its last segment."""
-    check(lambda: sequential(Net(plainly), use_reentrant=again), again=1)
-
-
 @pytest.mark.parametrize("impl", CheckpointImpl)
 def test_wrapped_modules(impl: CheckpointImpl) -> None:
     check(lambda: wrapped(impl))
@@ -241,21 +224,6 @@ def test_every_schedule_and_every_recompute(call: Call) -> None:
             check(lambda: Net(call), schedule="ZB1P", memory=recompute)
 
 
-def ranked(rank: int) -> list[tuple[dict[str, Tensor | None], Counter[str]]]:
-    options = {"schedule": "ZBVZeroBubble", "split": ["blocks.1", "blocks.2", "blocks.3"]}
-    return [run(Net(call, 0.2, blocks=4), **options)[:2] for call in (plainly, kept_graph)]
-
-
-def test_a_block_runs_twice_in_a_zero_bubble_schedule_and_repeats_its_dropout() -> None:
-    """Under torch's own split of the backward, the block would run twice, and once more per group of weights."""
-    usual, checkpointed = zip(*run_ranks(ranked, 2), strict=True)
-    grads = [training.joined([part for part, _ in each]) for each in (usual, checkpointed)]
-    once, twice = (sum((calls for _, calls in each), Counter()) for each in (usual, checkpointed))
-    assert training.unequal(*grads) == []
-    assert twice["aten.convolution"] == 2 * once["aten.convolution"] == 2 * 4 * MICROBATCHES
-    assert twice["aten.mm"] == once["aten.mm"]
-
-
 def test_dropout_repeats_its_numbers() -> None:
     ending = partial(nested, reentrant, plainly)  # the backward of sin reads the dropout's result
     once, again = run(Net(partial(nested, plainly, plainly), 0.3)), run(Net(ending, 0.3), schedule="ZB1P")
@@ -293,44 +261,6 @@ def test_a_selective_checkpoint_saves_what_its_policy_says(name: str) -> None:
     assert found.calls["aten.convolution"] == times * BLOCKS * MICROBATCHES
     assert name in ("all", "offload") or found.calls["aten.native_layer_norm"] == 2 * BLOCKS * MICROBATCHES
     assert found.saved < plain().saved or name in ("all", "offload")
-
-
-def test_only_the_meta_data_of_the_graph_changes() -> None:
-    checkpointed, usual = (forward(captured(Net(call), torch.randn(2, WIDTH))) for call in (kept_graph, plainly))
-    keys = ("calls", "position", "source")
-    assert [(n.target, *map(n.meta.get, keys)) for n in checkpointed] == [(n.target, *map(n.meta.get, keys)) for n in usual]
-    assert not any("checkpoint" in node.meta for node in usual)
-    numbers = {f"blocks.{number}": number for number in range(BLOCKS)}
-    for node in checkpointed:
-        assert node.meta.get("checkpoint") == next((numbers[call] for call in node.meta["calls"] if call in numbers), None)
-
-
-class Doubled(torch.autograd.Function):
-    """A custom Function with a backward of its own, twice a saved value times the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.exp())
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 2 * ctx.saved_tensors[0]
-
-
-def in_modes(call: Any, block: nn.Module, x: Tensor) -> Tensor:
-    def forward(v: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            v = block(v)
-        with torch.no_grad():
-            shift = v.cos()
-        return Doubled.apply(v.float() + shift)
-
-    return call(forward, x)
-
-
-def test_modes_and_functions_inside() -> None:
-    check(lambda: Net(partial(in_modes, kept_graph)))
 
 
 def test_nothing_runs_again_where_nothing_is_trained() -> None:

@@ -232,16 +232,6 @@ def test_a_function_that_writes_into_a_buffer_by_itself_is_refused() -> None:
     assert model.seen == 0
 
 
-def test_functions_work_as_before_outside() -> None:
-    before = torch.autograd.Function.__dict__["apply"]
-    pipe = graphpp.compile(Net("rounded"), loss)
-    pipe.step(batch()[0], target=batch()[1])
-    assert torch.autograd.Function.__dict__["apply"] is before
-    x = torch.ones(1, requires_grad=True)
-    Reversed.apply(x, 2.0).backward()
-    assert x.grad == -2
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("first", [True, False])
 def test_a_reentrant_checkpoint_has_the_gradients_of_eager(first: bool) -> None:

@@ -154,11 +154,6 @@ def test_on_two_ranks_with_a_split_backward(name: str) -> None:
     check(name, *run_ranks(trained, 2, name, "ZB1P"))
 
 
-@pytest.mark.parametrize("memory", ["full", 0.5])
-def test_with_recomputation(memory: Any) -> None:
-    check("scan", trained(0, "scan", memory=memory))
-
-
 def test_a_loop_that_saves_as_much_as_the_data_decides_is_refused() -> None:
     with pytest.raises(CaptureError, match=rf"while_loop.* at {__file__}:\d+ has a gradient.*torch's scan"):
         trained(0, "while_loop")
@@ -168,11 +163,6 @@ def test_a_loop_that_saves_as_much_as_the_data_decides_is_refused() -> None:
 def test_an_operator_whose_no_grad_export_loses_is_refused(name: str) -> None:
     with pytest.raises(CaptureError, match=rf"runs under torch\.no_grad\(\) at {__file__}:\d+ in .*detach its results"):
         trained(0, name)
-
-
-def test_regions_without_an_operator_keep_their_no_grad() -> None:
-    FUNCTIONS["beside"] = lambda m, x: under_no_grad(lambda m, x: m.inner(x))(m, branching(m, x))
-    check("beside", trained(0, "beside"))
 
 
 def test_random_numbers_in_a_body_are_refused() -> None:

@@ -47,7 +47,6 @@ class Calling(nn.Module):
         return y
 
 
-
 def group() -> dist.ProcessGroup:
     found = dist.group.WORLD
     assert found is not None

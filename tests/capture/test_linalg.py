@@ -90,13 +90,3 @@ def test_a_buffer_is_checked_too(singular: bool) -> None:
             compiled(model).step(x, target=x)
     else:
         assert compiled(model).verify(x, target=x).ok
-
-
-def test_torch_traces_as_before_afterwards() -> None:
-    from torch._higher_order_ops import effects
-
-    check = torch.ops.aten._linalg_check_errors.default
-    before = effects._get_effect(check), check in torch.fx.node._side_effectful_functions
-    model, x = Factored(torch.linalg.inv), torch.randn(6, D)
-    compiled(model).step(x, target=x)
-    assert (effects._get_effect(check), check in torch.fx.node._side_effectful_functions) == before

@@ -76,24 +76,6 @@ def test_what_a_trace_would_freeze_or_lose_is_refused(function: Callable[[Any, T
     assert str(np.random.get_state(legacy=False)) == str(numpy)
 
 
-def test_gradients_can_be_taken_again_after_capture() -> None:
-    with pytest.raises(CaptureError):
-        run(case(differentiated))
-    x = torch.ones(1, requires_grad=True)
-    assert torch.autograd.grad(x * 2, x) == (torch.tensor([2.0]),)
-
-
-def test_distributions_need_not_be_told_to_check_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # Dynamo switches it off for good
-
-    def density(m: Any, x: Tensor) -> Tensor:
-        return torch.distributions.Normal(m.first(x), x.exp()).log_prob(x)
-
-    check(case(density))
-    with pytest.raises(ValueError, match="constraint"):  # the distributions check their values again
-        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
-
-
 def test_a_check_of_values_is_no_obstacle() -> None:
     """A check of a value, such as Llava's check of the number of image tokens."""
 

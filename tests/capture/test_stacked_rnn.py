@@ -59,14 +59,6 @@ def test_every_layer_but_the_last_is_dropped(
     torch.testing.assert_close(gradients(model), eager.grads[0], rtol=1e-4, atol=1e-6)
 
 
-def test_evaluation_drops_nothing() -> None:
-    torch.manual_seed(0)
-    model = Recurrent(nn.GRU(4, 4, 2, dropout=1.0))
-    x = torch.randn(2, 3, 4)
-    output = graphpp.compile(model, only_loss, split=["layers"], schedule="GPipe", microbatches=1).eval(x).output
-    torch.testing.assert_close(output, model.eval()(x))
-
-
 class First(nn.Module):
     """An LSTM over the model's input, which requires no gradient."""
 

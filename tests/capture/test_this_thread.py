@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from graphpp._torch.this_thread import caller, found_in_modules, replaced
+from graphpp._torch.this_thread import replaced
 from tests.other_thread import elsewhere
 
 
@@ -80,29 +79,3 @@ def test_a_replacement_that_somebody_kept_ends_with_its_context() -> None:
         kept = vars(MODULE)["function"]
         assert kept() == "new" and elsewhere(kept) == "elsewhere"
     assert kept() == "function" == elsewhere(kept)
-
-
-def test_an_attribute_that_another_thread_sets_meanwhile_stays() -> None:
-    with replaced(Thing, "value", 2):
-        elsewhere(lambda: setattr(Thing, "value", 5))
-    assert Thing.value == 5
-    del Thing.value
-
-
-def test_a_replacement_knows_the_code_that_uses_it() -> None:
-    def name(*args: Any) -> str:
-        return caller().co_name
-
-    with replaced(MODULE, "function", name), replaced(Thing, "field", property(name)), replaced(Thing, "of_class", name):
-        names = [MODULE.function(), Thing().field, Thing().of_class()]
-    assert set(names) == {"test_a_replacement_knows_the_code_that_uses_it"}
-
-
-def test_all_names_of_an_object_in_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = object(), object()
-    made = module()
-    vars(made).update(first=one, again=one, other=other)
-    monkeypatch.setitem(sys.modules, "made", made)
-    monkeypatch.setitem(sys.modules, "no module", vars(made))
-    assert found_in_modules([id(one)]) == [(made, "first", one), (made, "again", one)]
-    assert found_in_modules([]) == []

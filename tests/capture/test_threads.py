@@ -292,33 +292,6 @@ def test_draws_of_another_thread_are_neither_refused_nor_taken_back() -> None:
     assert found == expected
 
 
-def test_dynamo_does_not_take_back_draws_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo, which reads the branches of `torch.cond`, notes the states of generators: another thread draws right then."""
-
-    def draw() -> list[float]:
-        return [random.random(), float(torch.rand(()))]
-
-    def noted(read: Callable[[], Any]) -> Callable[[], Any]:
-        def state() -> Any:
-            before = read()
-            found.append(elsewhere(draw))
-            return before
-
-        return state
-
-    model, found = Everything(), list[list[float]]()
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.random, "get_rng_state", noted(torch.random.get_rng_state))
-        patched.setattr(random, "getstate", noted(random.getstate))
-        random.seed(3)
-        torch.manual_seed(3)
-        captured(model, the_input())
-    found.append(draw())
-    random.seed(3)
-    torch.manual_seed(3)
-    assert len(found) > 2 and found == [draw() for _ in found]
-
-
 @pytest.mark.parametrize("draw", ["random.random()", "imported_draw()", "float(np.random.rand())"])
 def test_draws_of_the_model_are_refused_also_while_another_thread_is_alive(draw: str) -> None:
     class Drawing(nn.Linear):
@@ -334,20 +307,6 @@ def test_draws_of_the_model_are_refused_also_while_another_thread_is_alive(draw:
     finally:
         done.set()
         thread.join()
-
-
-def test_another_thread_sets_the_random_state_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    visits: list[str] = []
-    states: list[str] = []
-
-    def visit(place: str) -> None:
-        visits.append(place)
-        elsewhere(lambda: torch.cuda.set_rng_state(place))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch.cuda, "set_rng_state", states.append)
-    with visiting(visit):
-        captured(Everything(), the_input())
-    assert states == visits and "forward of a Function" in visits
 
 
 def test_dynamo_knows_what_a_trace_replaced() -> None:

@@ -48,10 +48,6 @@ def two_on_each(rank: int) -> str:
     return f"machine{rank // 2}"
 
 
-def one_for_all(rank: int) -> str:
-    return "machine"
-
-
 def training(
     ranks: int, replicas: int = 1, schedule: str = "1F1B", mesh: Any = None
 ) -> tuple[graphpp.Pipeline, torch.optim.AdamW]:
@@ -140,15 +136,6 @@ def test_more_ranks_on_new_machines_under_another_schedule(tmp_path: Path) -> No
     assert all(losses == undisturbed() and began == 3 for losses, began, _ in again)
 
 
-def on_a_v(rank: int, folder: Path) -> Any:
-    return train(rank, folder, each_its_own, 2, 5, schedule="ZBVZeroBubble")
-
-
-@pytest.mark.usefixtures("saved")
-def test_another_schedule(tmp_path: Path) -> None:
-    assert all(losses == undisturbed() and began == 3 for losses, began, _ in run_ranks(on_a_v, 2, tmp_path))
-
-
 def replicated(rank: int, folder: Path, until: int) -> Any:
     return train(rank, folder, each_its_own, 2, until, replicas=2)
 
@@ -181,11 +168,6 @@ def test_a_save_that_is_not_complete_is_refused(tmp_path: Path) -> None:
         run_ranks(load, 2, tmp_path)
 
 
-def test_one_save_is_kept_and_nothing_else(tmp_path: Path) -> None:
-    run_ranks(train, 2, tmp_path, one_for_all, 2, 3)
-    assert [each.name.split("-")[:2] for each in (tmp_path / "machine").iterdir()] == [["000000000003", "000003"]]
-
-
 def in_the_background(rank: int, folder: Path) -> list[float]:
     pipe, optimizer = training(2)
     local = pipe.checkpoint(optimizer).local(folder / each_its_own(rank))
@@ -207,12 +189,6 @@ def in_the_background(rank: int, folder: Path) -> list[float]:
 def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
     for first, again in run_ranks(in_the_background, 2, tmp_path):
         assert first == again
-
-
-def test_one_process(tmp_path: Path) -> None:
-    train(0, tmp_path, each_its_own, 1, 2)
-    losses, began, _ = train(0, tmp_path, each_its_own, 1, 5)
-    assert (losses, began) == (undisturbed(), 2)
 
 
 # -------------------------------------------------------------------------------------------------- cut off
@@ -244,7 +220,7 @@ def killed(rank: int, folder: Path, victim: int, moment: int) -> Any:
         return train(rank, folder, each_its_own, 2, 4)
 
 
-MOMENTS = [(0, 1), (1, 7), (0, 9)]
+MOMENTS = [(1, 7)]
 OTHER_MOMENTS = [(victim, moment) for moment in range(1, 12, 2) for victim in (0, 1) if (victim, moment) not in MOMENTS]
 
 
@@ -294,7 +270,7 @@ def damage(folder: Path, machine: str, harm: str) -> None:
 
 
 @pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize("harm", ["half", "empty", "metadata"])
+@pytest.mark.parametrize("harm", ["half", *further("empty", "metadata")])
 def test_a_torn_file_is_taken_from_the_other_machine(tmp_path: Path, harm: str) -> None:
     damage(tmp_path, "machine0", harm)
     again = run_ranks(train, 2, tmp_path, each_its_own, 2, 5)
@@ -329,15 +305,6 @@ def test_saves_of_another_training_are_neither_removed_nor_mixed(tmp_path: Path)
     shutil.copytree(tmp_path / "own", tmp_path, dirs_exist_ok=True)
     with pytest.raises(CheckpointError, match="saves of 2 trainings"):
         pipe.checkpoint(optimizer).local(tmp_path).load()
-
-
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    pipe, optimizer = training(1)
-    local = pipe.checkpoint(optimizer).local(tmp_path / "run")
-    local.save()
-    shutil.rmtree(tmp_path / "run")
-    local.save()
-    assert local.load()
 
 
 def test_the_later_of_two_saves_at_one_step_is_loaded(tmp_path: Path) -> None:
@@ -404,13 +371,6 @@ def machines_of(ranks: dict[MeshRank, int]) -> Machines:
     first = {machine: min(rank for rank in ranks if ranks[rank] == machine) for machine in ranks.values()}
     vars(found)["of"] = {rank: first[machine] for rank, machine in sorted(ranks.items())}
     return found
-
-
-def test_every_machine_gets_what_its_ranks_want_once() -> None:
-    machines = machines_of({MeshRank(replica, rank): 10 * replica + rank // 2 for replica in range(2) for rank in range(4)})
-    stored = {rank: {"f": 8} if rank.rank // 2 == rank.replica == 1 else {} for rank in machines.of}
-    sent = machines.transfers({rank: ["f"] for rank in machines.of}, stored)
-    assert len({machines.of[each.target] for each in sent}) == len(sent) == 3
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -24,12 +24,6 @@ def test_the_entries_are_listed(cache: Path) -> None:
     assert [entry["key"] for entry in document("cache", "list", "--folder", cache)["entries"]] == ["a", "b", "c"]
 
 
-def test_the_size(cache: Path) -> None:
-    found = document("cache", "size", "--folder", cache)
-    assert found == {"folder": str(cache), "entries": 3, "bytes": sum(entry.size for entry in graphpp.cache.entries(cache))}
-    assert run("cache", "size", "--folder", cache).stdout.startswith(f"{cache}: 3 entries, ")
-
-
 def test_the_folder_of_the_variable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHPP_CACHE", str(cache))
     assert document("cache", "size")["entries"] == 3

@@ -53,13 +53,6 @@ def invoke(function: Callable[..., Answer | None], *arguments: str) -> Result:
     return CliRunner().invoke(single, arguments)
 
 
-def test_yes_and_no() -> None:
-    for yes, code in ((True, 0), (False, 1)):
-        result = invoke(lambda: Answer("text", {"a": 1}, yes, ["a note"]))  # noqa: B023 - called at once
-        assert (result.exit_code, result.stdout, result.stderr) == (code, "text\n", "a note\n")
-    assert invoke(lambda: None).stdout == ""
-
-
 def test_json_is_all_of_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     def command() -> Answer:
         print("from Python")
@@ -121,9 +114,3 @@ def test_wrong_usage(arguments: str) -> None:
     result = run(*arguments.split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Usage: graphpp" in result.stderr
-
-
-def test_the_version() -> None:
-    import graphpp
-
-    assert run("--version").stdout == f"graphpp {graphpp.__version__}\n"

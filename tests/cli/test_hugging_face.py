@@ -37,13 +37,6 @@ def test_the_model_and_its_tokens(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_lengths_and_memory_by_default(tmp_path: Path) -> None:
-    found = load_model(folder(tmp_path), meta=True)
-    assert found.example.kwargs["input_ids"].shape == (2, 32)  # no more than the model has positions for
-    assert {each.device.type for each in (*found.model.parameters(), found.example.kwargs["labels"])} == {"meta"}
-    assert load_model(folder(tmp_path, dtype="bfloat16"), meta=True).model.lm_head.weight.dtype == torch.bfloat16
-
-
 def test_positions_without_a_limit(tmp_path: Path) -> None:
     """XLNet's configuration says -1."""
     sizes = {"model_type": "xlnet", "vocab_size": 64, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}

@@ -75,10 +75,6 @@ def test_a_function_gives_model_loss_and_example(file: str, name: str) -> None:
     assert found.example.args[0].shape == found.example.target.shape == (2, 4)
 
 
-def test_the_loss_may_be_the_model_s_own(file: str) -> None:
-    assert load_model(f"{file}:without_loss").loss is None
-
-
 def test_on_the_meta_device_nothing_has_memory(file: str) -> None:
     found = load_model(f"{file}:build", meta=True)
     assert {each.device.type for each in (*found.model.parameters(), found.example.args[0])} == {"meta"}

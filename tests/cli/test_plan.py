@@ -55,11 +55,6 @@ def test_the_document_has_the_plans_and_the_file_the_best(model: str, tmp_path: 
     assert best.reason == "" and best.setting.shape.pp == 2 and best.batch == 8
 
 
-def test_the_front_is_printed_in_full(model: str) -> None:
-    found = run("plan", model, "--machines", "2xH100", "--batch", "8", "--front", "--schedules", "auto,1F1B", "--pp", "1,2")
-    assert found.exit_code == 0 and found.stdout.count("memory ") == found.stdout.count("stages start at")
-
-
 def test_two_plans_stand_side_by_side_with_their_differences(model: str, tmp_path: Path) -> None:
     asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--pp", "2", "--rows", "1,2", "--schedules", "1F1B"
     file, best = tmp_path / "plans.json", tmp_path / "best.json"

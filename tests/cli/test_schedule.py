@@ -8,7 +8,7 @@ import pytest
 import graphpp
 from graphpp import schedules
 from graphpp.schedules.generate.names import SCHEDULES
-from tests.cli.running import document, refusal, run, write
+from tests.cli.running import document, refusal, run
 
 FOUR = ("--ranks", "4", "--microbatches", "8")
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
@@ -91,14 +91,6 @@ def test_a_faulty_file_is_refused(text: str, said: str) -> None:
     assert said in found["message"]
 
 
-def test_the_counts_of_a_file_may_be_demanded() -> None:
-    Path("good.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    assert document("schedule", "check", "good.csv", "--ranks", "2", "--stages", "2", "--microbatches", "1")["training"]
-    for option in ("--ranks", "--stages", "--microbatches"):
-        assert run("schedule", "check", "good.csv", option, "3").exit_code == 1
-        assert f"{option}: good.csv has" in refusal("schedule", "show", "good.csv", option, "3")
-
-
 def test_names_are_checked_for_the_counts() -> None:
     assert document("schedule", "check", "ForwardOnly", *FOUR)["training"] is False
     refused = run("schedule", "check", "ZBVZeroBubble", *FOUR, "--stages", "4")
@@ -120,11 +112,6 @@ def test_what_is_no_schedule_is_wrong_usage(source: str, said: str) -> None:
     Path("binary.csv").write_bytes(b"\xff\xfe\x00")
     for command in ("show", "check", "simulate", "compare"):
         assert said in refusal("schedule", command, source)
-
-
-def test_text_that_is_no_table() -> None:
-    write(Path("notes.txt"), "hello")
-    assert "if the file is CSV, its name must end in .csv" in refusal("schedule", "show", "notes.txt")
 
 
 @pytest.mark.parametrize("counts", [("10000000", "8"), ("4096", "1000000"), ("4", "9" * 30)])

@@ -1,6 +1,5 @@
 """`graphpp verify`: the report of `graphpp.verify`, its exit code and its document."""
 
-from pathlib import Path
 
 import pytest
 
@@ -93,16 +92,6 @@ def test_a_whole_batch(file: str) -> None:
     assert found["cut"]["verdict"] == "equal"
     assert found["whole_batch"]["verdict"] == "differs"
     assert document("verify", f"{file}:build", "--whole-batch", "--microbatches", "2")["whole_batch"]["verdict"] != "differs"
-
-
-def test_a_schedule_of_a_file(file: str, tmp_path: Path) -> None:
-    table = write(tmp_path / "mine.csv", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    assert document("verify", f"{file}:build", "--schedule", str(table))["schedule"]["name"] == str(table)
-
-
-def test_a_dump(file: str, tmp_path: Path) -> None:
-    assert run("verify", f"{file}:build", "--dump", tmp_path / "dump").exit_code == 0
-    assert (tmp_path / "dump" / "rank0" / "train" / "passes.txt").exists()
 
 
 @pytest.mark.parametrize(

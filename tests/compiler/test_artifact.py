@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,13 +163,6 @@ def test_a_folder_that_cannot_be_written_costs_no_step(program: Path, caplog: py
     (program / "graphs").write_text("a file")
     assert run(program) == 1
     assert "cannot be saved" in caplog.text
-
-
-def test_a_message_names_the_difference(program: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(program)
-    with caplog.at_level(logging.INFO, logger="graphpp"):
-        run(program, change=lambda model: model.layers[1].eval())
-    assert "(training or evaluation and an attribute, a global variable or code" in caplog.text
 
 
 def test_verify_checks_the_graph_in_the_folder(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -74,16 +73,6 @@ def test_a_table_is_made_once_for_its_counts() -> None:
     pipe.eval(X)
     pipe.step(X[:9], target=X[:9])
     assert made == [(1, 2, 3)]
-
-
-def test_microbatches_of_one_kind_share_their_programs() -> None:
-    table = replace(SCHEDULES["GPipe"](1, 2, 6), recomputed=frozenset({(0, 1), (0, 4), (1, 2)}))
-    pipe = graphpp.compile(model(), F.mse_loss, split=2, schedule=table, memory="full")
-    pipe.step(X, target=X)
-    programs = internals.last_lowered(pipe).programs
-    kinds = [next(at for at, other in enumerate(programs) if other is program) for program in programs]
-    assert kinds == [0, 1, 2, 0, 1, 0]
-    assert programs[0].stages[1] is programs[1].stages[1]
 
 
 def test_plan_and_programs_are_public() -> None:

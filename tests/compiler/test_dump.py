@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import graphpp
-from graphpp._torch import aot
 from graphpp.errors import GraphPPError
 from graphpp.passes.text.render import RenderedGraph
 from graphpp.pipeline.pipeline import Pipeline
@@ -148,19 +147,6 @@ def test_boundaries_name_what_crosses_and_what_is_saved(llama: Path) -> None:
     assert re.search(r"saved in stage 1: \d+ values, [\d.]+ KiB\n", text)
 
 
-def test_evaluation_has_its_own_folder(llama: Path) -> None:
-    programs = [file for file in files(llama / "eval") if file.startswith("programs")]
-    assert programs == [f"programs/stage{stage}_{phase}.py" for stage in (0, 1) for phase in ("evaluate", "hoist")]
-
-
-def test_each_graph_of_a_process_has_its_own_folder(tmp_path: Path) -> None:
-    case, pipe, _ = stepped("sequential", tmp_path)
-    half = case.batch.microbatches(3)[0]
-    pipe.step(*half.args, target=half.target)
-    stepped("sequential", tmp_path)
-    assert sorted(path.name for path in (tmp_path / "rank0").iterdir()) == ["train", "train_2", "train_3"]
-
-
 def test_an_earlier_run_s_files_go_and_others_stay(tmp_path: Path) -> None:
     folder = tmp_path / "rank0"
     old = ["train/07_split_stage9_forward.py", "train/programs/stage9_forward.py", "train_4/plan.txt"]
@@ -253,17 +239,3 @@ def test_the_trace_has_the_same_texts(tmp_path: Path) -> None:
     assert set(artefacts) == set(names)
     for name, text in artefacts.items():
         assert text.rstrip("\n") == (folder / names[name]).read_text().rstrip("\n"), name
-
-
-def test_tests_write_no_trace() -> None:
-    """pytest's own handlers look like a trace to torch: every test would render every graph."""
-    stepped("sequential", None)
-    assert not aot.tracing()
-
-
-def test_a_trace_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    artefacts: list[str] = []
-    monkeypatch.setattr("graphpp._torch.aot.trace_artifact", lambda name, payload: payload() and artefacts.append(name))
-    monkeypatch.setattr("graphpp._torch.aot.tracing", lambda: True)
-    stepped("sequential", None)
-    assert {"graphpp_train_plan.txt", "graphpp_train_programs_stage1_backward.py"} <= set(artefacts)

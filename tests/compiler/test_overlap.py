@@ -4,7 +4,6 @@ Each rank has a pipeline of its own (a group of one) with several stages; the ex
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -148,13 +147,6 @@ def part_of(name: str) -> str:
     return name.partition("_")[0]
 
 
-def test_with_recomputation_and_other_costs() -> None:
-    for cost in (None, slow_collectives):
-        for seen in run_ranks(steps, 2, ["two stages"], {"memory": "full", "parallel": graphpp.Parallel(op_costs=cost)}):
-            assert seen["two stages"].faults == []
-            assert seen["two stages"].woven
-
-
 def fused(rank: int) -> list[str]:
     """Parameters whose gradients are wrong where products are handed out by woven programs; what was not handed out."""
     _, expected = eager(rank)
@@ -171,26 +163,6 @@ def fused(rank: int) -> list[str]:
 
 def test_woven_programs_hand_out_products() -> None:
     assert run_ranks(fused, 2) == [[], []]
-
-
-def slow_collectives(node: torch.fx.Node) -> float:
-    return 100.0 if "all_to_all" in node.name else 1.0
-
-
-def dumped(rank: int, folder: str) -> dict[str, str]:
-    _, pipe = compiled(rank, *TABLES["two stages"], debug=Path(folder) / str(rank))
-    x, y = batch(rank)
-    pipe.step(x, target=y)
-    return {path.name: path.read_text() for path in Path(folder, str(rank)).rglob("programs/*with*.py")}
-
-
-def test_woven_programs_are_dumped(tmp_path: Path) -> None:
-    for files in run_ranks(dumped, 2, str(tmp_path)):
-        assert set(files) == {"stage0_forward_with_stage1_backward.py", "stage1_forward_with_stage0_backward.py"}
-        text = files["stage0_forward_with_stage1_backward.py"]
-        assert "train: stage 0 forward with stage 1 backward" in text
-        assert "stage 0 forward, in layers.0.router" in text
-        assert "stage 1 backward, gradient of head.weight" in text or "# gradient of head.weight" in text
 
 
 def pipelines_of_two(rank: int) -> tuple[bool, list[str], list[str]]:

@@ -144,31 +144,3 @@ def test_programs_that_refuse_made_up_values_are_estimated(caplog: pytest.LogCap
         Picky(), mean, example, split="auto", ranks=2, schedule="1F1B", parallel=graphpp.Parallel(op_costs=OpCosts.of("cpu"))
     )
     assert [each.modules for each in found.plan.stages] == [each.modules for each in estimated.plan.stages]
-
-
-class Expanded(nn.Module):
-    """A value with expanded dimensions crosses from one layer into the next, and is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.layers = nn.Parameter(torch.ones(1, 1, 8)), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([x, self.token.expand(x.shape[0], -1, -1)], dim=1)
-        mask = x.sum(dim=-1, keepdim=True).expand(-1, -1, 8)
-        for layer in self.layers:
-            x = layer(x) * mask
-        return x
-
-
-def test_layouts_with_overlapping_elements_are_made_up(caplog: pytest.LogCaptureFixture) -> None:
-    example = graphpp.Microbatch((torch.ones(4, 3, 8),))
-    found = graphpp.verify(Expanded(), mean, example, split="auto", ranks=2, schedule="1F1B")
-    found.raise_if_wrong()
-    assert "not timed" not in caplog.text
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_programs_are_timed_without_autograd(inference: bool) -> None:
-    with torch.inference_mode(inference), torch.enable_grad(), trials.apart(torch.device("cpu")):
-        assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -394,14 +394,6 @@ def test_habits_of_modules_are_told_what_to_call(pipe: graphpp.Pipeline, habit: 
     assert says in str(error.value)
 
 
-def test_a_pipeline_is_no_wrapper_and_true(pipe: graphpp.Pipeline) -> None:
-    assert pipe and callable(pipe) and not isinstance(pipe, nn.Module)
-    assert not any(hasattr(pipe, name) for name in ("module", "training", "to", "append", "_modules", "__deepcopy__"))
-    assert getattr(pipe, "module", pipe) is pipe
-    assert {"step", "eval", "buffers", "state_dict"} < set(dir(pipe))
-    assert list(pipe.buffers()) == []
-
-
 def replicated(rank: int) -> str:
     torch.set_num_threads(1)
     pipe = compiled()
@@ -415,12 +407,6 @@ def replicated(rank: int) -> str:
 
 def test_data_parallel_wrappers_are_refused() -> None:
     assert all("a pipeline is no module" in found for found in run_ranks(replicated, 2))
-
-
-def test_an_unknown_attribute_is_unknown(pipe: graphpp.Pipeline) -> None:
-    assert not hasattr(pipe, "nonsense")
-    with pytest.raises(AttributeError, match="'Pipeline' object has no attribute 'nonsense'"):
-        _ = pipe.nonsense
 
 
 def test_zero_grad(pipe: graphpp.Pipeline) -> None:

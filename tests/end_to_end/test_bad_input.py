@@ -255,16 +255,6 @@ def test_models_that_cannot_be_captured(name: str) -> None:
     refused(model, Fault(run(loss=loss, args=(X.clone(),)), CaptureError, words))
 
 
-def test_a_branch_on_an_item_in_the_loss_is_found_at_its_line() -> None:
-    loss = lambda y, t: y.sum() if t.float().mean().item() > 2 else -y.sum()  # noqa: E731
-    refused(Plain(), Fault(run(loss=loss), CaptureError, rf"{__file__}:\d+"))
-
-
-def test_advice_fits_the_fault() -> None:
-    text = refused(Plain(), Fault(run(args=(X[:, :3],)), CaptureError, "same reduction dim"))
-    assert "steer Python" not in text
-
-
 def test_an_output_that_hides_its_tensors() -> None:
     def loss(output: Hidden, target: Tensor) -> Tensor:
         return F.cross_entropy(output.value, target)

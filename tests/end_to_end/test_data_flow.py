@@ -110,12 +110,6 @@ def test_a_parameter_of_several_stages_has_one_gradient(function: Function, tied
     check(case(function), tied)
 
 
-def test_a_three_way_tie() -> None:
-    made = case(plain)
-    made.model.layers[1].weight = made.model.layers[3].weight = made.model.layers[0].weight
-    check(made, ("layers.0.weight",))
-
-
 def trained_on_a_rank(rank: int) -> dict[str, Tensor]:
     """What a rank holds after three steps of a model that calls one module again and again (ALBERT), cut between calls."""
     made = case(lambda m, x: m.layers[0](m.layers[0](m.layers[0](m.layers[0](x).tanh()).tanh()).tanh()))
@@ -242,13 +236,6 @@ def test_frozen_stages(frozen: list[int]) -> None:
     assert all(made.model.layers[index].weight.grad is None for index in frozen)
 
 
-def test_no_gradient_is_sent_to_frozen_first_stages() -> None:
-    made = case(plain)
-    made.model.layers[:2].requires_grad_(False)
-    stages = compiled(made).plan.stages
-    assert [bool(stage.sent_backward_bytes) for stage in stages[1:]] == [False, False, True]
-
-
 def test_what_the_loss_does_not_reach_has_no_gradient() -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         x = m.layers[1](m.table.detach()[:2] + x)
@@ -305,12 +292,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     made = case(plain)
     made.model.to(dtype)
     check(Case(made.model, made.loss, Batch((made.batch.args[0].to(dtype),), {}, made.batch.target.to(dtype))))
-
-
-def test_one_stage_in_half_the_precision() -> None:
-    made = case(lambda m, x: m.layers[3](m.layers[2](m.layers[1](m.layers[0](x)).bfloat16()).float()))
-    made.model.layers[2].bfloat16()
-    check(made)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # eager's cond

@@ -1,6 +1,6 @@
 """Random programs, random cuts, random schedules: cut equals uncut, bit for bit.
 
-40 programs by default, the same on every run. `GRAPHPP_FUZZ=2000` runs more, `GRAPHPP_FUZZ_SEED=7` others. A failure
+16 programs by default, the same on every run. `GRAPHPP_FUZZ=2000` runs more, `GRAPHPP_FUZZ_SEED=7` others. A failure
 is shrunk (that takes up to five minutes; `GRAPHPP_FUZZ_SHRINK=0` leaves it out) and printed as Python: paste the
 program and the cuts into `check(Program(...), [Cut(...)])`.
 """

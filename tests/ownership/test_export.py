@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from graphpp.errors import CheckpointError, GraphPPError
 from tests.distributed import run_ranks
@@ -111,24 +110,6 @@ def test_a_folder_with_weights_is_never_changed(tmp_path: Path) -> None:
     for text in run_ranks(refused, 2, tmp_path, {}):
         assert "has weights already, model.safetensors for one" in text
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-
-def test_a_folder_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for text in run_ranks(refused, 2, tmp_path / "file" / "weights", {}):
-        assert "cannot be written" in text
-
-
-def of_replicas(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
-    compiled(whole(), split=2, mesh=mesh).save_weights(folder)
-    assert (folder / "model.safetensors.index.json").is_file()
-
-
-def test_the_first_replica_writes(tmp_path: Path) -> None:
-    run_ranks(of_replicas, 4, tmp_path / "weights")
-    assert sorted(read(tmp_path / "weights")) == sorted(WRITTEN)
 
 
 class WithState(nn.Linear):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp.errors import GraphPPError, MismatchError
@@ -198,32 +197,6 @@ def test_a_value_from_a_tensor_of_another_rank_is_refused() -> None:
     assert "takes values from blocks.0.up.weight, which another rank holds" in text
 
 
-def test_a_refused_call_leaves_the_generators_as_they_were() -> None:
-    pipe = compiled(on_meta())
-    torch.manual_seed(5)
-    with pytest.raises(GraphPPError, match="no such width"):
-        pipe.materialize(fails)
-    pipe.materialize(init)
-    assert all(torch.equal(value, whole().state_dict()[key]) for key, value in pipe.state_dict().items())
-
-
-def on_replicas(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
-    pipe = compiled(on_meta(), split=2, mesh=mesh)
-    torch.manual_seed(5)
-    with pytest.raises(GraphPPError) as error:
-        pipe.materialize(fails if rank == 3 else init)
-    torch.manual_seed(5)
-    pipe.materialize(init)
-    pipe.step(X, target=X)
-    return str(error.value)
-
-
-def test_all_replicas_hear_of_an_error() -> None:
-    for text in run_ranks(on_replicas, 4):
-        assert "no such width" in text or "the arguments of materialize" in text
-
-
 def test_recurrent_modules_use_the_new_parameters() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.LSTM(4, 4, batch_first=True))
@@ -253,14 +226,6 @@ def test_a_parameter_of_another_dtype_is_refused() -> None:
     words = r"init has put a Parameter of \[16\] torch\.float64 in the place of blocks\.0\.norm\.weight"
     with pytest.raises(GraphPPError, match=words):
         pipe.materialize(doubled)
-
-
-def test_a_model_with_memory_is_initialised_again() -> None:
-    model = Model()
-    pipe = compiled(model)
-    torch.manual_seed(5)
-    pipe.materialize(init)
-    assert all(torch.equal(value, whole().state_dict()[key]) for key, value in pipe.state_dict().items())
 
 
 def unlike(rank: int, how: str) -> str:

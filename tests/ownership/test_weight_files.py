@@ -126,12 +126,6 @@ def test_names_are_mapped(tmp_path: Path) -> None:
     assert all(torch.equal(value, part[key]) for key, value in expected.items())
 
 
-def test_other_entries_of_a_checkpoint_are_let_be(tmp_path: Path) -> None:
-    torch.save({"model": plain(), "optimizer": {"m": torch.ones(2)}, "step": 3}, tmp_path / "all.pt")
-    part, _, _ = read(0, tmp_path / "all.pt", {}, {"names": lambda key: f"model.{key}"})
-    assert torch.equal(part["blocks.3.up.weight"], plain()["blocks.3.up.weight"])
-
-
 def test_values_take_the_dtype_of_the_model(tmp_path: Path) -> None:
     state = {key: value.bfloat16() if value.is_floating_point() else value for key, value in plain().items()}
     save_file(state, tmp_path / "model.safetensors")
@@ -167,15 +161,6 @@ def test_two_keys_may_have_one_name(name: str, tmp_path: Path) -> None:
     assert model.head.weight is not model.embedding.weight
     assert torch.equal(model.head.weight, plain()["embedding.weight"])
     assert torch.equal(model.embedding.weight, plain()["embedding.weight"])
-
-
-def test_tensors_with_memory_are_read_too(tmp_path: Path) -> None:
-    state = {key: value + 1 for key, value in plain().items()}
-    save_file(state, tmp_path / "model.safetensors")
-    model = whole()
-    model.blocks[2].to("meta")
-    compiled(model).materialize(weights=tmp_path)
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
 
 
 def test_files_of_which_nothing_fits_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -298,17 +283,3 @@ def test_a_buffer_that_no_file_holds_is_named(tmp_path: Path) -> None:
     pipe = compiled(on_meta())
     with pytest.raises(GraphPPError, match=r"angles\.angles of a Angles"):
         pipe.materialize(lambda module: None if isinstance(module, Angles) else init(module), weights=tmp_path)
-
-
-def torn_on_one_rank(rank: int, folder: Path) -> str:
-    pipe = compiled(on_meta(), split=["blocks.2"])
-    with pytest.raises(GraphPPError) as error:
-        pipe.materialize(weights=folder)
-    assert all(tensor.is_meta for tensor in pipe.parameters())
-    return str(error.value)
-
-
-def test_all_ranks_hear_of_a_file_that_one_cannot_read(tmp_path: Path) -> None:
-    torn(tmp_path, plain())
-    for text in run_ranks(torn_on_one_rank, 2, tmp_path):
-        assert "model-00002.safetensors cannot be read" in text

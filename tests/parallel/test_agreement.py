@@ -260,13 +260,6 @@ class Asked:
         return facts.lacking
 
 
-def test_a_round_asks_each_group_once() -> None:
-    first, second = Asked(), Asked()
-    with Round(first, second) as r:  # type: ignore[arg-type]
-        r.compare(Facts({"split=": ["2"]}, {"x": None}))
-    assert (first.facts, second.facts, r.lacking) == ([{"split=": ["2"]}], [{}], True)
-
-
 @pytest.mark.parametrize("differs", [False, True])
 def test_each_group_of_a_round_learns_of_a_failure_once(differs: bool) -> None:
     first, second, failure = Asked(differs=True), Asked(), {"error": ["MismatchError: the ranks do not agree"]}
@@ -433,26 +426,3 @@ def test_a_rank_that_leaves_between_steps() -> None:
     stays, left = rank_outcomes(leaves, 2)
     assert isinstance(left.error, KeyboardInterrupt)
     assert stays.value.startswith("RankFailure: rank 1 is lost")
-
-
-def notices_one_call_later(rank: int) -> str:
-    """Rank 1 dies; rank 2 notices it in the first call and ends; rank 0 has begun the second call before it notices."""
-    board, group = lost_rank.FailureBoard([dist.group.WORLD], "calls"), dist.group.WORLD
-    ready = torch.zeros(1)
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with board.watching():
-        if rank == 2:
-            dist.recv(ready, 1, group)
-    with pytest.raises(RankFailure) as caught, board.watching():
-        time.sleep(2)
-        dist.recv(ready, 1, group)
-    return str(caught.value)
-
-
-def test_a_rank_that_noticed_in_another_call_is_not_taken_for_lost() -> None:
-    late, lost, early = rank_outcomes(notices_one_call_later, 3)
-    assert isinstance(lost.error, WorkerDied)
-    assert isinstance(early.error, RankFailure) and str(early.error).startswith("rank 1 is lost")
-    assert late.value.startswith("rank 1 is lost")

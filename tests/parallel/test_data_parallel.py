@@ -70,29 +70,6 @@ def test_gradients_are_the_mean_over_the_replicas(name: str, schedule: Any) -> N
         assert not torch.allclose(gradient, one + three, rtol=1e-3), fqn
 
 
-def strided_zeros(like: Tensor) -> Tensor:
-    """Zeros of a shape, with memory between its rows."""
-    return torch.zeros(*like.shape[:-1], 2 * like.shape[-1])[..., : like.shape[-1]]
-
-
-def into_given_memory(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_replicate"))
-    pipe = compiled(SPECIAL["plain"](), split=[], schedule="1F1B", microbatches=2, mesh=mesh)
-    step(pipe, SPECIAL["plain"](rank).batch)
-    given = {fqn: strided_zeros(each) for fqn, each in pipe.named_parameters()}
-    for fqn, each in pipe.named_parameters():
-        each.grad = given[fqn]
-    step(pipe, SPECIAL["plain"](rank).batch)
-    assert all(each.grad is given[fqn] and given[fqn].any() for fqn, each in pipe.named_parameters())
-    fresh = compiled(SPECIAL["plain"](), split=[], schedule="1F1B", microbatches=2, mesh=mesh)
-    step(fresh, SPECIAL["plain"](rank).batch)
-    assert all(same(each.grad, given[fqn]) for fqn, each in fresh.named_parameters())
-
-
-def test_gradients_that_were_there_keep_their_memory() -> None:
-    run_ranks(into_given_memory, 2)
-
-
 def with_other_values(rank: int, name: str) -> str:
     """A replica of which one parameter or buffer begins with another value."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
@@ -275,17 +252,6 @@ def test_replicas_that_do_not_do_the_same_are_refused(what: str, said: str) -> N
     assert isinstance(first.error, graphpp.MismatchError)
     assert said in str(first.error)
     assert isinstance(second.error, graphpp.GraphPPError)
-
-
-def lonely(rank: int) -> None:
-    pipe, batch = pair(rank), SPECIAL["plain"]().batch
-    if rank == 0:
-        pipe.eval(*batch.args, target=batch.target)
-    step(pipe, batch)
-
-
-def test_one_replica_may_evaluate() -> None:
-    run_ranks(lonely, 2)
 
 
 def midway(rank: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -42,27 +41,6 @@ def test_dimensions_are_pipelines_and_replicas() -> None:
                      (everyone, None, 0, 4), (everyone, None, 0, 4)]  # fmt: skip
     assert last == [([2, 3], [1, 3], 1, 2), ([1, 3], [2, 3], 1, 2), ([2, 3], None, 1, 2), (None, [1, 3], 0, 1),
                     (everyone, None, 3, 4), (everyone, None, 3, 4)]  # fmt: skip
-
-
-def groups_in(value: Any) -> set[dist.ProcessGroup]:
-    """The process groups of a place's fields, and of the fields of its fields."""
-    if isinstance(value, dist.ProcessGroup):
-        return {value}
-    fields = vars(value).items() if is_dataclass(value) else ()
-    return set[dist.ProcessGroup]().union(*(groups_in(each) for name, each in fields if name != "everyone"))
-
-
-def all_groups(rank: int) -> None:
-    names = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-    for sizes in ((1, 1, 2, 2, 2, 1), (2, 2, 1, 2, 1, 1), (1, 2, 1, 1, 2, 2), (2, 1, 2, 1, 1, 2)):
-        place = place_of(nn.Linear(1, 1), init_device_mesh("cpu", sizes, mesh_dim_names=names), None)
-        found, several = set(place.groups), [place.sharding, None if place.experts is None else place.experts.sharding]
-        assert groups_in(place) | {each.group for each in several if each is not None} == found
-        assert all(place.described(rank).startswith(f"rank {rank} (pp ") for group in found)
-
-
-def test_a_place_knows_all_of_its_groups() -> None:
-    run_ranks(all_groups, 8)
 
 
 def refused(rank: int, what: str) -> str:
@@ -139,18 +117,6 @@ def test_a_rank_that_differs_is_named_with_its_coordinates() -> None:
     first, second, *_ = run_ranks(other_rows, 4, 2)
     assert "rank 2 (pp 1, dp_replicate 0) differs in the microbatch" in first, first
     assert "(pp 1, dp_replicate 0)" in second or "(pp 0, dp_replicate 0)" in second, second
-
-
-def verified(rank: int) -> tuple[int, bool]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(4, 4)
-    example = graphpp.Microbatch((x,), target=x)
-    found = graphpp.verify(model, nn.functional.mse_loss, example, mesh=mesh, schedule="1F1B")
-    return found.plan.schedule.ranks, found.ok
-
-
-def test_verify_takes_the_number_of_ranks_from_the_mesh() -> None:
-    assert run_ranks(verified, 2) == [(2, True)] * 2
 
 
 def keeps(rank: int) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor
 from graphpp._torch.distributed import default_store, set_timeout
 from graphpp.parallel import transport
 from graphpp.parallel.groups import PeerLost
-from graphpp.parallel.same_host.memory import SLOTS, Outbox, Secret, Slot
-from graphpp.parallel.same_host.messages import CONTROL, SameHost
+from graphpp.parallel.same_host.memory import SLOTS, Secret
+from graphpp.parallel.same_host.messages import SameHost
 from graphpp.parallel.transport import BackendTransport, connect, same_host, transport_of
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
@@ -197,36 +197,3 @@ def hidden(rank: int) -> list[bool]:
 
 def test_ranks_that_do_not_see_each_other_use_the_group() -> None:
     assert run_ranks(hidden, 3) == [[True] * 3] * 3
-
-
-def test_a_slot_is_used_again_when_its_message_was_read() -> None:
-    outbox = Outbox()
-    taken: list[Slot] = []
-    while outbox.has_room():
-        slot = outbox.take(10)
-        assert slot is not None
-        slot.count += 1
-        taken.append(slot)
-    assert len(taken) == SLOTS and outbox.take(1) is None and not outbox.is_settled()
-    assert not taken[2].free
-    taken[2].want()
-    assert taken[2].memory.read(1) and not taken[2].memory.read(1)
-    assert taken[2].free and outbox.take(10) is taken[2]
-    larger = outbox.take(2**20)
-    assert larger is not None and larger.number == 2 and larger.serial != taken[2].serial and larger.capacity >= 2**20
-
-
-def control_first(rank: int) -> list[float]:
-    """Messages of one channel that come before their receives wait for them, whatever the other channel does."""
-    host, values = connected(), [torch.empty(1) for _ in range(2)]
-    if rank == 0:
-        host.send([torch.tensor([1.0])], 1)
-        host.send([torch.tensor([2.0])], 1, CONTROL)
-        return []
-    host.expect([values[1]], 0, CONTROL).wait()
-    host.expect([values[0]], 0).wait()
-    return [float(value) for value in values]
-
-
-def test_channels_have_orders_of_their_own() -> None:
-    assert run_ranks(control_first, 2)[1] == [1.0, 2.0]

@@ -11,8 +11,6 @@ from graphpp.parallel import backend_sums, ordered_sums
 from graphpp.parallel.sums import merged
 from tests.distributed import run_ranks
 
-LARGE = 2**21  # elements of float32 that fill a bundle
-
 
 def test_the_tensors_of_a_bundle_move_into_one_memory_and_stay_there() -> None:
     tensors = {name: torch.randn(shape) for name, shape in {"a": (3, 2), "b": (0,), "c": (), "d": (7,), "e": (2, 2)}.items()}
@@ -49,15 +47,6 @@ def test_tensors_of_any_strides_move(given: dict[str, Tensor]) -> None:
     assert all(torch.equal(tensors[name], given[name]) for name in given)
     flat.zero_()
     assert all(each.any() for each in given.values())
-
-
-def test_a_tensor_alone_and_a_large_one_keep_their_memory() -> None:
-    tensors: dict[str, Tensor] = {"large": torch.zeros(LARGE), "b": torch.ones(2, dtype=torch.float64), "a": torch.ones(3)}
-    places = {name: each.data_ptr() for name, each in tensors.items()}
-    found = list(merged(tensors, list(tensors)))
-    assert [each.data_ptr() for each in found] == [places[name] for name in tensors]
-    assert [len(each) for each in found] == [LARGE, 2, 3]
-    assert list(merged(tensors, [])) == []
 
 
 # ------------------------------------------------------------------------------------------------ over ranks

@@ -64,18 +64,3 @@ def test_the_hook_of_a_frozen_parameter_rests() -> None:
     model[0].weight.requires_grad_(False)  # with its gradient
     pipe.step(X, target=Y)
     assert calls == [1]
-
-
-class Odd(dict[str, int]):
-    """A dict that refuses to be a condition."""
-
-    def __bool__(self) -> bool:
-        raise ValueError("neither true nor false")
-
-
-def test_a_dict_without_a_truth_value_may_be_an_attribute() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.notes = Odd()  # type: ignore[assignment]
-    pipe = graphpp.compile(model, F.cross_entropy, split=1, microbatches=2, schedule="GPipe")
-    for _ in range(2):
-        pipe.step(X, target=Y)

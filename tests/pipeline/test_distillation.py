@@ -111,11 +111,6 @@ def test_a_student_learns_from_the_teacher_s_pipeline(cut: str) -> None:
     assert_equal(run_ranks(distilled, 2, *CUTS[cut]), eager(*teacher_and_student()))
 
 
-def test_the_pipelines_may_have_other_microbatches() -> None:
-    options = {"microbatches": 2, **HALVES}, {"microbatches": 4, **HALVES}
-    assert_equal(run_ranks(distilled, 2, *options), eager(*teacher_and_student(), microbatches=(2, 4)))
-
-
 @pytest.mark.parametrize("students", [V_SHAPED, *further(HALVES, {"split": ["layers.0"], "schedule": "GPipe"})])
 def test_a_frozen_module_of_both_may_be_anywhere(students: dict[str, Any]) -> None:
     teacher, student = teacher_and_student()
@@ -206,32 +201,6 @@ def test_one_module_with_teacher_and_student(cut: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ a teacher that follows
-
-
-def follows(rank: int) -> list[float]:
-    """A teacher that is the moving average of its student, cut alike: each rank updates the part of its own stages."""
-    torch.set_num_threads(1)
-    _, student = teacher_and_student()
-    teacher = deepcopy(student).requires_grad_(False)
-    guide = graphpp.compile(teacher, microbatches=4, **HALVES)
-    pipe = graphpp.compile(student, F.mse_loss, microbatches=4, **HALVES)
-    optimizer, losses = None, []
-    for x in X:
-        output = guide.eval(x).output
-        target = graphpp.absent((ROWS, CLASSES)) if output is None else output
-        losses.append(float(pipe.step(x.flip(1), target=target).loss))
-        optimizer = optimizer or torch.optim.SGD(pipe.parameters(), lr=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        for own, other in zip(guide.parameters(), pipe.parameters(), strict=True):
-            own.lerp_(other.detach(), 0.1)
-    return losses
-
-
-def test_a_teacher_that_follows_its_student() -> None:
-    alone = follows(0)
-    assert len(set(alone)) == STEPS
-    assert run_ranks(follows, 2) == [alone, alone]
 
 
 # ------------------------------------------------------------------------------------------------ the layout of outputs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import graphpp
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.models import MODELS, Batch, Case, cuts
+from tests.models import MODELS, Case, cuts
 from tests.reference import model_loss
 from tests.special_models import CUTS, Plain
 from tests.training import CASES, capturing, compiled, step
@@ -73,16 +73,6 @@ def test_outputs_keep_their_structure() -> None:
     assert more[2] == [3, None]
 
 
-def test_outputs_of_one_microbatch_are_as_they_are() -> None:
-    case = CASES["several"]()
-    found = compiled(case).eval(*case.batch.args).output
-    case.model.eval()
-    with torch.no_grad():
-        plain = case.model(*case.batch.args)
-    assert torch.equal(found["logits"], plain["logits"])
-    assert torch.equal(found["more"][1], plain["more"][1])
-
-
 def test_outputs_of_hugging_face_keep_their_class() -> None:
     case = CASES["hf_gpt2_labels"]()
     result = compiled(case, split=cuts("hf_gpt2_labels", 2), microbatches=4).eval(**case.batch.kwargs)
@@ -141,17 +131,6 @@ def test_evaluation_sees_what_training_changed() -> None:
     optimizer.step()
     outputs, _ = expected(Case(deepcopy(case.model), case.loss, case.batch), 4)
     assert torch.equal(pipe.eval(*case.batch.args).output, torch.cat(outputs))
-
-
-def test_evaluation_of_another_batch_size() -> None:
-    case = CASES["plain"]()
-    pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=4)
-    step(pipe, case.batch)
-    half = Batch((case.batch.args[0][:12],), {}, case.batch.target[:12])
-    outputs, losses = expected(Case(case.model, case.loss, half), 4)
-    result = pipe.eval(*half.args, target=half.target)
-    assert torch.equal(result.output, torch.cat(outputs))
-    assert torch.equal(result.losses, losses)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

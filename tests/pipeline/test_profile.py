@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import graphpp
 from graphpp.pipeline.profile import Profile, RecordedSteps, median_of_means, seconds_outside, stage_costs, waited_for
-from graphpp.runtime.recorder import Recorder, received_by
+from graphpp.runtime.recorder import Recorder
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Action, Kind, upstream
 from tests.distributed import rank_outcomes, run_ranks
@@ -137,13 +137,6 @@ def test_seconds_outside_are_those_of_the_whole_call_without_the_actions() -> No
     assert seconds_outside(steps, [1.0, 2.0, 3.5]) == 2.0
 
 
-def test_another_schedule_is_predicted() -> None:
-    found, _ = profile(0, "plain", {"split": CUTS[2], "schedule": "1F1B", "microbatches": 4})
-    one_rank = graphpp.Schedule.of(["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"])
-    work = 2 * sum(each.forward + each.of(Kind.B) for each in found.costs.stages)
-    assert found.predict(one_rank) == pytest.approx(work + 8 * found.costs.overhead + found.outside)
-
-
 def test_memory_follows_the_stages_saved_bytes() -> None:
     found, _ = profile(0, "plain", {"split": CUTS[2], "schedule": "GPipe", "microbatches": 4})
     foretold = graphpp.schedules.peak_bytes(found.timeline.schedule, found.costs)[0]
@@ -257,28 +250,11 @@ def test_a_wait_before_a_computation_is_its_receives() -> None:
     assert recorder.overhead() == (0.5 + 1 + 1 + 0.25) / 3
 
 
-def test_an_action_that_hardly_computes_does_not_count_its_wait() -> None:
-    recorder = recorded((RECEIVE, [0]), (FORWARD, [0.25, 20, 0.25]))
-    times = {action: (start - 101, end - 101) for action, start, end in recorder.times(3)}
-    assert times == {RECEIVE: (1.25, 21.25), FORWARD: (21.25, 21.5)}
-
-
 def test_a_wait_within_an_overlap_stays_within_it() -> None:
     backward = Action(1, Kind.RECV_B, 1)
     recorder = recorded((RECEIVE, [0]), (backward, [0]), (BOTH, [0, 5, 10, 3, 10]))
     times = {action: (start - 101, end - 101) for action, start, end in recorder.times(3)}
     assert times == {RECEIVE: (2, 7), backward: (17, 20), BOTH: (7, 30)}
-
-
-def test_nothing_recorded() -> None:
-    assert recorded().times(3) == [] and recorded().overhead() == 0
-
-
-def test_what_a_computation_receives() -> None:
-    assert received_by(Action(2, Kind.F, 3), 4) == (Action(2, Kind.RECV_F, 3),)
-    assert received_by(Action(2, Kind.B, 3), 4) == received_by(Action(2, Kind.I, 3), 4) == (Action(2, Kind.RECV_B, 3),)
-    assert received_by(Action(0, Kind.F, 3), 4) == received_by(Action(3, Kind.B, 3), 4) == ()
-    assert received_by(Action(2, Kind.W, 3), 4) == ()
 
 
 def lost(rank: int) -> None:

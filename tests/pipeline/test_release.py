@@ -229,16 +229,6 @@ def test_gather_refuses(how: dict[str, Any], said: str) -> None:
         assert said in text
 
 
-def one_process() -> dict[str, Tensor]:
-    return compiled(model()).gather()
-
-
-def test_one_process_gathers_copies() -> None:
-    found, expected = one_process(), model().state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
 def gathers_everywhere(rank: int) -> dict[str, Tensor]:
     return compiled(model()).gather(["norm.running_mean", "scale", "mask"], rank=None)
 

@@ -17,8 +17,6 @@ from graphpp.report.page import Page
 from graphpp.report.page_html import page_html
 from graphpp.report.run_view import RunView
 from tests.distributed import run_ranks
-from tests.special_models import CUTS, SPECIAL
-from tests.training import compiled, example, step
 
 
 class Skipping(nn.Module):
@@ -71,11 +69,6 @@ def test_a_skip_connection_is_a_relay_with_its_bytes() -> None:
     assert (back.source, back.target, back.unused) == (2, 0, (1,))
 
 
-def test_the_caller_s_seconds_of_operations_count() -> None:
-    found = page(skipping(schedule="GPipe", parallel=graphpp.Parallel(op_costs=lambda node: 1.0)))
-    assert found.timelines[0].makespan > 4 * 4 and "parallel.op_costs" in found.timelines[0].note
-
-
 def test_the_cap_stands_beside_the_bytes() -> None:
     found = page(skipping(schedule="1F1B", memory=graphpp.Memory(cap=10**9)))
     assert found.memory is not None and [each.cap for each in found.memory.ranks] == [10**9]
@@ -95,25 +88,6 @@ def test_a_profile_stands_below_the_simulated_step() -> None:
         page(skipping(schedule="GPipe"), profile)
 
 
-def test_evaluation_alone_has_no_memory() -> None:
-    case = SPECIAL["plain"]()
-    pipe = compiled(case, split=CUTS[2], schedule="GPipe", microbatches=4)
-    pipe.eval(*case.batch.args, target=case.batch.target, **case.batch.kwargs)
-    found = page(pipe)
-    assert found.memory is None and found.timelines[0].makespan > 0
-
-
-def test_losses_and_steps_are_recorded(tmp_path: Path) -> None:
-    pipe = skipping(schedule="1F1B")
-    batch = torch.ones(8, 16)
-    losses = [float(pipe.step(batch, target=batch).loss) for _ in range(3)]
-    text = pipe.report(tmp_path / "new" / "folder").read_text(encoding="utf-8")
-    assert all(f"<td>{loss:.6g}</td>" in text for loss in losses)
-    given = pipe.report(tmp_path, losses=[0.125], seconds=[0.5]).read_text(encoding="utf-8")
-    assert "<td>0.125</td><td>500 ms</td>" in given
-    assert 'id="run"' not in pipe.report(tmp_path, losses=[], seconds=[]).read_text(encoding="utf-8")
-
-
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     pipe = skipping(schedule="1F1B")
     (tmp_path / "file").write_text("")
@@ -126,23 +100,6 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GraphPPError, match="nothing is captured yet"):
         skipping(schedule="1F1B", example=None).report(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def on_ranks(rank: int, folder: str) -> tuple[str, list[str], str]:
-    case = SPECIAL["plain"]()
-    pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=4, example=example(case.batch, 4))
-    step(pipe, case.batch)
-    path = pipe.report(folder)
-    with pytest.raises(GraphPPError) as refused:
-        pipe.report(path)  # a file: refused on both ranks
-    step(pipe, case.batch)
-    return str(path), sorted(each.name for each in path.parent.iterdir()), type(refused.value).__name__
-
-
-def test_two_ranks_write_one_page(tmp_path: Path) -> None:
-    both = run_ranks(on_ranks, 2, str(tmp_path / "page"))
-    assert both[0] == both[1]
-    assert both[0][1] == ["report.html"]
 
 
 def on_a_mesh(rank: int, folder: str, shape: tuple[int, ...], names: tuple[str, ...], keep: int | None) -> tuple[str, bool]:

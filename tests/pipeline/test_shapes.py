@@ -166,14 +166,6 @@ def test_each_shape_is_captured_once() -> None:
     assert [tuple(example.args[0].shape) for example in captured] == [(2, 5), (2, 3), (1, 3)]
 
 
-def test_evaluation_of_an_uneven_batch_joins_all_rows() -> None:
-    model = Tagger()
-    pipe = graphpp.compile(model, loss, split=["layer"], microbatches=3)
-    found = pipe.eval(tokens(7))
-    model.eval()
-    assert torch.equal(found.output, torch.cat([model(part) for part in tokens(7).split([3, 3, 1])]))
-
-
 def test_microbatches_that_train_other_parameters_are_refused() -> None:
     pipe = graphpp.compile(Tagger(), loss, split=["layer"])
     one = microbatch(2, 5)
@@ -236,17 +228,6 @@ def test_no_more_graphs_are_kept_than_asked_for(caplog: pytest.LogCaptureFixture
     for fqn, parameter in reference.named_parameters():
         if fqn != "embedding.weight" and parameter.grad is not None:
             assert torch.equal(model.get_parameter(fqn).grad, parameter.grad), fqn
-
-
-def test_a_call_may_use_more_shapes_than_are_kept() -> None:
-    model = Tagger()
-    pipe = graphpp.compile(model, loss, split=["layer"], debug=graphpp.Debug(max_graphs=1))
-    parts = [microbatch(2, length) for length in (3, 4, 5)]
-    losses, reference = eager(parts, steps=2)
-    for _ in range(2):
-        result = pipe.step_microbatches(parts)
-    assert torch.equal(result.losses, torch.stack(losses))
-    assert_like_eager(model, reference)
 
 
 def test_graphs_are_dropped_in_an_order_that_hashes_do_not_decide() -> None:

@@ -7,7 +7,6 @@ from math import isnan
 import pytest
 import torch
 
-from graphpp.errors import GraphPPError
 from graphpp.pipeline import step_record
 from graphpp.pipeline.step_record import StepRecord
 
@@ -44,9 +43,3 @@ def test_the_caller_s_numbers_stand_for_the_recorded_ones(monkeypatch: pytest.Mo
     view = record.view(seconds=[0.5])
     assert view.losses.values == (1, 2, 3) and view.seconds.values == (0.5,) and view.note == ""
     assert not record.view([], [])
-
-
-def test_nothing_is_known_before_a_step() -> None:
-    assert not StepRecord().view()
-    with pytest.raises(GraphPPError, match="losses: take a list of numbers"):
-        StepRecord().view("abc")  # type: ignore[arg-type]

@@ -101,16 +101,16 @@ OPTIONS: list[dict[str, Any]] = [
     {"schedule": "ZB1P", "memory": "full"},
     {"gradients": Gradients(dtype=torch.float64)},
 ]
-LENGTHS = [(4, 5), (4, 9), (4, 7), (6, 12), (8, 30), (4, 2), (4, 64), (4, 9), (6, 12)]
+LENGTHS = [(4, 5), (4, 9), (4, 7), (6, 12), (8, 30), (4, 2), (4, 64)]
 
 
 @pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("options", [OPTIONS[0], *further(*OPTIONS[1:])])
 def test_one_graph_serves_all_sizes(options: dict[str, Any]) -> None:
-    model = Model(blocks=4)
+    model = Model()
     twin = copy.deepcopy(model)
     with internals.captures() as made:
-        pipe = graphpp.compile(model, loss, split=["blocks.1", "blocks.2", "blocks.3"], microbatches=2, **options)
+        pipe = graphpp.compile(model, loss, split=["blocks.1"], microbatches=2, **options)
         for rows, length in LENGTHS:
             x = tokens(rows, length)
             found = pipe.step(x, target=x)
@@ -123,8 +123,9 @@ def test_one_graph_serves_all_sizes(options: dict[str, Any]) -> None:
 
 
 def on_rank(rank: int, schedule: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    model = Model(dropout=0.2, blocks=4)
-    pipe = graphpp.compile(model, loss, split=2 if schedule == "1F1B" else 4, schedule=schedule, microbatches=4, **options)
+    stages = 2 if schedule == "1F1B" else 4
+    model = Model(dropout=0.2, blocks=stages)
+    pipe = graphpp.compile(model, loss, split=stages, schedule=schedule, microbatches=4, **options)
     with capturing("test_varying_sizes"), internals.captures() as made:
         losses = [pipe.step(tokens(8, length), target=tokens(8, length)).losses for length in (6, 4, 9)]
     return losses, {fqn: parameter.grad for fqn, parameter in pipe.named_parameters()}, len(made)
@@ -162,32 +163,6 @@ def test_microbatches_of_several_sizes_in_one_step() -> None:
             parts = [Microbatch((tokens(2, length),), {}, tokens(2, length)) for length in lengths]
             found = pipe.step_microbatches(parts)
             assert torch.equal(found.losses, eager(twin, [(part.args[0], part.target) for part in parts]))
-            assert_same_state(model, twin)
-    assert len(made) == 3
-
-
-@pytest.mark.usefixtures("shared_captures")
-def test_sizes_that_stay_the_same_must_stay_the_same() -> None:
-    """A graph is open for the lengths only; other rows take another graph."""
-    model = Model()
-    twin = copy.deepcopy(model)
-    pipe = graphpp.compile(model, loss, split=["blocks.1"], microbatches=1)
-    for rows, length in [(2, 5), (2, 9), (3, 9), (1, 9)]:
-        x = tokens(rows, length)
-        assert torch.equal(pipe.step(x, target=x).losses, eager(twin, [(x, x)]))
-        assert_same_state(model, twin)
-
-
-def test_slices_of_a_longer_batch() -> None:
-    model = Model()
-    twin = copy.deepcopy(model)
-    pipe = graphpp.compile(model, loss, split=["blocks.1"], microbatches=2)
-    with internals.captures() as made:
-        for length in (6, 9, 12, 4):
-            x = tokens(4, length)
-            inputs, target = x[:, :-1], x[:, 1:]
-            found = pipe.step(inputs, target=target)
-            assert torch.equal(found.losses, eager(twin, list(zip(inputs.chunk(2), target.chunk(2), strict=True))))
             assert_same_state(model, twin)
     assert len(made) == 3
 
@@ -248,7 +223,9 @@ class Unhashable(nn.Module):
         return self.line(x) * self.scales[x.shape[1]]
 
 
-@pytest.mark.parametrize(("kind", "names"), [(Fixed, "test_varying_sizes.py"), (Unhashable, "raises|test_varying_sizes.py")])
+@pytest.mark.parametrize(
+    ("kind", "names"), [(Fixed, "test_varying_sizes.py"), *further((Unhashable, "raises|test_varying_sizes.py"))]
+)
 def test_a_model_that_fixes_its_sizes_is_said_once(kind: Any, names: str, caplog: pytest.LogCaptureFixture) -> None:
     model = kind()
     twin = copy.deepcopy(model)
@@ -329,10 +306,10 @@ TRICKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-REPEATED = ["float type", "representation", "comparison as a tensor"]
+LEADING = ["type", "caught hash", "two roundings", "object", "close factors"]
 
 
-@pytest.mark.parametrize("name", [*(name for name in TRICKS if name not in REPEATED), *further(*REPEATED)])
+@pytest.mark.parametrize("name", [*LEADING, *further(*(name for name in TRICKS if name not in LEADING))])
 def test_code_that_can_tell_a_symbol_from_an_integer(name: str) -> None:
     class Tricky(nn.Module):
         def __init__(self) -> None:
@@ -372,7 +349,7 @@ def test_strides_of_integers_are_the_callers() -> None:
 
 
 @pytest.mark.usefixtures("shared_captures")
-@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("recompute", ["full", *further(None)])
 def test_bytes_are_counted_for_each_size(recompute: str | None) -> None:
     options: dict[str, Any] = {"split": ["blocks.1"], "microbatches": 2, "schedule": "ZB1P", "memory": recompute}
     pipes = [graphpp.compile(Model(), loss, debug=Debug(dynamic=dynamic), **options) for dynamic in (None, False)]
@@ -400,28 +377,6 @@ def test_the_memory_cap_holds_for_each_size() -> None:
     with pytest.raises(graphpp.ScheduleError, match="more than the cap"):
         pipe.step(tokens(4, 64), target=tokens(4, 64))
     pipe.step(tokens(4, 5), target=tokens(4, 5))
-
-
-def test_a_changed_attribute_means_a_new_graph() -> None:
-    class Scaled(Model):
-        scale = 1.0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = 1.0
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) * self.scale
-
-    model = Scaled()
-    twin = copy.deepcopy(model)
-    pipe = graphpp.compile(model, loss, split=["blocks.1"], microbatches=1)
-    for scale in (1.0, 3.0, 1.0):
-        model.scale = twin.scale = scale
-        for length in (4, 6, 8):
-            x = tokens(2, length)
-            assert torch.equal(pipe.step(x, target=x).losses, eager(twin, [(x, x)]))
-            assert_same_state(model, twin)
 
 
 def test_evaluation_of_several_sizes() -> None:
@@ -456,7 +411,7 @@ def test_regions_serve_all_sizes(backend: Any) -> None:
 
 
 @pytest.mark.usefixtures("shared_captures")
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dynamic", [True, *further(False)])
 def test_the_option(dynamic: bool) -> None:
     model = Model()
     twin = copy.deepcopy(model)

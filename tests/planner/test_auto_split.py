@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -82,16 +81,6 @@ def test_moves_of_starts_come_near_the_best(seed: int, monkeypatch: pytest.Monke
     assert values[found.best([best])] == values[best]
 
 
-def test_many_segments_and_stages() -> None:
-    """81 layers on 16 ranks, with a head as heavy as six: no rank works longer than six, which is the least."""
-    layer = StageCosts(1.0, 1.0, 1.0, saved_bytes=1)
-    segments = Segments(tuple(range(82)), Costs((layer,) * 81 + (StageCosts(6.0, 6.0, 6.0, saved_bytes=1),)))
-    found = search(segments, "1F1B", 16, 16)
-    works = (81 + 6) * 3 + (found.table.microbatches - 1) * 6 * 3
-    assert found.value(found.best())[1] == works
-    assert found.value(tuple(range(0, 80, 5)))[1] > 1.3 * works
-
-
 def test_only_cuts_that_fit_count() -> None:
     segments = pieces(9, 1)
     free = search(segments, "1F1B", 2, 2)
@@ -103,19 +92,6 @@ def test_only_cuts_that_fit_count() -> None:
     assert values[search(segments, "1F1B", 2, 2, [cap, cap]).best()] == min(fits.values())
     none = search(segments, "1F1B", 2, 2, [peaks[0] - 1] * 2).best()
     assert values[none][2] == peaks[0]
-
-
-def test_a_cut_has_the_costs_of_its_segments() -> None:
-    segments = pieces(4, 0)
-    costs, state = segments.stages((0, 1, 3))
-    parts = segments.costs.stages
-    assert costs.stages[1].forward == parts[1].forward + parts[2].forward
-    assert costs.stages[1].of(Kind.B) == parts[1].of(Kind.B) + parts[2].of(Kind.B)
-    assert (costs.stages[1].saved_bytes, costs.stages[1].kept_bytes) == (parts[1].saved_bytes + parts[2].saved_bytes, 2)
-    assert costs.sends_forward == (segments.costs.sends_forward[0], segments.costs.sends_forward[2])
-    tied = replace(segments, state=(StateBytes((0, 3), (0, 3), weights=7), StateBytes((1, 2), (2,), weights=5)))
-    assert [(each.readers, each.makers) for each in tied.stages((0, 1, 3))[1]] == [((0, 2), (0, 2)), ((1,), (1,))]
-    assert [each.readers for each in state] == [(0,), (1,), (1,), (2,)]
 
 
 # ---------------------------------------------------------------------------------- in a pipeline
@@ -227,10 +203,3 @@ def test_stages_that_do_not_fit_are_refused() -> None:
         graphpp.verify(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mean, example, split="auto", ranks=6, schedule="1F1B")
     with pytest.raises(SplitError, match=r'a string: write .* or "auto"'):
         graphpp.verify(nn.Linear(8, 8), mean, example, split="best", ranks=1)  # type: ignore[arg-type]
-
-
-def test_costs_of_the_caller_decide() -> None:
-    example = graphpp.Microbatch((torch.randn(64, 256),))
-    alike = graphpp.Parallel(op_costs=lambda node: 1.0 if node.op == "call_function" else 0.0)
-    _, last = planned(Tall(8, 256, 7), example, ranks=2, schedule="1F1B", parallel=alike)
-    assert "head" in last and len(last) > 1, "a second for each operation makes the head light"

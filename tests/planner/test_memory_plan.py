@@ -138,13 +138,6 @@ def test_optimizers_keep_what_their_names_say(said: str, make: Any) -> None:
     assert f"memory.optimizer='{said}'" in str(pipe)
 
 
-def test_bytes_of_an_optimizer_may_be_a_number() -> None:
-    trained = (3 * MATRIX + 5 * VECTOR) // 4
-    for each in (12, 1.5, 0):
-        pipe, _ = compiled(memory=graphpp.Memory(optimizer=each))
-        assert bill(pipe).ranks[0].optimizer == trained * each
-
-
 def test_a_cap_counts_everything_and_leaves_room_for_activations() -> None:
     pipe, x = compiled()
     (own,) = bill(pipe).ranks
@@ -211,26 +204,6 @@ def test_ranks_with_shards_hold_what_the_plan_says(schedule: str, keep: int | No
     run_ranks(measured, 4, schedule, keep)
 
 
-def verified(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
-    torch.manual_seed(0)
-    x = torch.randn(4, WIDTH)
-    one = graphpp.Microbatch((x[:2],), target=x[:2])
-    options = {"split": ["layers.1", "layers.2", "layers.3"], "schedule": "LoopedBFS", "microbatches": 2}
-    whole = graphpp.verify(Tied(), F.mse_loss, one, ranks=1, **options).plan.memory
-    assert whole is not None
-    memory, parallel = graphpp.Memory(cap=whole.ranks[0].peak - 1), graphpp.Parallel(keep=1)
-    found = graphpp.verify(Tied(), F.mse_loss, one, mesh=mesh, memory=memory, parallel=parallel, **options)
-    assert found.ok and found.plan.memory is not None
-    assert found.plan.memory.ranks[0].shards > 0
-    with pytest.raises(graphpp.ScheduleError, match=r"bytes are alive here .* more than the cap"):
-        graphpp.verify(Tied(), F.mse_loss, one, ranks=1, memory=memory, **options)
-
-
-def test_verify_counts_the_shards_of_the_mesh_against_the_cap() -> None:
-    run_ranks(verified, 2)
-
-
 class Census(TorchDispatchMode):
     """The births and deaths of the storages that operators make, in order: (storage, bytes more or less)."""
 
@@ -282,8 +255,3 @@ def counted(rank: int, ranks: int, schedules: list[str], replicas: int = 1, rows
 
 def test_a_step_makes_the_bytes_of_the_plan() -> None:
     run_ranks(counted, 2, 2, ["1F1B", "ZB1P", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B"])
-
-
-@pytest.mark.parametrize(("ranks", "replicas", "rows"), [(1, 3, 128), *further((2, 2, 512), (1, 2, 512))])
-def test_a_step_of_a_replica_makes_the_bytes_of_the_plan(ranks: int, replicas: int, rows: int) -> None:
-    run_ranks(counted, ranks * replicas, ranks, ["1F1B", "Interleaved1F1B"], replicas, rows)

@@ -17,7 +17,7 @@ import pytest
 from graphpp.report.page import Page
 from graphpp.report.page_html import write_page
 from graphpp.report.timeline_view import TimelineView
-from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory, timeline
+from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 BROWSER = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
@@ -201,23 +201,6 @@ def test_patterns_can_be_switched_off(shown: Shown) -> None:
 
 
 @pytest.mark.exhaustive
-def test_print_is_light_and_without_controls(shown: Shown) -> None:
-    shown.page.emulate_media(color_scheme="dark")
-    assert shown.has_theme("dark")
-    shown.page.emulate_media(media="print", color_scheme="dark")
-    assert shown.has_theme("light")
-    assert not shown.page.locator(".controls").first.is_visible()
-    widths = shown.page.eval_on_selector_all(".chart canvas", "all => all.map(each => each.getBoundingClientRect().width)")
-    assert len(widths) == len(CHARTS) and max(widths) <= 720
-    assert shown.page.pdf().startswith(b"%PDF")
-    shown.page.emulate_media(media="screen", color_scheme="dark")
-    assert shown.has_theme("dark")
-    shown.page.emulate_media(color_scheme="light")
-    assert shown.has_theme("light")
-    assert shown.page.locator(".controls").first.is_visible()
-
-
-@pytest.mark.exhaustive
 def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
     row = shown.page.locator("[data-plan='0']")
     row.locator("button").press("Enter")
@@ -244,17 +227,6 @@ def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
     sizes = {line.split()[0]: float(line.split()[1]) for line in lines if "MiB" in line}
     assert list(sizes) == ["weights", "gradients", "optimizer", "buffers", "activations", "together"]
     assert sizes.pop("together") == pytest.approx(sum(sizes.values()), abs=0.3)
-
-
-@pytest.mark.exhaustive
-def test_a_cap_far_above_leaves_the_bars_their_height(context: Any, tmp_path: Path) -> None:
-    step = timeline("1F1B", 2, 2, 4)
-    for number, (cap, far) in enumerate([(300 * MIB, False), (80_000 * MIB, True)]):
-        shown = Shown(context, write_page(Page(memory=memory(step, [cap] * 2)), tmp_path / f"{number}.html"))
-        assert shown.page.locator("#memory-far").is_visible() == far
-        assert shown.page.evaluate("report.charts[0].chart.getOption().yAxis[0].max") <= 500 * MIB
-        assert shown.errors == []
-        shown.page.close()
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -15,14 +15,12 @@ from typing import Any
 import numpy
 import pytest
 
-import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.report.page import Page
 from graphpp.report.page_html import page_html, write_page
 from graphpp.report.run_view import RunView
 from graphpp.report.timeline_view import KINDS, TimelineView
-from graphpp.schedules.generate.read import make_table
-from tests.report.samples import NASTY, costs, full_page, timeline
+from tests.report.samples import NASTY, full_page, timeline
 
 SECTIONS = ["timeline", "memory", "stages", "boundaries", "plans", "run"]
 CLOSED = {"table", "caption", "thead", "tbody", "tr", "th", "td", "section", "details", "summary", "div", "dl", "main", "nav"}
@@ -142,26 +140,10 @@ def test_the_boxes_of_a_timeline_read_back() -> None:
     assert data_of(text)["kinds"] == list(KINDS)
 
 
-def test_schedules_and_timelines_make_a_page() -> None:
-    table, measured = make_table("1F1B", 2, 2, 4), replace(timeline("1F1B", 2, 2, 4), name=NASTY)
-    text = graphpp.html(table)
-    assert Read(text).ids("section") == ["timeline", "memory"]
-    assert data_of(text)["memory"]["peaks"] == [[2000], [1000]]
-    both = graphpp.html(table, measured, costs=costs(2))
-    assert [each["name"] for each in data_of(both)["timelines"]] == ["simulated", NASTY]
-    assert Read(both).ids("section") == ["timeline"]
-
-
 def test_losses_that_are_not_finite_read_back_as_they_are() -> None:
     text = page_html(Page(run=RunView.of([1.0, float("nan"), float("inf")], [0.5, 0.25, 0.125])))
     assert str(column(text, data_of(text)["losses"]["values"])) == "[1.0, nan, inf]"
     assert "nan" in Read(text).texts
-
-
-def test_a_page_is_plain_data_and_its_text_is_repeatable() -> None:
-    page = full_page()
-    assert json.loads(json.dumps(asdict(page)))["plans"][0]["nbytes"] == page.plans[0].nbytes
-    assert page_html(page) == page_html(full_page())
 
 
 def test_a_page_is_written_whole_into_a_new_folder(tmp_path: Path) -> None:

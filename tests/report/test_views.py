@@ -8,18 +8,13 @@ from math import inf, nan
 import pytest
 
 from graphpp.errors import GraphPPError
-from graphpp.report import timeline_view
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.page import PlanEntry, pareto_front
 from graphpp.report.run_view import RunView
-from graphpp.report.tables import moment_table, run_table
+from graphpp.report.tables import moment_table
 from graphpp.report.timeline_view import KINDS, TimelineView
-from graphpp.schedules.simulate.simulator import simulate
-from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
-from tests.report.samples import costs, memory, timeline
-
-OVERLAPPED = Schedule.of(["0F0 1F0 0F1 (1F1;1B0)OVERLAP_F_B 0B0 1B1 0B1"], name="overlaps")
+from tests.report.samples import memory, timeline
 
 
 def test_every_computation_has_its_box() -> None:
@@ -33,22 +28,6 @@ def test_every_computation_has_its_box() -> None:
         assert (box.start, box.duration) == (event.start, event.duration)
     assert {KINDS[box.kind] for box in view.boxes} == {"F", "B", "send", "receive"}
     assert view.idle == pytest.approx(sum(map(found.bubble, range(4))) / 4)
-
-
-def test_the_parts_of_an_overlap_lie_in_lanes() -> None:
-    view = TimelineView.of(simulate(OVERLAPPED, costs(2)))
-    parts = [box for box in view.boxes if box.lanes == 2]
-    assert [(KINDS[box.kind], box.lane) for box in parts] == [("F", 0), ("B", 1)]
-    assert parts[0].start == parts[1].start and [box.chunk for box in parts] == [1, 1]
-
-
-def test_the_longest_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = timeline("1F1B", 4, 4, 6)
-    others = sorted((e.duration for e in found.events if not e.action.is_compute and e.duration), reverse=True)
-    monkeypatch.setattr(timeline_view, "_MOST_MESSAGES", 10)
-    view = TimelineView.of(found)
-    assert sorted((box.duration for box in view.boxes if box.kind >= 4), reverse=True) == others[:10]
-    assert view.left_out == len(others) - 10 > 0
 
 
 def test_an_empty_timeline_is_refused() -> None:
@@ -105,14 +84,6 @@ def test_the_front_has_the_plans_that_nothing_beats() -> None:
 def test_a_plan_with_impossible_numbers_is_refused(seconds: float, nbytes: int) -> None:
     with pytest.raises(GraphPPError, match="plan 'x': take finite seconds and bytes"):
         PlanEntry("x", seconds, nbytes)
-
-
-def test_a_long_run_is_thinned_to_every_nth_step() -> None:
-    view = RunView.of(list(range(1, 50_001)), every=2)
-    assert view.losses.every == 6 and len(view.losses.values) == 16_666
-    assert view.losses.values[:2] == (3, 6)
-    table = run_table(view)
-    assert len(table.rows) <= 400 and table.rows[-1][0] == str(6 * 16_666)
 
 
 @pytest.mark.parametrize("wrong", ["12", [None], [object()], 7])

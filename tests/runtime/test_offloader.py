@@ -14,7 +14,6 @@ from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.options.offload import Offload, read_offload
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.task import Task
-from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from tests import internals
 from tests.distributed import run_ranks
@@ -113,13 +112,6 @@ def test_values_with_a_long_enough_window_are_evicted() -> None:
     assert [str(window.first_use) for window in found] == ["0B0", "0B1", "0B2", "0B3"]
 
 
-def test_values_that_are_read_at_once_stay() -> None:
-    assert windows(planned(True, "GPipe", microbatches=2)) == ()
-    assert windows(planned(True, "1F1B", microbatches=4)) == ()
-    assert len(windows(planned(Offload(ahead=2), "GPipe", microbatches=4))) == 4
-    assert windows(planned(Offload(ahead=3), "GPipe", microbatches=4)) == ()
-
-
 def test_the_largest_first_up_to_the_fraction() -> None:
     pipe = planned(0.5, "GPipe")
     stage = pipe.programs(0)
@@ -143,10 +135,6 @@ def test_a_function_says_which() -> None:
     assert seen
     assert {name for window in found for name in window.values} == {meta.name for meta in seen if meta.shape == (512, 64)}
     assert windows(planned(lambda value: False, "GPipe")) == ()
-
-
-def test_tiny_values_stay() -> None:
-    assert windows(planned(Offload(least_bytes=1 << 20), "GPipe")) == ()
 
 
 def test_the_plan_and_its_dump_show_offloaded_values(tmp_path: Path) -> None:
@@ -222,18 +210,3 @@ def test_wrong_values_of_offload(wrong: Any) -> None:
         read_offload(wrong)
     with pytest.raises(GraphPPError, match="offload"):
         graphpp.compile(CASES["llama"]().model, memory=graphpp.Memory(offload=wrong))
-
-
-def test_values_that_only_w_reads_are_prefetched_for_w() -> None:
-    """W alone reads a Linear's input, and I reads a GELU's; without recomputation both are saved."""
-    everything = graphpp.Recompute(layers=(), free=False)
-    rows = "r0 0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1I0 1I1 1I2 1I3 1W0 1W1 1W2 1W3 0I0 0I1 0I2 0I3 0W0 0W1 0W2 0W3"
-    pipe = planned(True, graphpp.Schedule.parse(rows), split=2, recompute=everything)
-    found = [window for window in windows(pipe) if window.stage == 1]
-    assert [(str(window.prefetch_at), str(window.first_use)) for window in found if window.microbatch == 3] == [
-        ("1I2", "1I3"),
-        ("1W2", "1W3"),
-    ]
-    for one, other in zip(found[::2], found[1::2], strict=True):
-        assert not set(one.values) & set(other.values)
-        assert {one.first_use.kind, other.first_use.kind} == {Kind.I, Kind.W}

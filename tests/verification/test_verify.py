@@ -220,17 +220,6 @@ def test_a_value_changed_by_a_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         found.raise_if_wrong()
 
 
-def test_a_program_whose_operation_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(joint: JointGraph) -> None:
-        the_tanh_of(joint, "layers.1").target = torch.ops.aten.sin.default
-
-    breaking(monkeypatch, "cut_stages", other)
-    first = verified(layers(), 4).cut.first
-    assert first is not None and (first.fqn, first.stage) == ("layers.1", 1)
-    assert "computed in the forward" in first.what
-    assert first.source == f"{HERE}:{line_of('# the line that a pass spoils')}"
-
-
 def test_a_gradient_that_is_added_up_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Accumulator.add
 
@@ -322,18 +311,6 @@ def test_gradients_that_are_rounding_alone_may_part_from_eager(traced: float, ri
         assert "rounding alone moves the gradient of first.bias" in report.eager.note
         assert report.eager.largest["first.bias"].relative > report.tolerance
         assert not graphpp.verify(model, F.mse_loss, given, split=["last"], microbatches=2, tolerance=report.tolerance).ok
-
-
-def test_where_a_loss_runs_other_code() -> None:
-    case = layers()
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target) * (2 if is_traced(output) else 1)
-
-    found = verified(Case(case.model, loss, case.batch))
-    first = found.eager.first
-    assert first is not None and (first.what, first.fqn) == ("the loss", "")
-    assert first.source == f"{HERE}:{line_of('def loss(output')}"
 
 
 class Spectral(nn.Module):

@@ -67,12 +67,6 @@ def test_a_loss_that_separates_is_that_of_the_whole_batch(loss: Any, gradients: 
     assert ("Microbatch 0 ran in the place of microbatch 3" in found.cut.note) == (rows == 21)
 
 
-def test_without_it_microbatches_are_compared_alone() -> None:
-    assert verified(mlp(nn.BatchNorm1d(16)), against="microbatches").whole_batch is None
-    given = graphpp.Microbatch((X,), target=Y)
-    assert graphpp.verify(mlp(), F.cross_entropy, given, split=2).whole_batch is None
-
-
 @pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.GroupNorm(4, 16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.0)])
 def test_layers_that_compute_each_row_alone(norm: nn.Module) -> None:
     assert verified(mlp(norm)).ok
@@ -210,11 +204,6 @@ def test_a_pipeline_compares_itself_with_a_whole_batch() -> None:
     assert pipe.verify(x, target=y).whole_batch is None
     with pytest.raises(graphpp.GraphPPError, match="against: take 'microbatches' or 'whole batch', got 'eager'"):
         pipe.verify(x, target=y, against="eager")  # type: ignore[arg-type]
-
-
-def test_microbatches_as_a_step_cuts_them() -> None:
-    found = verified(mlp(), microbatches=None, ranks=2)
-    assert found.ok and len(found.cut.losses) == 8  # the largest divisor of 24 up to 4 a rank
 
 
 @pytest.mark.parametrize(

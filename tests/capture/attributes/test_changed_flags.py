@@ -82,16 +82,6 @@ def test_a_flag_that_decides_is_refused(kind: type[Flagged], flag: str) -> None:
     assert (model.ready, model.mode, model.kinds) == (False, "start", {"warm": None})
 
 
-@pytest.mark.parametrize("kind", [InitialisedOnce, ByText, InADict])
-def test_after_a_forward_such_a_model_trains(kind: type[Flagged]) -> None:
-    model, plain = kind(), kind()
-    for each in (model, plain):
-        each(X[:3])
-    losses = trained(model)
-    expected = float(torch.stack([F.mse_loss(plain(part), part) for part in X.split(3)]).mean().detach())
-    assert losses == pytest.approx([expected] * 2, rel=1e-6)
-
-
 class OnlyNoted(Flagged):
     def between(self, x: Tensor) -> Tensor:
         self.ready, self.mode = True, "ran"

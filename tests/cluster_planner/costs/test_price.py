@@ -72,13 +72,6 @@ def test_bytes_are_those_of_lowered_stages(recompute: str | None) -> None:
     assert model_on.backward_bytes == tuple(sum(value.nbytes for value in each.backward) for each in program.boundaries)
 
 
-def test_segments_start_at_layers_and_are_named() -> None:
-    costs = _costs("llama")
-    assert [costs.names[at] for at in costs.layers] == [f"model.layers.{index}" for index in range(4)]
-    assert len(costs.variants[None].kinds) < len(costs.starts)
-    assert costs.elements == sum(parameter.numel() for parameter in models.hf_llama().model.parameters())
-
-
 def test_rows_multiply_flops_and_activations_but_no_state() -> None:
     costs = _costs("llama")
     one, four = priced(costs, FLAT), priced(costs, FLAT, Deployment(rows=4))
@@ -152,13 +145,6 @@ def test_the_search_for_a_cut_runs_on_priced_segments() -> None:
     assert {reader for each in state for reader in each.readers} == {0, 1}
 
 
-def test_tied_parameters_are_read_where_they_are_used() -> None:
-    costs = _costs("gpt2")
-    tied = next(each for each in costs.parameters if len(each.readers) > 1)
-    assert tied.fqn == "transformer.wte.weight" and tied.readers[-1] == len(costs.starts) - 1
-    assert tied.makers == tied.readers
-
-
 @pytest.mark.parametrize(("dtype", "nbytes"), [("bfloat16", 4), (None, 2)])
 def test_sums_and_optimizer_are_in_float32_where_the_capture_was_given_a_dtype(dtype: str | None, nbytes: int) -> None:
     costs = replace(_costs("mixtral"), param_dtype=dtype)
@@ -166,12 +152,6 @@ def test_sums_and_optimizer_are_in_float32_where_the_capture_was_given_a_dtype(d
     assert sum(each.weights for each in state) == 2 * costs.elements
     assert sum(each.rows or 0 for each in state) == sum(each.sums for each in state) == nbytes * costs.elements
     assert sum(each.optimizer for each in state) == 2 * nbytes * costs.elements
-
-
-def test_a_price_may_take_over_the_state_of_one_with_equal_degrees() -> None:
-    costs = _costs("mixtral")
-    first, other = Deployment(rows=2, ep=4), Deployment(rows=4, ep=4, recompute="full")
-    assert priced(costs, FLAT, other, priced(costs, FLAT, first)) == priced(costs, FLAT, other)
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,6 @@ def test_exchanges_and_work_are_those_of_parallelize_module(name: str) -> None:
     assert planned == _spread_figures(build, spread, 2)
 
 
-def test_gradients_that_are_only_added_are_reduced_once() -> None:
-    model, loss, example = _llama()
-    exchanges, _ = _figures(_noted(model, loss, example, model.tp_plan), 2)
-    reduced = {backward: sum(count for key, count in exchanges.items() if key[2] is backward) for backward in (False, True)}
-    assert reduced == {False: 2 * 4 + 2, True: 2 * 4 + 1}  # the embedding and the gathered head, and the head's input
-
-
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

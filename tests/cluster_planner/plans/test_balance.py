@@ -26,10 +26,6 @@ def test_no_cut_has_a_lighter_heaviest_stage(seconds: list[float], data: st.Data
     assert _heaviest(seconds, cut) <= min(_heaviest(seconds, each) for each in every) * (1 + 2e-6) + 1e-12
 
 
-def test_later_stages_take_more_of_equal_segments() -> None:
-    assert balanced([1.0] * 5, 2) == (0, 2)
-
-
 @pytest.mark.parametrize("stages", [1, 3])
 def test_segments_without_work_are_shared_out_too(stages: int) -> None:
     assert len(balanced([0.0, 0.0, 0.0], stages)) == stages

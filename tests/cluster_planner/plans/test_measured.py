@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -80,20 +79,6 @@ def test_activations_over_the_cap_are_named() -> None:
     found = plans(saved=10_000, weights=10, cap=90_000)
     loser = next(each for each in found if (each.setting.schedule.name, each.setting.keep) == ("LoopedBFS", None))
     assert loser.reason.endswith("over the cap, most of it activations") and found.best.peak <= 90_000
-
-
-def test_without_shards_each_table_stands_once() -> None:
-    found = plans(dp_shard=1)
-    assert {(each.setting.keep, each.sent["dp_shard"]) for each in found} == {(None, 0)}
-    assert found.best.memory["weights"] == 2000
-
-
-def test_plans_come_back_from_json_and_stand_on_a_page() -> None:
-    found = plans(cap=20_000)
-    assert TrainingPlans.from_json(found.to_json()) == found
-    data = json.loads(found.to_html().split('id="data">')[1].split("</script>")[0])
-    assert [each["name"] for each in data["plans"]] == [str(each.setting) for each in found]
-    assert [each["fits"] for each in data["plans"]] == [each.peak <= 20_000 for each in found]
 
 
 @pytest.mark.parametrize(

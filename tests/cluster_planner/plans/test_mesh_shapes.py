@@ -61,8 +61,3 @@ def test_neighbours_along_inner_dimensions_are_near() -> None:
     shape = MeshShape(pp=2, dp_replicate=3, dp_shard=5, ep=7, cp=11, tp=13)
     assert shape.ranks == 2 * 3 * 5 * 7 * 11 * 13
     assert [shape.stride(name) for name in ("tp", "cp", "ep", "pp")] == [1, 13, 13 * 11, shape.ranks // 2]
-
-
-def test_the_mesh_of_a_shape_has_its_ranks_in_order() -> None:
-    assert MeshShape(pp=2, dp_shard=4, tp=2).needed() == {"pp": 2, "dp_shard": 4, "tp": 2}
-    assert MeshShape(ep=4).needed() == {"pp": 1, "dp_shard": 1, "ep": 4}

@@ -84,15 +84,6 @@ def test_the_best_plan_comes_first_and_the_others_have_reasons() -> None:
     assert all(0 < each.mfu < 1 and 0 <= each.bubble < 1 for each in found)
 
 
-def test_every_plan_uses_all_gpus_for_the_whole_batch() -> None:
-    for each in plans(machines="6xH100", batch=12):
-        shape = each.setting.shape
-        assert shape.ranks == 6
-        assert shape.data_ranks * each.setting.rows * each.setting.microbatches == 12
-        assert each.table().ranks == shape.pp == len(each.peaks)
-        assert len(each.split) == each.setting.stages - 1
-
-
 def test_no_plan_of_the_front_is_beaten_in_time_and_memory() -> None:
     found = plans()
     for each in found:
@@ -122,15 +113,6 @@ def test_dimensions_and_schedules_can_be_given() -> None:
     assert {each.setting.shape.tp for each in found} == {1, 2}
     assert {each.setting.schedule.name for each in found} == {"1F1B", "ZBVZeroBubble"}
     assert {(each.setting.rows, each.setting.recompute) for each in found} == {(2, "full")}
-
-
-def test_layers_are_cut_by_a_plan_alone() -> None:
-    with torch.device("meta"):
-        model = Decoder()
-    whole = capture_costs(model, loss, example(), tensor_plan={})
-    found = graphpp.plan(whole, example=example(), machines="8xH100", batch=BATCH, work=1_000)
-    assert {each.setting.shape.tp for each in found} == {1}
-    assert any(each.setting.shape.tp > 1 for each in plans(work=60_000))
 
 
 def test_the_model_on_meta_is_captured_and_not_changed() -> None:

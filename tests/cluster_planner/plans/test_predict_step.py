@@ -86,14 +86,6 @@ def test_a_number_of_microbatches_that_the_schedule_does_not_take_has_no_predict
     assert predict(request_of(130), setting) is None
 
 
-def test_parts_add_up_to_the_step() -> None:
-    shape = MeshShape(pp=RANKS, dp_shard=2)
-    found = predict(request_of(), PlanSetting(shape, 1, MICROBATCHES, ScheduleChoice("1F1B"), None, "full"))
-    assert found is not None
-    assert found.seconds.recompute > 0 and found.seconds.forward > 0 and found.seconds.bubble > 0
-    assert found.seconds.total > found.seconds.forward + found.seconds.backward
-
-
 @pytest.mark.parametrize("name", ["1F1B", "ZB2P", "V-Min"])
 def test_a_long_step_on_more_ranks_is_that_of_the_whole_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many ranks that the shorter simulated step has fewer microbatches than twice the ranks."""

@@ -10,7 +10,6 @@ from graphpp.cluster_planner.plans.settings import (
     PlanSetting,
     ScheduleChoice,
     admits,
-    schedule_choices,
     table_of,
 )
 from graphpp.errors import ScheduleError
@@ -34,19 +33,6 @@ def test_a_group_that_the_schedule_does_not_take_is_not_admitted() -> None:
     assert not admits(ScheduleChoice("MegatronInterleaved", 2, 3), 4, 8)
 
 
-def test_all_choices_take_their_numbers() -> None:
-    for ranks, microbatches in ((1, 3), (2, 5), (4, 24)):
-        for choice in schedule_choices(ranks, microbatches, 16):
-            assert choice.table(ranks, microbatches).ranks == ranks
-
-
 def test_offload_beside_a_fraction_of_recomputation_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"offload: .*got 0\.5"):
         PlanSetting(MeshShape(pp=2), 1, 4, ScheduleChoice("1F1B"), recompute=0.5, offload=0.25)
-
-
-def test_a_setting_is_a_line_of_english() -> None:
-    one = PlanSetting(MeshShape(dp_shard=8), 1, 1, ScheduleChoice("auto"), recompute="full", recomputed=(1,))
-    assert str(one) == "pp 1 x dp_shard 8, 1 stage, loop, 1 microbatch of 1 row, recompute full of 1 layer"
-    many = PlanSetting(MeshShape(pp=2), 4, 8, ScheduleChoice("ZBVZeroBubble", 2), keep=1)
-    assert str(many) == "pp 2, 4 stages, ZBVZeroBubble, 8 microbatches of 4 rows, keep 1"

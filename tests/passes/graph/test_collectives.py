@@ -12,7 +12,6 @@ from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
 from graphpp.passes.joint.views import merge_views, relax_views
 from graphpp.passes.stage.cut_stages import cut_stages
-from graphpp.passes.text.render import render
 from tests.passes.graphs import traced
 
 c10d = torch.ops._c10d_functional
@@ -76,10 +75,3 @@ def test_what_came_lies_in_the_memory_of_the_collective() -> None:
     assert shared_results(joint.graph) == frozenset()
     assert shared_results(traced(lambda x: [y := reduced(x), y.t()], X).graph) == {0, 1}
     assert shared_results(traced(lambda x: [c10d.wait_tensor.default(x)], X).graph) == {0}
-
-
-def test_texts_of_ranks_in_other_groups_differ_in_one_line() -> None:
-    one, two = (render(traced(lambda x: [reduced(reduced(x, name), name)], X).graph) for name in ("3", "4"))  # noqa: B023
-    pairs = [pair for pair in zip(one.text.splitlines(), two.text.splitlines(), strict=True) if pair[0] != pair[1]]
-    assert pairs == [("_group_0 = '3'", "_group_0 = '4'")]
-    assert one.groups == ("_group_0",)

@@ -120,12 +120,6 @@ def test_a_cut_falls_between_two_module_calls() -> None:
     }  # fmt: skip
 
 
-def test_a_cut_falls_between_the_calls_of_a_shared_module() -> None:
-    joint = joint_of(repeated)
-    assigned(joint, *starts(joint, "shared@1", "shared@2"))
-    assert [stages_of_call(joint, name) for name in ("shared", "shared@1", "shared@2")] == [{0}, {1}, {2}]
-
-
 def test_an_accumulation_stands_in_the_lowest_stage_of_what_it_adds() -> None:
     joint = joint_of(skip)
     assigned(joint, *starts(joint, "b", "c"))
@@ -150,13 +144,6 @@ def test_what_is_cheap_is_computed_in_every_stage_that_reads_it(between: Callabl
     computes = {masked: "tril", cheap: "cos", from_buffer: "cos"}[between]
     for stage in compiled.stages[:2]:
         assert f"_aten_{computes}" in stage.programs[Phase.FORWARD].source
-
-
-def test_a_heavy_product_of_inputs_is_made_once_and_sent() -> None:
-    compiled = cut_at(heavy, "b", "c")
-    assert [len(boundary.forward) for boundary in compiled.boundaries] == [2, 2]
-    made = ["_aten_mm_default(ones" in stage.programs[Phase.FORWARD].source for stage in compiled.stages]
-    assert made == [True, False, False]
 
 
 def test_random_numbers_are_drawn_once() -> None:

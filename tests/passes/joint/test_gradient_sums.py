@@ -78,16 +78,6 @@ def added(hand: Hand, left: fx.Node, right: fx.Node, stage: int) -> fx.Node:
     return total
 
 
-def test_a_stage_keeps_its_own_in_their_old_order() -> None:
-    hand = Hand("w")
-    hand.input(p.Parameter("w"))
-    a, b, c, d = (hand.node(name, slot) for name, slot in (("a", "B2"), ("b", "B1"), ("c", "B2"), ("d", "B1")))
-    whole = added(hand, added(hand, added(hand, a, b, 1), c, 1), d, 1)
-    hand.result(p.Gradient("w"), whole)
-    joint = split_tied_gradients(hand.joint())
-    assert [sums(part) for part in parts(joint, "w")] == ["(b + d)", "(a + c)"]
-
-
 def test_a_sum_that_somebody_else_reads_is_not_taken_apart() -> None:
     hand = Hand("w", "v")
     hand.input(p.Parameter("w"))

@@ -253,18 +253,6 @@ def test_collectives_of_a_part_keep_their_order_even_where_another_would_be_fast
     assert {name: len(lines) for name, lines in collective_order(woven.graph).items()} == {"a": 1, "b": 1, "ep": 1}
 
 
-def test_gradients_are_handed_out_as_they_are_made() -> None:
-    parts = pair()
-    woven, taken = weave(parts, ticks), []
-    run = emit_woven(woven, [program(part) for part in parts]).run
-    found = run([*values(2), *values(2, 1)], lambda index, value: taken.append((index, value)))
-    expected = apart(parts, [values(2), values(2, 1)])
-    assert sorted(index for index, _ in taken) == [2, 3, 4]
-    assert all(found[index] is None and torch.equal(value, expected[index]) for index, value in taken)
-    text = render(woven.graph).text
-    assert text.index("take(2") < text.rindex("wait_tensor_default(")
-
-
 def test_the_text_says_which_part_a_line_belongs_to() -> None:
     woven = weave(pair(1), ticks)
     assert woven.title == "stage 0 forward with stage 3 backward"
@@ -278,15 +266,6 @@ def test_the_text_says_which_part_a_line_belongs_to() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- the clock
-
-
-def test_the_clock_stalls_only_for_a_collective_that_is_not_done() -> None:
-    def function(x: Tensor, y: Tensor) -> list[Tensor]:
-        sent = start(x, "ep")
-        return [y @ y, wait(sent) @ x]
-
-    timing = GraphTiming(slot(0, F, function, *values(2)).graph, ticks)
-    assert estimate_order(timing, timing.nodes).seconds == 4
 
 
 def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:

@@ -68,13 +68,6 @@ def test_each_operation_of_a_region_runs_again_once_right_before_its_backward() 
     assert order.index(again[0]) < ends[0] < order.index(again[1])  # the last layer's copies are dead by then
 
 
-def test_less_is_saved_and_the_same_crosses() -> None:
-    before = graph()
-    plain, lean = cut_stages(before, 2), cut_stages(recompute_regions(before.copy(), by_layer), 2)
-    assert all(few < many for few, many in zip(lean.saved_bytes, plain.saved_bytes, strict=True))
-    assert lean.boundaries == plain.boundaries
-
-
 def test_both_halves_of_the_backward_share_what_is_computed_again() -> None:
     joint = recompute_regions(graph(), by_layer)
     staged = split_weight_grad(joint, cut_stages(joint, 2))

@@ -111,23 +111,6 @@ def test_the_same_crosses_and_no_more_is_saved(fraction: float | None) -> None:
     assert str(before.graph) == text
 
 
-def test_equal_layers_do_not_all_give_up_the_same_at_once() -> None:
-    joint = graph(Layers(4))
-    full, none = (cut_stages(lean(joint, 1, fraction=f, region_of=by_layer), 1).saved_bytes[0] for f in (1.0, 1e-9))
-    found = {cut_stages(lean(joint, 1, fraction=f / 20, region_of=by_layer), 1).saved_bytes[0] for f in range(1, 21)}
-    assert none == min(found) and full == max(found) and len(found) > 6
-    some = lean(joint, 1, fraction=0.8, region_of=by_layer)
-    early = {by_layer(node) for node in again(some) if "addmm" in str(node.target)}
-    assert early and "layers.3" not in early  # the first layers are recomputed when the last layers' saved values are dead
-
-
-def test_what_reads_a_written_buffer_runs_once() -> None:
-    before = graph(Layers(norm=nn.BatchNorm1d), "layers.1")
-    after = lean(before, fraction=0.01, region_of=by_layer)
-    assert [node for node in before.computed() if "batch_norm" in str(node.target)]
-    assert not [node for node in again(after) if "batch_norm" in str(node.target)]
-
-
 @pytest.mark.parametrize("fraction", [None, 0.3])
 def test_i_and_w_compute_a_value_once_and_keep_no_more_between_them(fraction: float | None) -> None:
     before = graph(Layers(3), "layers.1", "layers.2")

@@ -121,14 +121,6 @@ def test_a_replicated_value_is_computed_where_it_is_read_and_saved_where_the_for
     assert [[meta.name for meta in boundary.forward] for boundary in staged.boundaries] == [["first"], ["first"]]
 
 
-def test_an_input_is_read_everywhere_and_never_travels() -> None:
-    staged = replicated("input")
-    assert [[meta.name for meta in saved] for saved in staged.saved] == [[], [], ["second"]]
-    for slot in ("F0", "F2", "B2", "B1"):
-        assert p.Input("args[0]") in staged.graphs[Phase(slot[0]), int(slot[1])].inputs
-    assert p.Input("args[0]") not in staged.graphs[Phase.FORWARD, 1].inputs
-
-
 # -------------------------------------------------------------------------------------------------- boundaries' metas
 
 

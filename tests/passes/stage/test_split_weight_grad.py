@@ -18,7 +18,7 @@ from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.planner.recompute_policy import may_repeat_in_weight_grad
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
-from tests.passes.graphs import Hand, assigned, captured, starts
+from tests.passes.graphs import assigned, captured, starts
 
 I, W, B = Phase.INPUT_GRAD, Phase.WEIGHT_GRAD, Phase.BACKWARD  # noqa: E741
 D = 8
@@ -114,34 +114,6 @@ def test_behind_a_frozen_stage_everything_is_w_and_a_frozen_stage_has_neither() 
     assert [names(staged.graphs[phase, 0]) for phase in (I, W)] == [[], []]
     assert names(staged.graphs[I, 1]) == []
     assert names(staged.graphs[W, 1]) == names(staged.graphs[B, 1])
-
-
-def test_what_may_run_again_is_kept_as_the_smaller_of_a_value_and_its_inputs() -> None:
-    hand = Hand("w0", "w1")
-    weight, other = hand.input(p.Parameter("w1")), hand.input(p.Parameter("w0"))
-    sent = hand.node("sent", "F0", other)
-    loss = hand.node("loss", "F1", weight, sent)
-    narrow = hand.node("narrow", "B1", loss, value=torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
-    wide = hand.node("wide", "B1", narrow, value=torch.empty(2, 3, dtype=torch.float64, device="meta"))
-    back = hand.node("back", "B1", wide)
-    hand.result(p.Loss(), loss)
-    hand.result(p.Gradient("w1"), hand.node("dw1", "B1", wide))
-    hand.result(p.Gradient("w0"), hand.node("dw0", "B0", back))
-    joint = hand.joint()
-    staged = cut_stages(joint, 2)
-    assert roles(split_weight_grad(joint, staged).graphs[I, 1].outputs, p.Saved) == ["wide"]
-    freer = split_weight_grad(joint, staged, lambda node: node.name == "wide")
-    assert roles(freer.graphs[I, 1].outputs, p.Saved) == ["narrow"]
-
-
-def test_a_node_runs_twice_only_with_leave() -> None:
-    joint = captured(Layers(), torch.randn(4, D))
-    joint = assigned(joint, *starts(joint, "layers.1"))
-    staged = cut_stages(joint, 2)
-    lenient = split_weight_grad(joint, staged, lambda node: True)
-    for stage in (0, 1):
-        both = Counter(names(lenient.graphs[I, stage]) + names(lenient.graphs[W, stage]))
-        assert set(both) == set(names(staged.graphs[B, stage]))
 
 
 def test_the_recipe_splits_only_where_it_is_asked_to() -> None:

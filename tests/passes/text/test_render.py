@@ -2,8 +2,6 @@
 
 import ast
 import enum
-import gc
-import linecache
 import math
 import operator
 import weakref
@@ -271,17 +269,6 @@ def test_targets_are_spelled_by_a_name_that_leads_to_them(target: Any, spelled: 
     assert python_name(target) == (spelled and spelled.replace("tests.passes.text.test_render", __name__))
 
 
-def test_texts_for_two_devices_differ_in_the_line_that_names_the_device() -> None:
-    texts = []
-    for device in ("cuda:0", "cuda:1"):
-        graph = fx.Graph()
-        graph.output((graph.call_function(aten.arange.default, (4,), {"device": torch.device(device)}),))
-        texts.append(render(graph).text.splitlines())
-    assert [pair for pair in zip(*texts, strict=True) if len(set(pair)) == 2] == [
-        ("_device_0 = torch.device('cuda:0')", "_device_0 = torch.device('cuda:1')")
-    ]
-
-
 def test_sub_graphs_in_sub_graphs_are_defined() -> None:
     def make(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x: torch.cond(x.max() > 1, inner, torch.cos, (x,)), torch.sin, (x,))
@@ -297,14 +284,3 @@ def test_sub_graphs_in_sub_graphs_are_defined() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- tracebacks
-
-
-def test_two_texts_of_one_name_are_told_apart_and_forgotten() -> None:
-    first = render(a_graph()).load("<graphpp twice>")
-    second = render(a_graph(source="other.py:1")).load("<graphpp twice>")
-    names = [run.__code__.co_filename for run in (first, second)]
-    assert names == ["<graphpp twice>", "<graphpp twice> 2"]
-    assert "other.py:1" in "".join(linecache.getlines(names[1]))
-    del first, second
-    gc.collect()
-    assert not set(names) & set(linecache.cache)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 import graphpp
 from graphpp.passes.text.render import RenderedGraph, render
@@ -105,18 +105,6 @@ def test_a_file_runs_in_a_process_of_its_own_and_prints_its_results(tmp_path: Pa
 
 
 # ------------------------------------------------------------------------------- objects without a name in Python
-
-
-def test_random_numbers_need_no_graphpp(tmp_path: Path, from_files: Callable[[Path], list[str]]) -> None:
-    def case() -> Case:
-        plain = MODELS["sequential"]()
-        return plain._replace(model=nn.Sequential(*list(plain.model)[:5], nn.Dropout(0.5), *list(plain.model)[5:]))
-
-    expected = step_of(case(), ["6"], tmp_path)
-    text = (tmp_path / "rank0/train/programs/stage0_forward.py").read_text()
-    assert "import graphpp" not in text
-    from_files(tmp_path / "rank0/train/programs")
-    assert_same(step_of(case(), ["6"], None), expected)
 
 
 def origin(**changes: Any) -> Origin:

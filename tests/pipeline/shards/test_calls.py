@@ -163,21 +163,6 @@ def test_refusals_say_what_to_do() -> None:
         assert "keep" in found["keep"]
 
 
-def profiled(rank: int) -> float:
-    torch.set_num_threads(1)
-    pipe = compiled(PIPE.made(), odd(), split=CUTS[2], example=example())
-    tokens, target = batch(PIPE.replica(rank))
-    before = {fqn: whole_tensor(parameter).clone() for fqn, parameter in pipe.named_parameters()}
-    found = pipe.profile(tokens, target=target)
-    assert all(torch.equal(before[fqn], whole_tensor(parameter)) for fqn, parameter in pipe.named_parameters())
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    return found.timeline.makespan
-
-
-def test_a_profile_runs_sharded_stages() -> None:
-    assert all(found > 0 for found in run_ranks(profiled, 4))
-
-
 class ByShape(nn.Module):
     """A forward that calls its layers in another order for one row: replicas may make gradients in other orders."""
 
@@ -287,26 +272,3 @@ def partly_on_meta(rank: int) -> None:
 
 def test_a_model_that_is_partly_on_meta_is_sharded_when_all_have_values() -> None:
     run_ranks(partly_on_meta, 4)
-
-
-def one_rank_errs(rank: int) -> str:
-    """Rank 1 alone has another object in the place of a parameter: all ranks refuse the call, and the next one works."""
-    torch.set_num_threads(1)
-    model = odd()
-    pipe = compiled(PIPE.made(), model, split=CUTS[4], schedule="Interleaved1F1B", parallel=graphpp.Parallel(keep=1))
-    tokens, target = batch(0)
-    pipe.step(tokens, target=target)
-    kept = model.embed.weight
-    if rank == 1:
-        model.embed.weight = nn.Parameter(torch.zeros(13, 7))
-    with pytest.raises(graphpp.GraphPPError) as error:
-        pipe.step(tokens, target=target)
-    with pytest.raises(graphpp.GraphPPError):
-        pipe.eval(tokens, target=target)
-    model.embed.weight = kept
-    pipe.step(tokens, target=target)
-    return str(error.value)
-
-
-def test_one_ranks_error_is_every_ranks() -> None:
-    assert "another object stands in the place of embed.weight" in run_ranks(one_rank_errs, 4)[1]

@@ -145,14 +145,3 @@ def test_checkpoints_of_flat_parameters_fit_others(before: Any, after: Any, tmp_
     for found in run_ranks(resumed, after[0].ranks, *after, tmp_path / "run"):
         for fqn, value in found.items():
             torch.testing.assert_close(value, known[fqn], rtol=1e-4, atol=1e-5, msg=fqn)
-
-
-def without(rank: int) -> str:
-    pipe = compiled(None, odd(), example=example())
-    with pytest.raises(graphpp.GraphPPError) as error:
-        pipe.flat_parameters()
-    return str(error.value)
-
-
-def test_without_shards_there_are_none() -> None:
-    assert "give a mesh= with the dimension dp_shard" in without(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import graphpp
-from graphpp.runtime.dtensors import local_tensor, whole_tensor
+from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh, batch, check_state_dicts, compiled, example, odd
@@ -45,24 +44,6 @@ def states(rank: int, mesh: Mesh, folder: Path) -> None:
 def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path) -> None:
     run_ranks(states, mesh.ranks, mesh, tmp_path)
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == mesh.size("pp")
-
-
-def copied(rank: int) -> None:
-    """A copy of the model, as for a moving average, has parameters of its own."""
-    model = odd(tied=True)
-    pipe = compiled(SHARD2.made(), model, split=CUTS[4], example=example(), parallel=graphpp.Parallel(keep=1))
-    other = copy.deepcopy(model)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    steps(pipe, adamw(pipe), range(1))
-    for (fqn, one), two in zip(model.named_parameters(), odd(tied=True).parameters(), strict=True):
-        assert torch.equal(whole_tensor(dict(other.named_parameters())[fqn]), two)
-        assert not one.requires_grad or fqn == "unused" or not torch.equal(whole_tensor(one), two), fqn
-    averaged.update_parameters(model)
-    assert torch.equal(whole_tensor(averaged.module.one), whole_tensor(model.one))
-
-
-def test_a_sharded_model_can_be_copied() -> None:
-    run_ranks(copied, 2)
 
 
 def adamw(pipe: graphpp.Pipeline) -> torch.optim.Optimizer:
@@ -177,16 +158,3 @@ def init(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize(("mesh",), [(SHARD2,), *further((PIPE,))])
 def test_a_model_without_memory_is_sharded_when_it_has_values(mesh: Mesh) -> None:
     run_ranks(on_meta, mesh.ranks, mesh)
-
-
-def rows_only(rank: int) -> int:
-    pipe = pipeline(SHARD3)
-    steps(pipe, adamw(pipe), range(1))
-    for parameter in pipe.parameters():
-        assert parameter.grad is None
-    return sum(local_tensor(parameter).numel() for parameter in pipe.parameters() if parameter.dim())
-
-
-def test_a_rank_keeps_its_rows_alone() -> None:
-    model = odd(tied=True)
-    assert sum(run_ranks(rows_only, 3)) == sum(each.numel() for each in model.parameters() if each.dim())

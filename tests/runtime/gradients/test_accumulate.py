@@ -58,11 +58,6 @@ def test_what_was_there_is_added_to_in_place() -> None:
     assert accumulated([0, 1], gradients(2), initial=initial) is initial
 
 
-def test_the_first_gradient_is_taken_as_it_is() -> None:
-    values = gradients(2)
-    assert accumulated([0, 1], values) is values[0]
-
-
 whole = torch.arange(2.0 * D)
 NOT_ITS_OWN = {
     "shared": (torch.ones(D), True),
@@ -80,13 +75,6 @@ def test_memory_of_others_is_copied(name: str) -> None:
     assert torch.equal(value, before)
     assert torch.equal(total, before + 3)
     assert total.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
-
-
-def test_sums_are_contiguous() -> None:
-    turned = torch.arange(6.0).view(2, 3).t()
-    total = accumulated([0], [turned])
-    assert total.is_contiguous()
-    assert torch.equal(total, turned)
 
 
 def test_sums_are_not_conjugated_or_negated_when_they_are_read() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from graphpp.parallel.groups import PeerLost
 from graphpp.runtime.messages import mailbox as mailbox_file
-from graphpp.runtime.messages.mailbox import Mailbox, Message, post
-from graphpp.runtime.messages.wire_layout import ReceiveBuffer, layout_of
+from graphpp.runtime.messages.mailbox import Mailbox, Message
+from graphpp.runtime.messages.wire_layout import layout_of
 from graphpp.runtime.program import TensorMeta
 from graphpp.schedules.table.costs import DEPTH
 from tests.distributed import run_ranks
@@ -87,23 +87,10 @@ def test_packing_keeps_bits_and_strides(name: str) -> None:
     assert arrived.stride() == value.stride()
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_the_bytes_of_a_buffer_are_known_beforehand(name: str) -> None:
-    meta = meta_of(VALUES[name]())
-    buffer = layout_of(meta).buffer(CPU)
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in (buffer.elements, buffer.strided)}
-    assert ReceiveBuffer.nbytes(meta) == sum(each.nbytes() for each in storages.values())
-
-
 @pytest.mark.parametrize("name", ["dense", "transposed", "permuted", "a row", "expanded", "channels last", "0-dim"])
 def test_what_lies_dense_is_sent_from_where_it_lies(name: str) -> None:
     value = VALUES[name]()
     assert layout_of(meta_of(value)).pack(value).data_ptr() == value.data_ptr()
-
-
-def test_what_is_only_repeated_travels_once() -> None:
-    value = VALUES["expanded"]()
-    assert layout_of(meta_of(value)).pack(value).numel() == 20
 
 
 def test_a_kernel_that_returned_other_strides_is_corrected() -> None:
@@ -129,39 +116,6 @@ def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- over gloo
-
-
-def cross(rank: int) -> list[tuple[list[object], tuple[int, ...]]]:
-    """Rank 0 sends all values in one message, and rank 1 sends them back; returns the values of this rank."""
-    values = [make() for make in VALUES.values()]
-    layouts = [layout_of(meta_of(value, name)) for name, value in zip(VALUES, values, strict=True)]
-    mailbox, peer = Mailbox(dist.group.WORLD, CPU), 1 - rank
-    if rank == 0:
-        mailbox.start([mailbox.outgoing(values, layouts, peer)])
-    parcel = mailbox.incoming(layouts, peer)
-    mailbox.start([parcel])
-    arrived = parcel.wait()
-    if rank == 1:
-        mailbox.start([mailbox.outgoing(arrived, layouts, peer)])
-    mailbox.flush()
-    return [(bits(value), tuple(value.stride())) for value in arrived]
-
-
-def test_values_cross_a_boundary_there_and_back() -> None:
-    torch.manual_seed(0)
-    values = [make() for make in VALUES.values()]
-    for arrived in run_ranks(cross, 2):
-        for name, value, (found, strides) in zip(VALUES, values, arrived, strict=True):
-            if name != "channels last":  # random
-                assert found == bits(value), name
-            assert strides == value.stride(), name
-
-
-def test_a_message_may_be_empty() -> None:
-    mailbox = Mailbox(None, CPU)
-    parcel = mailbox.incoming([], 0)
-    assert post(parcel, mailbox.transport) == []
-    assert parcel.wait() == []
 
 
 class Fake:
@@ -261,12 +215,6 @@ def test_a_batch_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == []
     mailbox.start([parcel(1), parcel(1)])
     assert log == ["first"] * 2
-
-
-def test_an_empty_batch_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    mailbox = batched(monkeypatch, [], broken=True)
-    mailbox.start([parcel(1, 0), parcel(2, 0, outgoing=False)])
-    mailbox.flush()
 
 
 @pytest.mark.parametrize(("peers", "named"), [((1,), 1), ((1, 1), 1), ((1, 2), None)])

@@ -14,7 +14,6 @@ from graphpp.runtime.messages import mailbox
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
-from graphpp.schedules.rewrite.unbatch_p2p import unbatch_p2p
 from graphpp.schedules.table.actions import Kind
 from tests.distributed import run_ranks
 from tests.exhaustive import further
@@ -52,14 +51,6 @@ def test_each_verb(name: str, ranks: int, microbatches: int, verbs: tuple[str, .
     split = CUTS[fused.stages]
     numbers = trained(ranks, "skip", split=split, schedule=fused, microbatches=microbatches, steps=1)
     assert differences(numbers, eager("skip", microbatches, steps=1)) == []
-
-
-def test_even_and_odd_ranks_take_turns() -> None:
-    fused = batch_p2p(table("1F1B", 4, 8), ("all",))
-    apart = unbatch_p2p(fused)
-    assert apart != table("1F1B", 4, 8)
-    numbers = trained(4, "plain", split=CUTS[4], schedule=apart, microbatches=8, steps=1)
-    assert differences(numbers, eager("plain", 8, steps=1)) == []
 
 
 def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, Any], list[Any]]:

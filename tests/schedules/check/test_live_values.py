@@ -61,15 +61,6 @@ def test_what_is_away_is_not_alive() -> None:
     assert peaks(shorter, of_bytes((10, None)), [trip]) == [(2, 24)]
 
 
-@pytest.mark.parametrize("messages", [False, True])
-def test_1f1b_holds_what_is_in_flight(messages: bool) -> None:
-    for ranks, microbatches in [(4, 8), (3, 2), (5, 5), (1, 3)]:
-        schedule = make_table("1F1B", ranks, ranks, microbatches)
-        schedule = add_send_recv(schedule) if messages else schedule
-        found = peak_bytes(schedule, Costs.unit(ranks, ranks))
-        assert found == tuple(1000 * min(microbatches, ranks - rank) for rank in range(ranks))
-
-
 MOVING = Costs(
     (
         StageCosts(saved_bytes=100, sent_bytes={Kind.F: 10}, received_bytes={Kind.B: 7}),
@@ -103,13 +94,6 @@ def test_values_between_stages(rows: list[str], kept: int, totals: list[list[int
     costs = replace(MOVING, flow=MessageFlow(kept=kept))
     assert list(step_totals(Schedule.of(rows, stages=2), costs)) == totals
     assert peak_bytes(Schedule.of(rows, stages=2), costs) == tuple(map(max, totals))
-
-
-def test_parts_that_are_not_woven_run_one_after_the_other() -> None:
-    schedule, costs = Schedule.of(["0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2"]), Costs((StageCosts(saved_bytes=10),))
-    working = replace(costs, stages=(replace(costs.stages[0], peak_bytes={Kind.F: 25, Kind.B: 16}),))
-    assert peak_bytes(schedule, working) == (25 + 16,)
-    assert peak_bytes(schedule, replace(working, woven=False)) == (10 + 25,)
 
 
 class Lives:

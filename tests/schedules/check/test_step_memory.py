@@ -65,15 +65,6 @@ def test_sums_come_while_saved_values_go(row: str, saved: int, column: int, grad
     assert (found.column, found.parts["gradients"], found.parts["activations"]) == (column, gradients, activations)
 
 
-def test_whole_parameters_that_never_go_stand_for_the_whole_step() -> None:
-    (kept,) = step_peaks(Schedule.of([ROW]), saving(3, 4), held_bytes(STAGES, {0: 0, 1: 0}, 1, 2))
-    assert kept.most["weights"] == 150 == kept.parts["weights"]
-    (whole,) = step_peaks(Schedule.of(["0F0 1F0 1B0 0B0"]), saving(3, 4), held_bytes(STAGES, {0: 0, 1: 0}, 1))
-    assert whole.parts == {
-        "weights": 150, "gradients": 40, "optimizer": 8, "buffers": 1, "messages": 0, "activations": 7
-    }  # fmt: skip
-
-
 def test_single_layers_come_and_go_within_a_computation() -> None:
     layers = {
         (0, Kind.F): LayerBytes(whole=20), (1, Kind.F): LayerBytes(whole=10),
@@ -118,26 +109,7 @@ def test_averages_take_parts_by_the_ranks_that_have_the_same_parameters(own: int
     assert held_bytes(state, {0: 0}, 1)[0].averaged == {}
 
 
-TIED = StateBytes((0, 2, 3), (0, 2, 3), weights=100, sums=100, rounded=50, optimizer=200)
 """Read on rank 0 by stages 0 and 2, on rank 1 by stage 3."""
-
-
-def test_a_tied_parameter_counts_once_and_its_gradient_once_a_stage() -> None:
-    first, second = held_bytes([TIED], {0: 0, 1: 1, 2: 0, 3: 1}, 2)
-    assert first.standing == {"weights": 100, "gradients": 200, "optimizer": 200, "buffers": 0}
-    assert second.standing == {"weights": 100, "gradients": 100, "optimizer": 200, "buffers": 0}
-    assert first.at_end == 50 + 100 + 100  # param.grad in its own dtype, the total, and the sum of stage 3
-    assert second.at_end == 50 + 100 + 200
-    assert sent_by_stage([TIED], 4, 2)[1] == [50, 0, 50, 50]
-
-
-def test_the_finish_of_the_gradients_can_be_the_peak() -> None:
-    held = HeldBytes({"weights": 10, "gradients": 10}, at_end=50)
-    (found,) = step_peaks(Schedule.of(["0F0 0B0"]), saving(20), [held])
-    assert (found.column, found.parts["gradients"], found.parts["activations"]) == (1, 60, 0)
-    assert found.most["gradients"] == 10
-    (found,) = step_peaks(Schedule.of(["0F0 0B0"]), saving(51), [held])
-    assert (found.column, found.parts["gradients"], found.parts["activations"]) == (0, 10, 51)
 
 
 @given(tables())
@@ -194,16 +166,3 @@ def test_a_table_that_is_read_once_serves_further_costs_of_its_kind() -> None:
         memory.peaks([saving(1, 2, 3)])
     with pytest.raises(ScheduleError, match="held has the bytes of 2 ranks, but 1 run"):
         memory.peaks([saving(3, 4)], [*state, *state])
-
-
-def test_messages_between_stages_and_reductions_are_one_kind() -> None:
-    moving = Costs(tuple(StageCosts(saved_bytes=3, received_bytes={Kind.F: 70, Kind.B: 70}) for _ in range(2)))
-    rows = ["0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"]
-    first, second = step_peaks(Schedule.of(rows), moving, held_bytes(STAGES, {0: 0, 1: 1}, 2))
-    assert (first.column, first.parts["messages"], first.most["messages"]) == (1, 70, 70)
-    assert (second.column, second.parts["messages"]) == (0, 70)
-
-
-def test_bytes_beyond_machine_integers_are_exact() -> None:
-    table, huge = Schedule.of(["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"]), 2**61 + 1
-    assert step_peaks(table, saving(huge))[0].nbytes == 4 * huge

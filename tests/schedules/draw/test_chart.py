@@ -77,13 +77,6 @@ def test_messages_are_a_strip_and_leave_the_time_idle() -> None:
     assert [(rect.rank, rect.start, rect.end) for rect in chart.idle] == [(0, 2.0, 5.0), (1, 0.0, 3.0)]
 
 
-def test_collectives_are_messages_too() -> None:
-    schedule = Schedule.of(["0UNSHARD 0F0 0B0 0REDUCE_GRAD"])
-    spans = zip((action for _, _, action in schedule.cells()), [(0, 1), (1, 2), (2, 3), (3, 5)], strict=True)
-    timeline = Timeline(schedule, tuple(Event(0, action, *span) for action, span in spans))
-    assert [rect.part.kind for rect in Chart.of(timeline).messages if rect.part] == [Kind.UNSHARD, Kind.REDUCE_GRAD]
-
-
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 4), (3, 9)])
 def test_stages_of_a_rank_are_told_apart(ranks: int, stages: int) -> None:
     rows = [[f"{stage}F0" for stage in range(rank, stages, ranks)] for rank in range(ranks)]
@@ -91,9 +84,3 @@ def test_stages_of_a_rank_are_told_apart(ranks: int, stages: int) -> None:
     assert stages_of_ranks(schedule) == tuple(tuple(range(rank, stages, ranks)) for rank in range(ranks))
     chunks = {rect.part.stage: rect.chunk for rect in Chart.of(placed(schedule)).computations if rect.part}
     assert chunks == {stage: stage // ranks for stage in range(stages)}
-
-
-def test_a_table_of_nothing() -> None:
-    for rows in ([], [[]], [[None], []]):
-        chart = Chart.of(Timeline(Schedule.of(rows), ()))
-        assert not chart.computations and not chart.idle and not chart.messages

@@ -16,9 +16,7 @@ from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.units import scale_of, spell_bytes, spell_time, tick_step, ticks
 from tests.exhaustive import examples
 from tests.schedules.tables import named
 from tests.schedules.timelines import placed
@@ -40,13 +38,6 @@ def boxes(svg: str, kinds: str = "F|B|I|W") -> list[dict[str, float]]:
 
 def texts(svg: str) -> list[str]:
     return [text.text or "" for text in elements(svg, "text")]
-
-
-def microbatch_numbers(svg: str) -> list[str]:
-    """The centred texts above the axis."""
-    centred = [(text.text or "", float(text.get("y", "nan"))) for text in elements(svg, "text") if text.get("text-anchor")]
-    lowest = max(box["y"] + box["height"] for box in boxes(svg))
-    return [text for text, y in centred if y < lowest]
 
 
 @settings(max_examples=examples(30))
@@ -79,19 +70,6 @@ def test_all_boxes_lie_within_the_picture() -> None:
             assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
             assert all(box["x"] >= 0 and box["x"] + box["width"] <= wide + 0.02 for box in boxes(svg, ".+"))
             assert all(box["y"] >= 0 and box["y"] + box["height"] <= high for box in boxes(svg, ".+"))
-
-
-def test_numbers_stand_in_boxes_that_can_hold_them() -> None:
-    few, many = graphpp.svg(placed(make_table("1F1B", 4, 4, 8))), graphpp.svg(placed(make_table("1F1B", 4, 4, 300)))
-    assert sorted(microbatch_numbers(few)) == sorted(str(m) for m in range(8) for _ in range(8))
-    assert microbatch_numbers(many) == []
-    assert microbatch_numbers(graphpp.svg(placed(make_table("1F1B", 4, 4, 300)), width=15000)) != []
-
-
-def test_an_overlap_shows_both_numbers() -> None:
-    svg = graphpp.svg(placed(DUAL))
-    halves = [box for box in boxes(svg) if box["height"] < 20]
-    assert len(halves) == 4 and len(microbatch_numbers(svg)) == len(boxes(svg))
 
 
 def test_stages_of_a_rank_have_shades_and_kinds_have_hues() -> None:
@@ -170,13 +148,6 @@ def test_a_trace_counts_bytes_and_tells_timelines_apart() -> None:
     assert len(set(pids)) == 4
 
 
-def test_a_timeline_of_nothing_is_a_picture_all_the_same() -> None:
-    for rows in ([], [[]], [["0F0"]]):
-        empty = Timeline(Schedule.of(rows), ())
-        ElementTree.fromstring(graphpp.svg(empty))
-        assert not [event for event in events_of(empty) if event["ph"] == "X"]
-
-
 def test_a_schedule_draws_itself_at_unit_costs() -> None:
     table = make_table("Interleaved1F1B", 2, 4, 4)
     svg = graphpp.svg(table)
@@ -187,29 +158,6 @@ def test_a_schedule_draws_itself_at_unit_costs() -> None:
     assert ElementTree.fromstring(graphpp.svg(table, width=700)).get("width") == "700"
 
 
-def test_a_schedule_draws_itself_at_given_costs() -> None:
-    costs = Costs((StageCosts(0.001, 0.002, 0.003), StageCosts(0.004, 0.001, 0.001)))
-    svg = graphpp.svg(make_table("1F1B", 2, 2, 1), costs=costs)
-    forwards, backwards = boxes(svg, "F"), boxes(svg, "B")
-    assert forwards[1]["width"] == pytest.approx(4 * forwards[0]["width"], abs=0.05)
-    assert backwards[0]["width"] == pytest.approx(5 * forwards[0]["width"], abs=0.05)
-    assert "ms" in texts(svg)
-
-
 def test_a_table_that_cannot_run_is_refused() -> None:
     with pytest.raises(ScheduleError):
         graphpp.svg(Schedule.of(["0B0 0F0", "1F0 1B0"]))
-
-
-def test_units() -> None:
-    assert [spell_time(t, "s") for t in (2.0, 0.0025, 2.5e-6, 0.0)] == ["2 s", "2.5 ms", "2.5 µs", "0 µs"]
-    assert spell_time(12.0, "units") == "12 units" and scale_of(0.5, "units") == (1.0, "units")
-    assert [spell_bytes(n) for n in (0, 1023, 1536, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5120.0 GiB"]
-
-
-@pytest.mark.parametrize("span", [1e-7, 0.3, 1.0, 7.0, 99.0, 100.0, 12345.0])
-@pytest.mark.parametrize("most", [1, 4, 11])
-def test_ticks_are_round_and_few(span: float, most: int) -> None:
-    found, step = ticks(span, most), tick_step(span, most)
-    assert 1 <= len(found) <= most + 1 and found[0] == 0 and found[-1] <= span * (1 + 1e-9)
-    assert f"{step:.0e}"[0] in "125"

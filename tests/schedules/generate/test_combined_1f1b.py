@@ -20,7 +20,6 @@ from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind, upstream
 from graphpp.schedules.table.schedule import Schedule
-from tests.schedules.replay import replayed
 
 
 def overlaps(schedule: Schedule) -> list[tuple[Action, ...]]:
@@ -30,13 +29,6 @@ def overlaps(schedule: Schedule) -> list[tuple[Action, ...]]:
 def one_by_one(schedule: Schedule) -> list[list[Action]]:
     """The rows with the parts of an overlap one after the other."""
     return [[leaf for action in row if action for leaf in action.leaves] for row in schedule.table]
-
-
-def test_without_a_pipeline() -> None:
-    assert combined_1f1b(1, 1, 4) == Schedule.of(
-        ["0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B (0F3;0B2)OVERLAP_F_B 0B3"]
-    )
-    assert combined_1f1b(1, 1, 1) == Schedule.of(["0F0 0B0"])
 
 
 def test_several_stages_on_one_rank_pass_each_other() -> None:
@@ -86,10 +78,3 @@ def test_group_by_partial() -> None:
     assert make_table(source, 2, 4, 6) == combined_1f1b(2, 4, 6, group=3) != combined_1f1b(2, 4, 6)
     with pytest.raises(ScheduleError, match="Combined1F1B on 2 ranks does not admit groups of 5 of 6 microbatches"):
         combined_1f1b(2, 4, 6, group=5)
-
-
-def test_as_long_as_interleaved_at_unit_costs() -> None:
-    """Overlaps that save no time take as long as their parts, and the pipeline takes hardly longer to fill."""
-    for ranks, microbatches in ((2, 4), (4, 8), (4, 16)):
-        combined = replayed(make_table("Combined1F1B", ranks, 2 * ranks, microbatches))[0]
-        assert combined <= replayed(make_table("Interleaved1F1B", ranks, 2 * ranks, microbatches))[0] + ranks

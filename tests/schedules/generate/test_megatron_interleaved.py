@@ -19,7 +19,7 @@ from graphpp.schedules.generate.megatron_interleaved import (
     schedule_table,
     table_to_order,
 )
-from graphpp.schedules.generate.read import default_stages, make_table
+from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
@@ -66,13 +66,6 @@ def test_table_to_order() -> None:
     assert table_to_order(4, 2, schedule_table(2, 2, 2)) == [1, 1, 2, 2, -2, -2, -1, -1]
 
 
-@pytest.mark.parametrize(("warm_up", "n"), [(0, 0), (0, 1), (3, 1), (3, 2), (3, 4)])
-def test_recomputed_by_window(warm_up: int, n: int) -> None:
-    window = [is_recomputed(microbatch, warm_up, n) for microbatch in range(warm_up + 1)]
-    assert window == [False] * min(n, warm_up + 1) + [True] * (warm_up + 1 - n)
-    assert [is_recomputed(m, warm_up, n) for m in range(3 * (warm_up + 1))] == 3 * window
-
-
 def test_a_schedule_says_what_is_recomputed() -> None:
     assert recompute_partially(make_table("1F1B", 2, 2, 4), 1).recomputed == {(0, 1), (0, 3)}
     assert recompute_partially(make_table("1F1B", 2, 2, 4), 0).recomputed == {(s, m) for s in range(2) for m in range(4)}
@@ -110,20 +103,6 @@ def test_every_group_that_fits_makes_a_table_that_runs(ranks: int, chunks: int) 
             counts = {"ranks": ranks, "stages": ranks * chunks, "microbatches": microbatches}
             check(schedule, **counts)
             check(add_send_recv(schedule), **counts)
-
-
-def test_one_stage_per_rank_is_1f1b() -> None:
-    rows = megatron_interleaved(4, 4, 6).table
-    usual = make_table("1F1B", 4, 4, 6).table
-    assert [[cell for cell in row if cell] for row in rows] == [[cell for cell in row if cell] for row in usual]
-
-
-def test_keywords_by_partial() -> None:
-    """A `functools.partial` of a generator is accepted as a schedule."""
-    source = partial(megatron_interleaved, group=3)
-    assert make_table(source, 2, 4, 6) == megatron_interleaved(2, 4, 6, group=3)
-    assert default_stages(source, 2) == default_stages(megatron_interleaved, 2) == 4
-    assert default_stages(partial(partial(make_table, "V-Half")), 2) == 2
 
 
 def test_an_order_reads_as_a_schedule() -> None:

@@ -33,12 +33,6 @@ GOLDEN_FILES = [
     "ZBVZeroBubble-4-8-3", "ZBVZeroBubble-4-8-9",
 ]  # fmt: skip
 
-I1F1B = """
-r0 0F0 0F1 2F0 2F1 .   .   0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 . 2B3 . 0B2 . 0B3
-r1 .   1F0 1F1 .   3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 . 1B2 . 1B3
-"""
-
-
 def same(ours: Schedule, theirs: list[list[Any]]) -> None:
     assert [[str(cell or "") for cell in row] for row in ours.table] == [
         [str(cell or "") for cell in row] for row in theirs
@@ -121,13 +115,6 @@ def test_golden(stem: str) -> None:
 
 def test_no_golden_file_is_forgotten() -> None:
     assert sorted(path.stem for path in GOLDEN.glob("*.csv")) == sorted(GOLDEN_FILES)
-
-
-def test_prints_as_a_picture() -> None:
-    ours = make_table("Interleaved1F1B", 2, 4, 4)
-    assert str(ours) == "Interleaved1F1B: 4 stages, 4 microbatches" + I1F1B.rstrip()
-    assert Schedule.parse(I1F1B) == ours
-    assert repr(ours) == "<Schedule Interleaved1F1B: 4 stages, 4 microbatches, 2 ranks>"
 
 
 @pytest.mark.parametrize("make", [*(make for name, make in SCHEDULES.items() if name != "auto"), plain_loop])

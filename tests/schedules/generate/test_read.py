@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.names import SCHEDULES, interleaved_1f1b
+from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.generate.read import ScheduleLike, default_stages, load_schedule, make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind
@@ -98,17 +98,6 @@ def test_a_table_for_other_counts_is_refused_with_both(form: str, stages: int, m
 # ------------------------------------------------------------------------------------------ read
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "gpipe", " 1f1b "])
-def test_a_name_stays(name: str) -> None:
-    assert load_schedule(name) == name
-
-
-def test_a_schedule_and_a_function_stay() -> None:
-    schedule = Schedule.of(["0F0 0B0"])
-    assert load_schedule(schedule) is schedule
-    assert load_schedule(interleaved_1f1b) is interleaved_1f1b
-
-
 class At:
     """A user-defined path type."""
 
@@ -117,17 +106,6 @@ class At:
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
-
-
-def test_a_file_is_read_whatever_names_it(csv: Path, tmp_path: Path) -> None:
-    wanted = make_table("Interleaved1F1B", 2, 4, 8)
-    other = tmp_path / "without an ending"
-    other.write_bytes(csv.read_bytes())
-    upper = tmp_path / "OWN.CSV"
-    upper.write_bytes(csv.read_bytes())
-    for source in (csv, str(csv), f" {csv}\n", At(csv), other, At(other), upper, str(upper)):
-        assert load_schedule(source) == wanted
-    assert load_schedule(csv).name == str(csv)  # type: ignore[union-attr]
 
 
 def test_what_was_read_stays(csv: Path) -> None:
@@ -181,12 +159,6 @@ def test_default_stages_of_a_name(ranks: int) -> None:
     for name in (*SCHEDULES, " loopedbfs ", "1f1b", "zb-h1"):
         assert default_stages(name, ranks) == (ranks if name in one else 2 * ranks)
         make_table(name, ranks, default_stages(name, ranks), 2 * ranks)  # it gets the counts that it asks for
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("function")])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_default_stages_of_a_table_are_its_own(form: str, ranks: int, csv: Path) -> None:
-    assert default_stages(FORMS[form](csv), ranks) == 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -45,24 +45,3 @@ def test_any_number_of_microbatches_stays_below_the_limit(block: Block, ranks: i
         assert 2 * peak <= block.limit(ranks)
         assert max(map(len, schedule.table)) == 2 * makespan  # a column is the time of one stage
         assert schedule.rank_of_stage[2 * ranks - 1] == 0
-
-
-@pytest.mark.parametrize("block", [V_HALF, V_MIN], ids=["half", "min"])
-def test_blocks_interlock_and_fit_the_limit(block: Block) -> None:
-    """The assumptions of the squeeze: no two passes in one column, and room for every forward in the blocks' own order."""
-    for ranks in range(1, 65):
-        for rank in range(ranks):
-            at = block.at(rank, ranks)
-            assert sorted(at) == [*at]
-            assert len({time % 6 for time in at}) == 4
-            passes = sorted((time + 6 * m, step) for step, time in enumerate(at) for m in range(4 * ranks))
-            alive = most = 0
-            for _, step in passes:
-                alive += 1 if step < 2 else -1
-                most = max(most, alive)
-            assert most <= block.limit(ranks)
-        for below, above in ((block.at(r, ranks), block.at(r + 1, ranks)) for r in range(ranks - 1)):
-            assert below[0] < above[0]
-            assert above[1] < below[1]
-            assert below[2] < above[2]
-            assert above[3] < below[3]

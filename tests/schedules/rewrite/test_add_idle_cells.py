@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
-from graphpp.schedules.table.actions import Kind, upstream
+from graphpp.schedules.table.actions import upstream
 from graphpp.schedules.table.schedule import Schedule
 from tests.exhaustive import examples
 from tests.schedules.tables import named, rows_of
@@ -17,24 +16,6 @@ from tests.schedules.tables import named, rows_of
 def test_pictures_in_the_documentation_are_true() -> None:
     rows = Schedule.of(["0F0 0B0", "1F0 1B0"]).table
     assert add_idle_cells(rows, 2) == Schedule.parse("r0 0F0 . . 0B0\nr1 . 1F0 1B0").table
-
-
-@pytest.mark.parametrize("counts", [(2, 3), (4, 8), (3, 2)])
-def test_1f1b_is_on_the_clock(counts: tuple[int, int]) -> None:
-    schedule = make_table("1F1B", counts[0], *counts)
-    ours = add_idle_cells(rows_of(schedule), schedule.stages)
-    for row, other in zip(ours, schedule.table, strict=True):
-        assert [cell for cell in row if cell] == [cell for cell in other if cell]
-        assert len(row) <= len(other)  # the 1F1B generator delays some forwards on purpose
-
-
-def test_idle_cells_are_kept() -> None:
-    assert add_idle_cells(Schedule.of([". 0F0", ". . 1F0"]).table, 2) == Schedule.of([". 0F0", ". . 1F0"]).table
-
-
-def test_what_does_not_wait() -> None:
-    rows = Schedule.of(["0F0 0B0", "1F0 1B0"]).table
-    assert add_idle_cells(rows, 2, waiting=(Kind.F,)) == Schedule.parse("r0 0F0 0B0\nr1 . 1F0 1B0").table
 
 
 def test_waits_filled_with_weight_gradients() -> None:

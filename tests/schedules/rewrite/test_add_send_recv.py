@@ -89,25 +89,12 @@ def test_messages_form_one_total_order(name: str, ranks: int, microbatches: int)
     assert computations == [[action for action in row if action] for row in schedule.table]
 
 
-def test_one_rank_needs_no_messages() -> None:
-    schedule = Schedule.of(["0F0 . 1F0 1B0 0B0"])
-    made = add_send_recv(schedule)
-    assert made == Schedule.of(["0F0 1F0 1B0 0B0"])
-    assert add_send_recv(made) == made
-
-
 def test_only_neighbours_on_different_ranks_talk() -> None:
     """A V: stages 1 and 2 are neighbours on one rank."""
     made = add_send_recv(Schedule.of(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]))
     assert made == Schedule.parse(
         "r0 0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0\nr1 1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0"
     )
-
-
-def test_actions_of_a_whole_stage_stay_where_they_are() -> None:
-    made = add_send_recv(Schedule.of(["0UNSHARD 0F0 0B0 0REDUCE_GRAD", "1F0 1B0"]))
-    assert str(made.table[0][0]) == "0UNSHARD"
-    assert [str(action) for action in made.table[0]][-2:] == ["0B0", "0REDUCE_GRAD"]
 
 
 def test_twice_is_refused() -> None:

@@ -136,13 +136,6 @@ def test_a_batch_that_would_close_a_cycle_is_not_made(monkeypatch: pytest.Monkey
         proved(batch_p2p(schedule))
 
 
-def test_nothing_to_fuse() -> None:
-    schedule = Schedule.of(["0F0 1F0 1B0 0B0"])
-    assert batch_p2p(schedule) == schedule == unbatch_p2p(schedule)
-    forwards = add_send_recv(make_table("GPipe", 2, 2, 3)).forward_only()
-    assert batch_p2p(forwards, ("all",)) == forwards
-
-
 def test_refusals() -> None:
     schedule = add_send_recv(make_table("1F1B", 2, 2, 3))
     with pytest.raises(ScheduleError, match="unknown verb 'send'; take send_forward_recv_backward, "):
@@ -172,19 +165,6 @@ def test_even_ranks_talk_while_odd_ranks_listen(ranks: int) -> None:
             assert {*parts} == {*action.leaves}
             sends = [part.kind in SENDS for part in parts]
             assert sends == sorted(sends, reverse=rank % 2 == 0)
-
-
-def test_two_even_ranks_follow_one_order() -> None:
-    """Neighbours 0 and 1 stand on ranks 0 and 2: if both sent first, both would wait."""
-    first, second, third = make_table("1F1B", 3, 3, 6).table
-    fused = batch_p2p(add_send_recv(Schedule((first, third, second), 3, 6)))
-    by_parity = [
-        [leaf for action in row for leaf in sorted(action.leaves, key=lambda leaf: (leaf.kind in SENDS) == bool(rank % 2))]
-        for rank, row in enumerate(rows_of(fused))
-    ]
-    assert not Machine(by_parity, 3).runs_to_its_end()
-    apart = proved(unbatch_p2p(fused))
-    assert Machine(rows_of(apart), 3).runs_to_its_end()
 
 
 def test_the_forwards_of_a_batched_table_are_checked_like_any_other() -> None:

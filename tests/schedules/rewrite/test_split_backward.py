@@ -42,20 +42,6 @@ def test_pictures_in_the_documentation_are_true() -> None:
     assert split_backward(Schedule.of(["0F0 . 0B0"])) == Schedule.of(["0F0 . 0I0 0W0"])
 
 
-def test_idle_cells_of_the_cool_down_are_filled_in_order() -> None:
-    deferred = defer_weight_grads(make_table("1F1B", 3, 3, 4), [0])
-    assert deferred == Schedule.parse(
-        "r0 0F0 0F1 . . 0F2 0I0 0F3 0I1 0W0 0I2 0W1 0I3 0W2 0W3\n"
-        "r1 .   1F0 . 1F1 1B0 1F2 1B1 1F3 1B2 . 1B3\n"
-        "r2 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
-    )
-
-
-def test_until_the_end() -> None:
-    deferred = defer_weight_grads(make_table("1F1B", 2, 2, 3), [1], until="end")
-    assert deferred == Schedule.parse("r0 0F0 . 0F1 0B0 0F2 0B1 . 0B2\nr1 . 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2")
-
-
 def test_limit_leaves_later_microbatches_whole() -> None:
     deferred = defer_weight_grads(make_table("1F1B", 2, 2, 3), [1], limit=1)
     assert str(deferred).splitlines()[2] == "r1 .   1F0 1I0 1F1 1B1 1F2 1B2 1W0"
@@ -68,12 +54,6 @@ def test_overlaps_are_split_too() -> None:
     assert deferred == Schedule.of(["0F0 1F0 (0F1;1I0)OVERLAP_F_B (1F1;0B0)OVERLAP_F_B 1I1 0B1 1W0 1W1"])
     woven = Schedule.of(["0F0 0I0 (0F1;0W0)OVERLAP_F_B 0I1 . 0W1"])
     assert defer_weight_grads(woven, [0]) == Schedule.of(["0F0 0I0 0F1 0I1 0W0 0W1"])
-
-
-def test_weight_gradients_that_are_apart_already_move_as_well() -> None:
-    deferred = defer_weight_grads(make_table("ZB1P", 2, 2, 3), [0])
-    assert str(deferred).splitlines()[1] == "r0 0F0 0F1 .   0I0 .   0F2 0I1 0W0 0I2 0W1 0W2"
-    accept(deferred)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [*product(["1F1B", "Interleaved1F1B"], [2, 4], [4, 8])])
@@ -135,16 +115,6 @@ def test_what_cannot_be_held_back(table: str, stages: list[int], options: dict[s
 
 def kinds(schedule: Schedule) -> set[Kind]:
     return {leaf.kind for _, _, action in schedule.cells() for leaf in action.leaves}
-
-
-@given(named())
-def test_named_schedules_split_and_back(schedule: Schedule) -> None:
-    split = split_backward(without_overlaps(schedule))
-    assert kinds(split) & {Kind.B, Kind.OVERLAP_F_B} == set()
-    whole = merge_backward(split)
-    assert whole == merge_backward(schedule) and kinds(whole) <= {Kind.F, Kind.B}
-    for made in (split, whole):
-        check(add_send_recv(made), ranks=schedule.ranks, stages=schedule.stages, microbatches=schedule.microbatches)
 
 
 @given(tables())

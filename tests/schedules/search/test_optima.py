@@ -14,7 +14,6 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import one_by_one
 from graphpp.schedules.search.candidate import peaks
 from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
@@ -85,14 +84,6 @@ def test_every_case_has_a_stored_result() -> None:
     assert sum(each.bound == each.makespan for each in KNOWN.values()) > 0.7 * len(CASES)
 
 
-@pytest.mark.parametrize("case", [each for each in CASES if each.costs.overlap < 1][::9], ids=lambda case: case.name)
-def test_overlaps_are_never_worse_than_none(case: Case) -> None:
-    apart = replace(case, costs=replace(case.costs, overlap=1.0))
-    end = simulate(case.search(0.2), case.costs).makespan
-    assert end <= simulate(apart.search(0.2), case.costs).makespan * (1 + 1e-9)
-    assert end <= min([inf, *named(case)]) * (1 + 1e-9)
-
-
 @pytest.mark.parametrize(("ranks", "stages", "placement"), [(2, 4, "v"), (3, 6, "v"), (2, 4, "loop"), (1, 2, "loop")])
 def test_overlaps_beat_dualpipev_and_combined_1f1b(ranks: int, stages: int, placement: str) -> None:
     costs = replace(Costs.unit(stages, ranks, send=0.05), overlap=0.75)
@@ -155,17 +146,6 @@ def test_the_times_of_sequences_with_messages_are_the_simulators(case: Case, see
         timeline = simulate(table, costs)
         assert timeline.makespan == pytest.approx(moved.end[0])
         assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))
-
-
-def test_messages_as_add_send_recv_places_them_take_what_the_simulator_says() -> None:
-    case = next(each for each in CASES if each.name == "blocking 2x4 loop2 cap inf")
-    table = SCHEDULES["Interleaved1F1B"](2, 4, 4)
-    problem = Problem.of(case.costs, case.home, 4, case.caps)
-    exact = with_messages(problem, case.costs)
-    first = next(sequences(Elements.of(exact), *rows_of(problem, table)[:2]))
-    assert first.end[0] == pytest.approx(simulate(table, case.costs).makespan)
-    assert schedule_of(exact, numbered(first.solution, join=False), "sent") == add_send_recv(table)
-    assert simulate(case.search(), case.costs).makespan < 0.8 * first.end[0]
 
 
 @settings(max_examples=examples(12), deadline=None)

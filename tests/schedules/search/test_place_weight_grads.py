@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -63,24 +62,6 @@ def test_1f1b_reaches_zb1p_with_its_bytes(ranks: int, microbatches: int) -> None
     found = place_weight_grads(plain, costs, peak_bytes(split, costs), name="placed")
     assert found.name == "placed"
     assert simulate(found, costs).makespan <= simulate(split, costs).makespan < simulate(plain, costs).makespan
-
-
-def test_whole_backwards_stay_whole_where_their_halves_take_longer() -> None:
-    costs = Costs.unit(4)
-    dear = replace(costs, stages=tuple(replace(each, backward=1.2) for each in costs.stages))
-    table = SCHEDULES["1F1B"](4, 4, 8)
-    assert place_weight_grads(table, dear) is table
-    assert Kind.W in place_weight_grads(table, costs).kinds
-
-
-def test_the_last_backwards_are_split_where_there_is_room_for_no_others() -> None:
-    costs = Costs.unit(4)
-    large = replace(costs, stages=tuple(replace(each, kept_bytes=1500) for each in costs.stages))
-    table = SCHEDULES["1F1B"](4, 4, 8)
-    caps = peak_bytes(table, large)
-    found = place_weight_grads(table, large, caps)
-    assert simulate(found, large).makespan < simulate(table, large).makespan
-    assert all(nbytes <= cap for nbytes, cap in zip(peak_bytes(found, large), caps, strict=True))
 
 
 def test_a_table_over_the_cap_gets_a_placement_that_fits_or_an_error() -> None:

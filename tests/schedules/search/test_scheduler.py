@@ -19,7 +19,7 @@ from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.candidate import EvaluatedOrder
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
@@ -82,16 +82,6 @@ def test_with_enough_memory_only_the_way_to_the_last_rank_is_lost(ranks: int, mi
     costs = Costs.unit(ranks * chunks, ranks)
     schedule = schedule_auto(costs, ranks=ranks, microbatches=microbatches)
     assert simulate(schedule, costs).makespan == pytest.approx(3 * microbatches + (ranks - 1) / chunks)
-
-
-def test_more_memory_is_never_worse() -> None:
-    costs = random_costs(Random(5), 8)
-    ends = [
-        simulate(schedule_auto(costs, cap, ranks=4, microbatches=6, effort=0.3), costs).makespan
-        for cap in (3000, 4500, None)
-    ]
-    assert ends == sorted(ends, reverse=True)
-    assert ends[0] > ends[-1]
 
 
 # ---------------------------------------------------------------------------------- any costs
@@ -188,12 +178,6 @@ def test_odd_costs_under_the_smallest_cap(stage: StageCosts) -> None:
     schedule = schedule_auto(costs, 2 * stage.saved_bytes, ranks=3, microbatches=4, effort=0.1)
     check(schedule, ranks=3, stages=6, microbatches=4)
     assert peaks(schedule, costs) == [2 * stage.saved_bytes] * 3
-
-
-def test_caps_per_rank() -> None:
-    costs = Costs.unit(4)
-    schedule = schedule_auto(costs, [4000, 3000, 1000, 2000], ranks=4, microbatches=6)
-    assert all(peak <= cap for peak, cap in zip(peaks(schedule, costs), [4000, 3000, 1000, 2000], strict=True))
 
 
 def test_the_smallest_cap_is_named_and_enough() -> None:
@@ -309,21 +293,6 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
             assert again.makespan >= problem.bound() * (1 - 1e-9)
             joined = simulate(schedule_of(problem, numbered(again, join=True), "found"), costs)
             assert joined.makespan <= timeline.makespan * (1 + 1e-9)
-
-
-def test_a_limit_only_leaves_out_what_is_above_it() -> None:
-    _, problem = problems(7, 3, 2, 5)
-    for solution in solved(problem):
-        assert evaluate_order(problem, solution.candidate, solution.total * (1 - 1e-6)) is None
-        assert evaluate_order(problem, solution.candidate, solution.total * (1 + 1e-6)) == solution
-
-
-def test_an_order_beyond_memory_or_without_an_end_is_none() -> None:
-    problem = Problem.of(Costs.unit(2), {0: 0, 1: 1}, 2, [1000.0, 1000.0])
-    every = bytearray(4), [1.0, 1.0]
-    assert evaluate_order(problem, Candidate([[0, 4, 1, 5], [2, 6, 3, 7]], *every)) is not None
-    assert evaluate_order(problem, Candidate([[0, 1, 4, 5], [2, 6, 3, 7]], *every)) is None
-    assert evaluate_order(problem, Candidate([[0, 4, 1, 5], [3, 7, 2, 6]], *every)) is None
 
 
 def test_what_programs_take_while_they_run_counts_against_the_cap() -> None:

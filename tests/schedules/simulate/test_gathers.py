@@ -31,11 +31,6 @@ def test_the_line_serves_one_after_the_other_while_the_rank_computes() -> None:
     assert (found["1RESHARD"], found["0B0"], found["0RESHARD"]) == (13, 11, 17)
 
 
-def test_a_reshard_without_new_gradients_sends_nothing() -> None:
-    found = ends("0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0REDUCE_GRAD 0RESHARD", (1,), (5,))
-    assert found["0RESHARD"] == 5 and found["0REDUCE_GRAD"] == 10
-
-
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_free_line_changes_nothing(name: str, blocking: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,10 @@ import pytest
 import graphpp
 from graphpp import TrainingPlan, TrainingPlans
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.offloaded import windows_of_setting
-from graphpp.cluster_planner.plans.predict_step import Prediction, predict, tables_of
+from graphpp.cluster_planner.plans.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
-from graphpp.cluster_planner.plans.single_layers import priced_setting
 from graphpp.devices import CPU_CORE, Link, Machines
 from graphpp.errors import ScheduleError
 from tests import internals
@@ -59,20 +56,6 @@ def test_offload_takes_bytes_and_a_slow_link_takes_time() -> None:
     assert slow.seconds.total == pytest.approx(none.seconds.total + slow.seconds.offload)
 
 
-def test_each_value_has_the_latency_of_a_copy() -> None:
-    asked, setting = request_of(FAST), replace(SETTING, offload=1.0)
-    distant = replace(asked, machines=Machines(replace(CPU_CORE, host=Link(1.0, FAST, 1.0)), 2))
-    tables, cut = tables_of(asked, setting), asked.stages(setting).cut
-    assert tables is not None
-    windows = windows_of_setting(priced_setting(asked, setting, cut), cut, tables[0].schedule, 1.0)
-    copies = Counter[int]()
-    for window in windows:
-        copies[tables[0].rank_of_stage[window.stage]] += 2 * len(window.values)
-    found = predict(distant, setting)
-    assert found is not None
-    assert found.seconds.offload > 0.9 * max(copies.values()) > 2 * len(windows)
-
-
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
 def test_the_least_fraction_that_fits(share: float) -> None:
     none, every = predicted(None).peak, predicted(1.0).peak
@@ -81,11 +64,6 @@ def test_the_least_fraction_that_fits(share: float) -> None:
     assert found is not None and found.offload is not None
     assert predicted(found.offload).peak <= cap
     assert predicted(found.offload - 1 / 8 or None).peak > cap
-
-
-def test_all_may_be_too_little_and_a_device_without_link_offloads_nothing() -> None:
-    assert least_offload(request_of(FAST), SETTING, predicted(1.0).peak - 1) is None
-    assert least_offload(request_of(None), SETTING, predicted(None).peak) is None
 
 
 def test_a_model_that_fits_by_offload_alone() -> None:

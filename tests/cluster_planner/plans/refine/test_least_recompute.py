@@ -56,26 +56,10 @@ def test_no_rank_recomputes_a_layer_more_than_its_memory_asks_for(word: str, sha
             assert predicted(fewer, cut).peaks[stage] > cap
 
 
-def test_the_first_rank_of_1f1b_recomputes_more() -> None:
-    found = least_recompute(request_of(), SETTING, between(0.5))
-    assert found is not None
-    first, last = found[0].recomputed or ()
-    assert first > last
-
-
 def test_a_cap_above_all_asks_for_none_and_one_below_all_for_too_much() -> None:
     found = least_recompute(request_of(), SETTING, 2**40)
     assert found is not None and (found[0].recompute, found[0].recomputed) == (None, None)
     assert least_recompute(request_of(), SETTING, 1000) is None
-
-
-def test_all_and_no_layers_are_the_words() -> None:
-    cut = predicted(SETTING).cut
-    counts = tuple(len(layers) for layers in ([0] * 9, [0] * 9))
-    every = predicted(replace(SETTING, recomputed=counts), cut)
-    assert (every.peaks, every.seconds) == (predicted(SETTING).peaks, predicted(SETTING).seconds)
-    none = predicted(replace(SETTING, recomputed=(0, 0)), cut)
-    assert none.peaks == predicted(replace(SETTING, recompute=None), cut).peaks
 
 
 def test_the_names_are_those_of_the_first_layers_of_each_stage() -> None:
@@ -110,5 +94,3 @@ def test_a_plan_has_as_many_names_as_layers() -> None:
     best = plans(machines="2xCPU", pp=2, param_dtype=None, memory_cap=2**33).best
     with pytest.raises(GraphPPError, match=r"plan\.recomputed: take the names of 0 layers, got 1"):
         replace(best, recomputed=("layers.0",))
-
-
