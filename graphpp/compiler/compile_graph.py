@@ -19,8 +19,8 @@ from graphpp._torch.symbols import Values, considering, hint
 from graphpp.capture.outputs import output_shapes
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
-from graphpp.compiler.checks.exchanged_values import check_gathered_experts
 from graphpp.compiler.dumps.dump import Dump
+from graphpp.compiler.exchanged_values import check_gathered_experts
 from graphpp.compiler.held_state import held_by_rank, state_bytes
 from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_program, variant_of
 from graphpp.compiler.request import CompileRequest

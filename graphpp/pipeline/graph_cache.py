@@ -29,8 +29,8 @@ from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered, check_homes, check_same_results, lowered
 from graphpp.compiler.capture_once import capture_graphs
-from graphpp.compiler.checks.exchanged_values import check_shared_layers
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
+from graphpp.compiler.exchanged_values import check_shared_layers
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.ownership.ownership import Ownership
