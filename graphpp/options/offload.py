@@ -21,7 +21,7 @@ class Offload:
     `values`: a function of a value's `TensorMeta` that says whether the value may leave; None: values of at least
     `least_bytes` bytes, for which the copy takes longer than its launch.
     `ahead`: by how many computing actions the copy back starts before the first read.
-    Raises `GraphPPError` for a fraction or a lead out of range.
+    Raises `GraphPPError` for a value out of range.
     """
 
     fraction: float = 1.0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-
 import torch
 
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # odd, with bits in all places
 _CHUNK = 2**18  # elements that are weighted at once, in several temporary integers each
-_SAMPLE = 256  # elements, about
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -31,12 +27,3 @@ def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
     mixed = torch.arange(first + 1, first + 1 + count, device=device) * _FACTORS[0]
     mixed = (mixed ^ (mixed >> 30)) * _FACTORS[1]
     return (mixed ^ (mixed >> 27)) * 2 + 1
-
-
-def checksum_of_sample(tensor: torch.Tensor) -> int:
-    """A hash of about 256 elements of a tensor on the CPU, which are spread evenly over all dimensions."""
-    count = max(2, round(_SAMPLE ** (1 / max(tensor.dim(), 1))))
-    part = tensor[tuple([slice(None, None, max(1, size // count)) for size in tensor.shape])]
-    elements = part.detach().resolve_conj().resolve_neg().contiguous()
-    content = ctypes.string_at(elements.data_ptr(), elements.nbytes)
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

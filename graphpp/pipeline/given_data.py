@@ -2,9 +2,8 @@
 
 Contract
 --------
-- Ranks of one pipeline must be given the same data. `checksums` has one number for each tensor: of all elements in the first
-  calls and then in every n-th; in between of a sample of one microbatch. A sample of a tensor on a GPU would make the host
-  wait, and is left out.
+- Ranks of one pipeline must be given the same data. `checksums` has one number for each tensor, of all elements, in the first
+  calls and then in every n-th. In between data are not compared: a checksum of a tensor on a GPU makes the host wait.
 - A tensor on the meta device stands for data that a rank was not given. `holdings_of_ranks` raises `BatchError` on all ranks
   if a rank reads data that no rank has; `filled` gives each rank the data that its stages read, from the lowest rank that has
   them.
@@ -22,41 +21,27 @@ import torch.distributed as dist
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.errors import BatchError
 from graphpp.parallel.agreement import Agreement, refuse_differences
-from graphpp.parallel.checksum import checksum, checksum_of_sample
+from graphpp.parallel.checksum import checksum
 from graphpp.parallel.facts import Facts
 
 _FIRST = 3  # calls of which all elements are compared
 
 Place = tuple[int, str]  # the index of a microbatch and the path of a tensor in it
+Tensors = dict[Place, torch.Tensor]
 
 
 def checksums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[str, int | None]:
     """The checksums of a call's tensors by name, None for an absent one.
 
-    `call`: the number of the call among its kind, from 1. `every`: all elements are compared in every so many calls; 0: nothing
-    is compared.
+    `call`: the number of the call among its kind, from 1. `every`: data are compared in every so many calls; 0: never.
     """
-    return {_name(place): total for place, total in _sums(parts, call, every).items()}
+    return {_name(place): total for place, total in _sums(_tensors(parts), call, every).items()}
 
 
-def _sums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[Place, int | None]:
-    whole = every > 0 and (call <= _FIRST or call % every == 0)
-    found: dict[Place, int | None] = {}
-    for index, part in enumerate(parts):
-        sampled = every > 0 and _drawn(call, len(parts)) == index
-        for path, tensor in part.tensors.items():
-            if tensor.is_meta:
-                found[index, path] = None
-            elif whole:
-                found[index, path] = checksum(tensor)
-            elif sampled and tensor.device.type == "cpu":
-                found[index, path] = checksum_of_sample(tensor)
-    return found
-
-
-def _drawn(call: int, count: int) -> int:
-    """One of `count` microbatches, without a pattern over the calls."""
-    return ((call * 0x9E3779B1) >> 16) % count
+def _sums(tensors: Tensors, call: int, every: int) -> dict[Place, int | None]:
+    compared = every > 0 and (call <= _FIRST or call % every == 0)
+    absent = {place: None for place, tensor in tensors.items() if tensor.is_meta}
+    return absent | {place: checksum(tensor) for place, tensor in tensors.items() if compared and not tensor.is_meta}
 
 
 class _Holding(NamedTuple):
@@ -79,10 +64,10 @@ def holdings_of_ranks(
     `read`: the paths that this rank's stages read. `call`, `every`: as for `checksums`. Raises on all ranks: `MismatchError`
     where ranks were given different data, and `BatchError` where no rank was given data that a rank reads.
     """
-    tensors, sums = _tensors(parts), _sums(parts, call, every)
-    totals = {place: sums.get(place) for place in tensors}
+    tensors = _tensors(parts)
+    sums = _sums(tensors, call, every)
     own = [
-        (not tensor.is_meta, place[1] in read, totals[place] is not None, totals[place] or 0)
+        (not tensor.is_meta, place[1] in read, sums.get(place) is not None, sums.get(place) or 0)
         for place, tensor in tensors.items()
     ]
     everyone = agreement.of_all(torch.tensor(own, dtype=torch.int64, device="cpu"))
@@ -115,11 +100,9 @@ def _check(holdings: Holdings, agreement: Agreement) -> None:
             )
 
 
-def _exchanged(
-    tensors: dict[Place, torch.Tensor], holdings: Holdings, agreement: Agreement
-) -> dict[Place, torch.Tensor]:
+def _exchanged(tensors: Tensors, holdings: Holdings, agreement: Agreement) -> Tensors:
     """The tensors that this rank has received: each from the lowest rank that was given it, on every rank that lacks it."""
-    received: dict[Place, torch.Tensor] = {}
+    received: Tensors = {}
     messages = []
     for place, each in holdings.items():
         source = next((rank for rank, holding in enumerate(each) if holding.given), None)
@@ -137,7 +120,7 @@ def _exchanged(
     return {place: _laid_out_as(tensors[place], memory) for place, memory in received.items()}
 
 
-def _tensors(parts: Sequence[FlatMicrobatch]) -> dict[Place, torch.Tensor]:
+def _tensors(parts: Sequence[FlatMicrobatch]) -> Tensors:
     return {(index, path): tensor for index, part in enumerate(parts) for path, tensor in part.tensors.items()}
 
 
