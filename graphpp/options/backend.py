@@ -90,7 +90,7 @@ def read_backend(form: BackendLike) -> Backend:
     if isinstance(form, str) and form in ("eager", "inductor"):
         return Eager() if form == "eager" else Inductor()
     if _FUNCTION.accepts(form):
-        return Custom(form)
+        return Custom(form)  # type: ignore[arg-type]
     raise GraphPPError(f"take {BACKEND_FORMS}, got {shown(form)}")
 
 

@@ -12,11 +12,10 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder
 
-T = TypeVar("T")
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -89,16 +87,17 @@ class Calls:
         self._broken = False
 
     @contextlib.contextmanager
-    def all_ranks(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[None]:
+    def all_ranks(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[dict[str, Sequence[str]]]:
         """A context around work of every rank of the pipeline: all leave it, or all raise if the work fails on one.
 
-        `alike`: lines that all ranks must have alike when the work is done. The timeout is that of the start, for files and
-        values take longer than a step.
+        `alike`: lines that all ranks must have alike when the work is done, to which the work may add. The timeout is that of
+        the start, for files and values take longer than a step.
         """
         self.check_whole()
+        lines = dict(alike)
         with self.watched(), self._timeouts.starting(), Round(self._agreement) as r:
-            r.compare(self._described(Facts(alike), what))
-            yield
+            r.compare(self._described(Facts(lines), what))
+            yield lines
 
     @contextlib.contextmanager
     def all_replicas(self, what: str) -> Iterator[None]:
@@ -106,19 +105,6 @@ class Calls:
         with self.watched(), self._timeouts.starting(), Round(self._replicas) as r:
             r.compare(Facts({"the call": [what]}))
             yield
-
-    def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
-        """Do `work` in `all_ranks`; `alike` gives the lines afterwards."""
-        lines: dict[str, list[str]] = {}
-        with self.all_ranks(what, lines):
-            result = work()
-            lines.update(alike() if alike else {})
-        return result
-
-    def replicas_do(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work` in `all_replicas`."""
-        with self.all_replicas(what):
-            return work()
 
     def check_whole(self) -> None:
         """Raise `GraphPPError` after a call that ended midway."""
