@@ -6,7 +6,7 @@ Contract: without measured costs the seconds are the sums of those of single ope
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from graphpp._torch.symbols import considering
 from graphpp.compiler.compile_graph import CompiledGraph, freed_windows, held_by_ranks, offload_windows, programs_of
@@ -23,28 +23,17 @@ from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.state_bytes import sent_by_stage
 
 
-@dataclass(frozen=True)
-class EstimatedStep:
-    """`costs`: of the first microbatch; `memory`: bytes by kind over time for each rank, empty for an evaluation."""
-
-    costs: Costs
-    timeline: Timeline
-    memory: tuple[KindCurve, ...] = ()
-
-
 def estimated_step(
     request: CompileRequest, graph: CompiledGraph, table: CheckedTable, measured: Costs | None = None
-) -> EstimatedStep:
-    """The estimate for a table of this graph."""
+) -> tuple[Timeline, tuple[KindCurve, ...]]:
+    """The timeline for a table of this graph, and bytes by kind over time for each rank, empty for an evaluation."""
     programs = programs_of(request, [graph] * table.running.microbatches, table)
-    costs = _costs(request, graph, programs[0], table) if measured is None else measured
-    timeline = simulate(table.running, costs)
+    timeline = simulate(table.running, _costs(request, graph, programs[0], table) if measured is None else measured)
     if not table.training:
-        return EstimatedStep(costs, timeline)
+        return timeline, ()
     windows = freed_windows(request, offload_windows(request, [graph], programs, table))
     held = held_by_ranks(request, graph, programs, table)
-    nbytes = costs_of_microbatches(programs, table.flow)
-    return EstimatedStep(costs, timeline, bytes_over_time(timeline, nbytes, held, windows))
+    return timeline, bytes_over_time(timeline, costs_of_microbatches(programs, table.flow), held, windows)
 
 
 def _costs(request: CompileRequest, graph: CompiledGraph, program: PipelineProgram, table: CheckedTable) -> Costs:

@@ -173,6 +173,7 @@ def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[St
     known: dict[tuple[int, Kind], float] = {}
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
+
     def costs(stage: int) -> StageCosts:
         forward, first, second = (known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W))
         return StageCosts(forward, first, second, known.get((stage, Kind.B)))
@@ -232,20 +233,15 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
 
 
 def message_times(
-    program: PipelineProgram, schedule: Schedule, place: RankPlace, runs: Sequence[Timeline] = ()
+    program: PipelineProgram, schedule: Schedule, place: RankPlace, runs: Sequence[Timeline]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of one message over each boundary, forward and backward; 0 where both stages are on one rank."""
-    idle = idle_message_times(program, schedule, place)
-    found = median_of_means(
-        ((send._replace(microbatch=None), seconds) for send, seconds in waited_for(run)) for run in runs
+    found = median_of_means(((send._replace(microbatch=None), seconds) for send, seconds in waited_for(run)) for run in runs)
+    on, back = idle_message_times(program, schedule, place)
+    return (
+        tuple(max(found.get(Action(at, Kind.SEND_F), 0.0), idle) for at, idle in enumerate(on)),
+        tuple(max(found.get(Action(at + 1, Kind.SEND_B), 0.0), idle) for at, idle in enumerate(back)),
     )
-    boundaries = range(len(idle[0]))
-    on, back = [Action(at, Kind.SEND_F) for at in boundaries], [Action(at + 1, Kind.SEND_B) for at in boundaries]
-    on_times, back_times = (
-        tuple(max(found.get(key, 0.0), alone) for key, alone in zip(keys, times, strict=True))
-        for keys, times in zip((on, back), idle, strict=True)
-    )
-    return on_times, back_times
 
 
 def waited_for(run: Timeline) -> Iterator[tuple[Action, float]]:

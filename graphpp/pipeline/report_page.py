@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphpp.compiler.compile_graph import CompiledGraph
-from graphpp.compiler.estimated_step import EstimatedStep, estimated_step
+from graphpp.compiler.estimated_step import estimated_step
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.joint_graph import describe_node
@@ -64,17 +64,27 @@ def write_report(
 def page_of(request: CompileRequest, graph: CompiledGraph, tables: Tables, profile: Profile | None, run: RunView) -> Page:
     """The page."""
     table = _table_of(graph, tables, profile)
-    step = estimated_step(request, graph, table, None if profile is None else profile.costs)
+    timeline, memory = estimated_step(request, graph, table, None if profile is None else profile.costs)
     own = request.options.parallel.op_costs is not None
     note = _MEASURED if profile is not None else _BY_CALLER if own else _ESTIMATED
-    measured = [] if profile is None else [profile.timeline]
+    measured = [] if profile is None else [TimelineView.of(profile.timeline)]
     boundaries, relays = boundary_views(graph)
     caps, ranks = request.options.memory.caps(request.place.ranks), table.running.ranks
+    most = max((sum(parts.values()) for curve in memory for _, parts in curve), default=None)
+    facts = {
+        "schedule": table.plain.name,
+        **{name: str(getattr(table.running, name)) for name in ("stages", "ranks", "microbatches")},
+        "device": request.place.device.type,
+        f"step, {'estimated' if profile is None else 'simulated'}": spell_time(timeline.makespan, "s"),
+        **({} if profile is None else {"step, measured": spell_time(profile.timeline.makespan, "s")}),
+        "parameters": f"{sum(each.parameters for each in graph.plan.stages):,}",
+        **({} if most is None else {"most bytes on a rank": spell_bytes(most)}),
+    }
     return Page(
         title=f"{type(request.model).__name__}: {table.plain.name} on {ranks} rank{'s' * (ranks != 1)}",
-        facts=tuple(_facts(request, graph, step, table, profile)),
-        timelines=(TimelineView.of(step.timeline, note), *map(TimelineView.of, measured)),
-        memory=MemoryView.of(step.memory, caps, note=_BYTES) if step.memory else None,
+        facts=tuple(facts.items()),
+        timelines=(TimelineView.of(timeline, note), *measured),
+        memory=MemoryView.of(memory, caps, note=_BYTES) if memory else None,
         stages=tuple(each.view for each in graph.plan.stages),
         boundaries=boundaries,
         relays=relays,
@@ -97,35 +107,21 @@ def _table_of(graph: CompiledGraph, tables: Tables, profile: Profile | None) -> 
     return found
 
 
-def _facts(
-    request: CompileRequest, graph: CompiledGraph, step: EstimatedStep, table: CheckedTable, profile: Profile | None
-) -> Iterator[tuple[str, str]]:
-    yield "schedule", table.plain.name
-    yield from ((name, str(getattr(table.running, name))) for name in ("stages", "ranks", "microbatches"))
-    yield "device", request.place.device.type
-    yield f"step, {'estimated' if profile is None else 'simulated'}", spell_time(step.timeline.makespan, "s")
-    if profile is not None:
-        yield "step, measured", spell_time(profile.timeline.makespan, "s")
-    yield "parameters", f"{sum(each.parameters for each in graph.plan.stages):,}"
-    if step.memory:
-        yield "most bytes on a rank", spell_bytes(max(sum(parts.values()) for curve in step.memory for _, parts in curve))
-
-
 # ---------------------------------------------------------------------------------- values between stages
 
 
 def boundary_views(graph: CompiledGraph) -> tuple[tuple[BoundaryView, ...], tuple[RelayView, ...]]:
     """The values of each boundary, and the relays, for one microbatch."""
-    boundaries, makers = graph.program.boundaries, {node.name: node for node in graph.captured.joint.graph.nodes}
-    relays = [relay for way in (_FORWARD, _BACKWARD) for relay in _relays(graph, way, makers)]
+    makers = {node.name: node for node in graph.captured.joint.graph.nodes}
+    relays = tuple(relay for way in _PHASES for relay in _relays(graph, way, makers))
     further = {(relay.way, relay.value.name) for relay in relays}
     views = []
-    for each in boundaries:
-        relayed = [meta for way in (_FORWARD, _BACKWARD) for meta in _values(each, way) if (way, meta.name) in further]
-        values = ([_view(meta, makers) for meta in _values(each, way)] for way in (_FORWARD, _BACKWARD))
+    for each in graph.program.boundaries:
+        relayed = [meta for way in _PHASES for meta in _values(each, way) if (way, meta.name) in further]
+        values = (tuple(_view(meta, makers) for meta in _values(each, way)) for way in _PHASES)
         sizes = total_bytes(each.forward), total_bytes(each.backward), total_bytes(relayed)
-        views.append(BoundaryView(each.stage, *sizes, *map(tuple, values)))
-    return tuple(views), tuple(relays)
+        views.append(BoundaryView(each.stage, *sizes, *values))
+    return tuple(views), relays
 
 
 def _values(boundary: Boundary, way: str) -> Sequence[TensorMeta]:
