@@ -122,7 +122,7 @@ def checked_programs(
     _check_ranks(table.plain, distinct)
     _check_forward_order(table, distinct)
     programs = programs_of(request, graphs, table)
-    windows = _windows(request, graphs, programs, table)
+    windows = offload_windows(request, distinct, programs, table)
     if memory_cap is not None:
         _check_memory(request, graphs[0], programs, table, freed_windows(request, windows), memory_cap)
     return programs, windows
@@ -162,16 +162,6 @@ def check_homes(first: CompiledGraph, graph: CompiledGraph) -> None:
 def _distinct(graphs: Iterable[CompiledGraph]) -> list[CompiledGraph]:
     """Each graph once, in the order of their first microbatches."""
     return list({id(graph): graph for graph in graphs}.values())
-
-
-def _windows(
-    request: CompileRequest, graphs: Sequence[CompiledGraph], programs: Sequence[PipelineProgram], table: CheckedTable
-) -> tuple[OffloadWindow, ...]:
-    """The offloaded values of a call; the plan has them already where its only graph was compiled for the same table."""
-    distinct = _distinct(graphs)
-    if len(distinct) == 1 and distinct[0].plan.schedule is table.plain and table.training and distinct[0].values is None:
-        return distinct[0].plan.offload_windows
-    return offload_windows(request, distinct, programs, table)
 
 
 def _results(graph: CompiledGraph) -> dict[str, object]:

@@ -109,8 +109,7 @@ class Pipeline(RankPart):
 
         At the end, hooks of `register_post_accumulate_grad_hook` are called. The batch's memory may be written again then.
         """
-        weights = LossArguments(loss_weight, scaler, accumulation_steps)
-        return self._step(Microbatch(args, kwargs, target), weights)
+        return self._step(Microbatch(args, kwargs, target), LossArguments(loss_weight, scaler, accumulation_steps))
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
@@ -179,8 +178,8 @@ class Pipeline(RankPart):
         with self._calls.watched():
             call, prepared = self._calls.prepare(batch, asked=f"a profile of {repeat} steps")
             require(GraphPPError, "repeat", COUNT, repeat)  # equal on all ranks
-            trials = Trials(self._model, self._cache, partial(self._run_step, batch), partial(self._calls.run, call))
-            return trials.profile(prepared, repeat)
+            step = partial(self._run_step, batch, NO_WEIGHTS)
+            return Trials(self._model, self._cache, step, partial(self._calls.run, call)).profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
         """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
@@ -220,13 +219,11 @@ class Pipeline(RankPart):
         raises `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
         `RuntimeError` on all ranks for a total norm that is not finite if `error_if_nonfinite`.
         """
-
         with self._calls.watched(), torch.no_grad():
-            with self._calls.agreeing() as r:
+            with self._calls.agreeing("clip_grad_norm_") as alike:
                 require(GraphPPError, "foreach", or_none(FLAG), foreach)
-                clipping, own = norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
-                r.compare(self._calls.facts_of_gradients("clip_grad_norm_", clipping, own))
-            gradients = self._calls.with_codes(own, changed=r.lacking)
+                clipping, gradients = norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
+                alike["its arguments"] = [str(clipping)]
             with self._calls.exchanging():
                 norm = norms.total_norm(gradients, clipping.norm_type)
         if clipping.error_if_nonfinite and not bool(norm.isfinite()):
@@ -302,7 +299,7 @@ class Pipeline(RankPart):
         return result
 
     def _run_step(
-        self, batch: Batch, weights: LossArguments = NO_WEIGHTS, recorder: Recorder | None = None
+        self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None
     ) -> tuple[StepResult, Collection[str]]:
         """The result of a training call, and the FQNs of this rank's parameters with hooks on gradients."""
         call, prepared = self._calls.prepare(batch, weights)
