@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
-from itertools import compress
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -33,24 +32,6 @@ from graphpp.runtime.dtensors import is_spread_over, local_tensor
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 _NO_GRADIENT = 0
-
-
-@dataclass(frozen=True)
-class HeldParameters:
-    """The parameters of a model that a rank holds.
-
-    `positions`: their positions among the model's `total` parameters, in the model's order; `counts`: for each whether this
-    rank counts its norm.
-    """
-
-    positions: tuple[int, ...]
-    counts: tuple[bool, ...]
-    total: int
-
-    @cached_property
-    def counted(self) -> tuple[int, ...]:
-        """The positions of the parameters whose norms this rank counts."""
-        return tuple(compress(self.positions, self.counts))
 
 
 class Parts(NamedTuple):
@@ -76,10 +57,15 @@ class RankGradients:
     parts: tuple[Parts, ...]
 
     @classmethod
-    def of(cls, parameters: Sequence[torch.Tensor], held: HeldParameters, place: RankPlace) -> RankGradients:
-        """The gradients of this rank's `parameters`, which are those of `held`, in that order."""
+    def of(
+        cls, held: Mapping[str, torch.Tensor], order: Mapping[str, int], owners: Mapping[str, Sequence[int]], place: RankPlace
+    ) -> RankGradients:
+        """The gradients of the parameters that this rank holds, by FQN; the first of a parameter's `owners` counts its norm.
+
+        `order`: the positions of the model's parameters.
+        """
         parts: list[Parts] = []
-        pairs = list(zip(held.positions, parameters, strict=True))
+        pairs, parameters = [(order[fqn], each) for fqn, each in held.items()], list(held.values())
         if place.sharding is not None:
             parts.append(Parts(place.sharding.group, tuple(at for at, each in pairs if not each.dim())))
         elif place.experts is not None:
@@ -88,9 +74,10 @@ class RankGradients:
             parts.append(_parts(pairs, place.tp_group))
         if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
-        gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)
-        counted = {position: gradient for position, gradient in gradients if gradient is not None}
-        codes = [_NO_GRADIENT] * held.total
+        counts = zip(held, parameters, strict=True)
+        gradients = {order[fqn]: each.grad for fqn, each in counts if owners[fqn][0] == place.rank}
+        counted = {position: gradient for position, gradient in gradients.items() if gradient is not None}
+        codes = [_NO_GRADIENT] * len(order)
         for position, gradient in counted.items():
             codes[position] = _CODES[gradient.dtype]
         return cls(parameters, counted, tuple(codes), place, tuple(parts))

@@ -47,7 +47,7 @@ from graphpp.planner.plan import Plan
 from graphpp.planner.tables import usual_microbatches
 from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
-from graphpp.runtime.model_state import ModelState, TensorReader
+from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder
 from graphpp.schedules.simulate.timeline import Timeline
@@ -78,7 +78,6 @@ class Pipeline(RankPart):
         self._cache = GraphCache(self._request, self._state, agreement)
         self._reader = BatchReader(self._request, example, self._cache.tables.admits)
         self._calls = Calls(self._request, agreement, self._cache, self._state, self._reader)
-        self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
         if example is not None:
             with self._calls.watched():
                 self._calls.compile(OneByOne([example]), usual_microbatches(options, place.ranks))
@@ -312,14 +311,8 @@ class Pipeline(RankPart):
 
     def _gradients(self) -> norms.RankGradients:
         """The gradients of this rank's parameters."""
-        if self._own is None:
-            order, rank = self._state.positions, self._place.rank
-            owners, own = self._cache.ownership.ranks_of_parameter, [fqn for fqn, _ in self.named_parameters()]
-            counts = tuple(owners[fqn][0] == rank for fqn in own)
-            held = norms.HeldParameters(tuple(order[fqn] for fqn in own), counts, len(order))
-            self._own = self._state.reader(own), held
-        read, held = self._own
-        return norms.RankGradients.of(read(), held, self._place)
+        owners = self._cache.ownership.ranks_of_parameter
+        return norms.RankGradients.of(dict(self.named_parameters()), self._state.positions, owners, self._place)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -174,11 +174,9 @@ def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[St
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
 
-    def costs(stage: int) -> StageCosts:
-        forward, first, second = (known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W))
-        return StageCosts(forward, first, second, known.get((stage, Kind.B)))
-
-    return tuple(map(costs, range(stages)))
+    kinds = (Kind.F, Kind.I, Kind.W)
+    times = [[known.get((stage, kind), 0.0) for kind in kinds] for stage in range(stages)]
+    return tuple(StageCosts(*each, known.get((stage, Kind.B))) for stage, each in enumerate(times))
 
 
 def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
@@ -208,17 +206,15 @@ def _with_bytes(
     found = []
     for index, each in enumerate(costs):
         known = [costs_of_stage(program, index) for program in distinct.values()]
-        by_kind: dict[str, Any] = {name: _largest([getattr(one, name) for one in known]) for name in _BY_KIND}
+        by_kind: dict[str, Any] = {}
+        for name in _BY_KIND:
+            several = [getattr(one, name) for one in known]
+            kinds = sorted({kind for nbytes in several for kind in nbytes})
+            by_kind[name] = {kind: max(nbytes.get(kind, 0) for nbytes in several) for kind in kinds}
         saved = max(program.stages[index].saved_bytes for program in own)
         kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
         found.append(replace(each, saved_bytes=saved, kept_bytes=kept, **by_kind))
     return tuple(found)
-
-
-def _largest(several: Sequence[Mapping[Kind, int]]) -> dict[Kind, int]:
-    """By kind, the most bytes of any mapping."""
-    kinds = sorted({kind for each in several for kind in each})
-    return {kind: max(each.get(kind, 0) for each in several) for kind in kinds}
 
 
 def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[float]:
