@@ -170,13 +170,14 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
 
 def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[StageCosts, ...]:
     """Each stage's times; 0 for a kind that never ran. `measured`: the runs of each table; the first with a kind counts."""
-    known: dict[tuple[int, Kind], float] = {}
+    known = defaultdict[tuple[int, Kind], float](float)
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
 
-    kinds = (Kind.F, Kind.I, Kind.W)
-    times = [[known.get((stage, kind), 0.0) for kind in kinds] for stage in range(stages)]
-    return tuple(StageCosts(*each, known.get((stage, Kind.B))) for stage, each in enumerate(times))
+    return tuple(
+        StageCosts(known[each, Kind.F], known[each, Kind.I], known[each, Kind.W], known.get((each, Kind.B)))
+        for each in range(stages)
+    )
 
 
 def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
