@@ -9,16 +9,9 @@ from typing import ClassVar
 
 from graphpp.arguments import FLAG, NUMBER, shown
 from graphpp.errors import GraphPPError
-from graphpp.options.offload import OFFLOAD_FORMS, Offload, OffloadLike, describe_offload, read_offload
+from graphpp.options.offload import OFFLOAD_FORMS, Offload, OffloadLike, read_offload
 from graphpp.options.option import Group, Option, group_reader
-from graphpp.options.recompute import (
-    RECOMPUTE_FORMS,
-    Recompute,
-    RecomputeLike,
-    describe_recompute,
-    is_recompute,
-    read_recompute,
-)
+from graphpp.options.recompute import RECOMPUTE_FORMS, Recompute, RecomputeLike, is_recompute, read_recompute
 
 Cap = int | tuple[int, ...] | None
 
@@ -55,7 +48,6 @@ class Memory(Group):
     recompute: Option[RecomputeLike, Recompute | None] = Option(
         None,
         read=read_recompute,
-        describe=describe_recompute,
         takes=RECOMPUTE_FORMS,
         about="Which values are computed a second time for the backward instead of being saved. None: values that cost next "
         "to nothing (views, casts, pointwise operations, norms, look-ups in saved tensors). A number above 0 and up to 1: "
@@ -68,7 +60,6 @@ class Memory(Group):
     offload: Option[OffloadLike, Offload | None] = Option(
         None,
         read=read_offload,
-        describe=describe_offload,
         takes=OFFLOAD_FORMS,
         about="Which saved values wait for their backward in the host's pinned memory. A fraction: of the bytes that a stage "
         "saves for a microbatch, the largest values first. True: every value that is worth the copy. Values whose backward "

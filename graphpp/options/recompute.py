@@ -51,6 +51,12 @@ class Recompute:
         if self.fraction is not None and not (NUMBER.accepts(self.fraction) and 0 < self.fraction <= 1):
             raise GraphPPError(f"a fraction of the usually saved bytes is above 0 and at most 1, got {shown(self.fraction)}")
 
+    def __str__(self) -> str:
+        """The choice as text that is the same on every rank."""
+        nodes = self.nodes if self.nodes is None or isinstance(self.nodes, str) else "a function"
+        usual = f"layers {self.layers}, operations {nodes}, weight_grad={self.weight_grad}"
+        return f"{usual}, fraction={self.fraction}, free={self.free}"
+
 
 RecomputeLike = Recompute | str | float | Sequence[str] | Nodes | None
 RECOMPUTE_FORMS = '"full", "selective", a fraction, FQNs, a function of a node, a `Recompute`'
@@ -74,15 +80,6 @@ def read_recompute(form: RecomputeLike) -> Recompute | None:
     if isinstance(form, int | float):
         return Recompute(fraction=form)
     return Recompute(nodes=form) if callable(form) else Recompute(tuple(form))
-
-
-def describe_recompute(choice: Recompute | None) -> list[str]:
-    """The choice as text that is the same on every rank."""
-    if choice is None:
-        return ["None"]
-    nodes = choice.nodes if choice.nodes is None or isinstance(choice.nodes, str) else "a function"
-    usual = f"layers {choice.layers}, operations {nodes}, weight_grad={choice.weight_grad}"
-    return [f"{usual}, fraction={choice.fraction}, free={choice.free}"]
 
 
 def _are_names(form: object) -> bool:
