@@ -113,14 +113,14 @@ def capture_graphs(
     sent = json.loads(agreement.from_first(partial(capturing.written, wanted)))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        return [capture_graph(request, each, training, sizes) for each, sizes in wanted]
+        return capturing.captured or [capture_graph(request, each, training, sizes) for each, sizes in wanted]
     graphs = capturing.read_again or [capturing.read(text) for text in sent["graphs"]]
     return [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
 
 
 @dataclass
 class _Capturing:
-    """The work of the first or only rank; `read_again`: the graphs that all ranks read.
+    """The work of the first or only rank: `captured` has its graphs, and `read_again` the graphs that all ranks read.
 
     `held`: the objects of model and loss by name; `digest`: of these objects.
     """
@@ -129,11 +129,14 @@ class _Capturing:
     held: ModelDigest
     digest: bytes
     training: bool
+    captured: list[CapturedGraph] = field(default_factory=list)
     read_again: list[CapturedGraph] = field(default_factory=list)
 
     def written(self, wanted: Sequence[tuple[FlatMicrobatch, Open]]) -> bytes:
         """The graphs as JSON, or the reason why they cannot be written or read again. Raises `CaptureError`."""
-        texts = [self.obtained(*each)[1] for each in wanted]
+        made = [self.obtained(*each) for each in wanted]
+        self.captured += [graph for graph, _ in made]
+        texts = [text for _, text in made]
         refused = next((text for text in texts if isinstance(text, Exception)), None)
         try:
             if refused is None:
