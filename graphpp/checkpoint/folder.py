@@ -67,15 +67,12 @@ class Checkpoint:
         After an error, or if a process is killed, the folder has the earlier checkpoint.
         """
         path = self._path(folder)
-
-        def write() -> None:
+        with self._calls.all_replicas(f"checkpoint {path}"):
             if self._writes:
                 entries = self._read(path)
                 with self._calls.watched(), told():
                     write_entries({ENTRY: entries}, FileSystemWriter(_partial(path)), self._calls.file_group)
                 self._publish(path)
-
-        self._calls.replicas_do(f"checkpoint {path}", write)
 
     @checked(CheckpointError, folder=PATH)
     def async_save(self, folder: str | os.PathLike[str]) -> PendingSave:
@@ -86,23 +83,19 @@ class Checkpoint:
         path = self._path(folder)
         written: list[Future[Any]] = []
 
-        def begin() -> None:
+        def end() -> None:
+            self._calls.saving = None
+            with self._calls.all_replicas(f"checkpoint {path} is complete"):
+                for each in written:
+                    with self._calls.watched(), told():
+                        each.result()
+                    self._publish(path)
+
+        with self._calls.all_replicas(f"checkpoint {path}"):
             if self._writes:
                 entries = {ENTRY: self._read(path, copied=True)}
                 writer, group = FileSystemWriter(_partial(path)), self._calls.file_group
                 written.append(in_background(lambda: write_entries(entries, writer, group)))
-
-        def end() -> None:
-            self._calls.saving = None
-            self._calls.replicas_do(f"checkpoint {path} is complete", publish)
-
-        def publish() -> None:
-            for each in written:
-                with self._calls.watched(), told():
-                    each.result()
-                self._publish(path)
-
-        self._calls.replicas_do(f"checkpoint {path}", begin)
         self._calls.saving = str(path)
         return PendingSave(written[0] if written else None, end)
 
@@ -141,32 +134,26 @@ class Checkpoint:
 
     def _read(self, path: Path, *, copied: bool = False) -> dict[str, Any]:
         """This rank's entries or copies of them, on all ranks or on none. Removes the files of a save that was killed."""
-        entries: dict[str, Any] = {}
-
-        def read() -> None:
+        with self._calls.all_ranks(f"checkpoint {path}") as alike, without_os_errors():
             if self._state.first:
                 _check_replaceable(path)
                 shutil.rmtree(_partial(path), ignore_errors=True)
                 path.parent.mkdir(parents=True, exist_ok=True)
             own = self._state.entries()
-            entries.update(host_copies(own) if copied else own)
-
-        self._calls.all_do(f"checkpoint {path}", without_os_errors(read), self._state.alike)
+            entries = host_copies(own) if copied else own
+            alike.update(self._state.alike())
         return entries
 
     def _publish(self, path: Path) -> None:
         """Give the complete checkpoint its name."""
 
-        def publish() -> None:
-            if not self._state.first:
-                return
-            if path.exists():
+        with self._calls.all_ranks(f"checkpoint {path} is complete"), without_os_errors():
+            if self._state.first:
+                if path.exists():
+                    shutil.rmtree(_before(path), ignore_errors=True)
+                    path.rename(_before(path))
+                _partial(path).rename(path)
                 shutil.rmtree(_before(path), ignore_errors=True)
-                path.rename(_before(path))
-            _partial(path).rename(path)
-            shutil.rmtree(_before(path), ignore_errors=True)
-
-        self._calls.all_do(f"checkpoint {path} is complete", without_os_errors(publish))
 
 
 def _check_replaceable(path: Path) -> None:

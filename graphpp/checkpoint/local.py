@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ class LocalCheckpoint:
         Returns True; with `missing_ok` False where there is none, so that the training goes on from a checkpoint on a disk.
         Raises `CheckpointError` for a save that does not fit this training, and for saves of several trainings.
         """
-        self._begin("load")
+        with self._beginning("load"):
+            pass
         machines, folder = self._machines, self._folder
         with self._calls.watched():
             parts, files = dict[str, Part](), dict[str, int]()
@@ -126,33 +128,22 @@ class LocalCheckpoint:
     def _machines(self) -> Machines:
         return Machines(self._own, self._calls.file_group_of_all, self._folder)
 
-    def _begin(
-        self, what: str, work: Callable[[], None] | None = None, alike: Callable[[], Mapping[str, list[str]]] | None = None
-    ) -> None:
-        """Do `work` on all ranks of all replicas once they agree on the call; afterwards it is known who shares a machine."""
-
-        def begin() -> None:
-            check_not_saving(self._calls)
-            if work is not None:
-                work()
-
-        def facts() -> dict[str, list[str]]:
-            return {"mirror": [str(self._mirror)], **(alike() if alike is not None else {})}
-
-        words = f"{what} {_NAME_IN_ERRORS}"
-        self._calls.replicas_do(words, partial(self._calls.all_do, words, begin, facts))
-        with self._calls.watched():
+    @contextmanager
+    def _beginning(self, what: str) -> Iterator[dict[str, Sequence[str]]]:
+        """A context of all ranks of all replicas, as `Calls.all_ranks`; afterwards it is known who shares a machine."""
+        words, calls = f"{what} {_NAME_IN_ERRORS}", self._calls
+        with calls.all_replicas(words), calls.all_ranks(words, {"mirror": [str(self._mirror)]}) as alike:
+            check_not_saving(calls)
+            yield alike
+        with calls.watched():
             _ = self._machines.of
 
     def _begin_save(self, *, copied: bool) -> tuple[dict[str, Any], str]:
         """This rank's entries, the model's own memory or a copy in the host's, and the name of the save."""
-        entries: dict[str, Any] = {}
-
-        def read() -> None:
+        with self._beginning("save") as alike:
             own = self._state.entries()
-            entries.update(host_copies(own) if copied else own)
-
-        self._begin("save", read, self._state.alike)
+            entries = host_copies(own) if copied else own
+            alike.update(self._state.alike())
         self._number += 1
         training = self._machines.name if self._last is None else training_of(self._last)
         return entries, name_of_save(self._calls.steps, self._number, training, self._machines.name)

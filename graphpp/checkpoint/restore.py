@@ -38,41 +38,31 @@ def restore_from(
     `words` name the checkpoint in errors, as "the checkpoint in run/latest" does. `provide` is called, on all ranks, with the
     folder and the entries to read next.
     """
-    plain, tensors = dict[str, Any](), dict[str, Any]()
-    found: list[Path] = []
-
-    def begin() -> None:
-        found.extend(filter(None, [find()]))
-        plain.update(state.plain_targets())
-
-    def alike() -> dict[str, list[str]]:
-        return {words: [f"{len(found)} found"]}
-
-    def prepare() -> None:
+    with state.calls.all_ranks(f"load {words}") as alike:
+        folder, plain = find(), state.plain_targets()
+        alike[words] = ["none found" if folder is None else "found"]
+    if folder is None:
+        return False
+    _fill(state, plain, folder, provide)
+    with state.calls.all_ranks(f"the plain values of {words} fit"):
         state.check_plain(plain)
-        tensors.update(state.tensor_targets(_stored_tensors(found[0])))
-
-    def fill(entries: dict[str, Any]) -> None:
-        if provide is not None:
-            provide(found[0], {ENTRY: entries})
-        _fill(state, entries, found[0])
-
-    def restore() -> None:
+        tensors = state.tensor_targets(_stored_tensors(folder))
+    _fill(state, tensors, folder, provide)
+    with state.calls.all_ranks(f"{words} is loaded"):
         optimizer = {**plain["optimizer"], **tensors["optimizer"]}
         state.restore({**plain, **tensors, "optimizer": optimizer})
-
-    state.calls.all_do(f"load {words}", begin, alike)
-    if not found:
-        return False
-    fill(plain)
-    state.calls.all_do(f"the plain values of {words} fit", prepare)
-    fill(tensors)
-    state.calls.all_do(f"{words} is loaded", restore)
     return True
 
 
-def _fill(state: TrainingState, entries: dict[str, Any], folder: Path) -> None:
+def _fill(
+    state: TrainingState,
+    entries: dict[str, Any],
+    folder: Path,
+    provide: Callable[[Path, dict[str, Any]], None] | None,
+) -> None:
     """Read entries, in place."""
+    if provide is not None:
+        provide(folder, {ENTRY: entries})
     group = state.calls.file_group
     with state.calls.watched(), told(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
@@ -101,13 +91,10 @@ def told() -> Iterator[None]:
         raise CheckpointError(f"rank {rank}: {text}") from first
 
 
-def without_os_errors(work: Callable[[], object]) -> Callable[[], None]:
-    """`work` with `CheckpointError` in place of the errors of the file system."""
-
-    def run() -> None:
-        try:
-            work()
-        except OSError as fault:
-            raise CheckpointError(f"the checkpoint cannot be written: {fault}") from fault
-
-    return run
+@contextmanager
+def without_os_errors() -> Iterator[None]:
+    """Raise `CheckpointError` in place of the errors of the file system."""
+    try:
+        yield
+    except OSError as fault:
+        raise CheckpointError(f"the checkpoint cannot be written: {fault}") from fault

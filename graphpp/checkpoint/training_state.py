@@ -63,11 +63,13 @@ class RankCalls(Protocol):
     def watched(self) -> AbstractContextManager[None]:
         """A context around a call of all ranks."""
 
-    def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
-        """Do `work` on every rank, and go on when all have done it."""
+    def all_ranks(
+        self, what: str, alike: Mapping[str, Sequence[str]] = ...
+    ) -> AbstractContextManager[dict[str, Sequence[str]]]:
+        """A context around work of every rank, which gives the lines that all ranks must have alike at its end."""
 
-    def replicas_do(self, what: str, work: Callable[[], None]) -> None:
-        """Do `work` on every replica, and go on when all have done it."""
+    def all_replicas(self, what: str) -> AbstractContextManager[None]:
+        """A context around work of every replica."""
 
 
 def check_not_saving(calls: RankCalls) -> None:

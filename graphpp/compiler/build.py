@@ -16,7 +16,6 @@ from functools import cached_property
 
 from graphpp.backends.regions import SizedCall
 from graphpp.compiler import facts, overlap
-from graphpp.compiler.checks.buffer_hazards import check_forward_order, check_late_reads
 from graphpp.compiler.compile_graph import CompiledGraph, freed_windows, held_by_ranks, offload_windows, programs_of
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
@@ -121,12 +120,11 @@ def checked_programs(
     """
     distinct = _distinct(graphs)
     _check_ranks(table.plain, distinct)
-    check_forward_order(table, [pair for graph in distinct for pair in graph.written_buffers()])
+    _check_forward_order(table, distinct)
     programs = programs_of(request, graphs, table)
-    windows = _windows(request, graphs, programs, table)
+    windows = offload_windows(request, distinct, programs, table)
     if memory_cap is not None:
         _check_memory(request, graphs[0], programs, table, freed_windows(request, windows), memory_cap)
-    check_late_reads(programs)
     return programs, windows
 
 
@@ -166,16 +164,6 @@ def _distinct(graphs: Iterable[CompiledGraph]) -> list[CompiledGraph]:
     return list({id(graph): graph for graph in graphs}.values())
 
 
-def _windows(
-    request: CompileRequest, graphs: Sequence[CompiledGraph], programs: Sequence[PipelineProgram], table: CheckedTable
-) -> tuple[OffloadWindow, ...]:
-    """The offloaded values of a call; the plan has them already where its only graph was compiled for the same table."""
-    distinct = _distinct(graphs)
-    if len(distinct) == 1 and distinct[0].plan.schedule is table.plain and table.training and distinct[0].values is None:
-        return distinct[0].plan.offload_windows
-    return offload_windows(request, distinct, programs, table)
-
-
 def _results(graph: CompiledGraph) -> dict[str, object]:
     loss, stages = graph.program.loss, graph.program.stages
     return {
@@ -183,7 +171,21 @@ def _results(graph: CompiledGraph) -> dict[str, object]:
         "numbers to report": graph.program.metrics,
         "losses": loss.dtype if loss is not None else None,
         "gradients": [sorted(stage.gradients) for stage in stages] + [sorted(graph.program.partial)],
+        # A graph that does not write a buffer may read it in its backward, before or after another microbatch writes it.
+        "new values of buffers": [sorted(stage.written_buffers) for stage in stages],
     }
+
+
+def _check_forward_order(table: CheckedTable, graphs: Iterable[CompiledGraph]) -> None:
+    """Raise `ScheduleError` where a stage that writes buffers would see the microbatches in another order than a plain loop."""
+    orders = table.forward_orders()
+    for stage, fqn in (pair for graph in graphs for pair in graph.written_buffers()):
+        order = orders.get(stage.index, [])
+        if order != sorted(order):
+            raise ScheduleError(
+                f"stage {stage.index} writes the buffer {fqn}, and the schedule runs its forwards in the order "
+                f"{order}: a plain loop would write it in microbatch order. Reorder the forwards."
+            )
 
 
 def _check_ranks(table: Schedule, graphs: Iterable[CompiledGraph]) -> None:

@@ -19,14 +19,14 @@ from graphpp._torch.symbols import Values, considering, hint
 from graphpp.capture.outputs import output_shapes
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
-from graphpp.compiler.checks.exchanged_values import check_gathered_experts
 from graphpp.compiler.dumps.dump import Dump
+from graphpp.compiler.exchanged_values import check_gathered_experts
 from graphpp.compiler.held_state import held_by_rank, state_bytes
 from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_program, variant_of
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
 from graphpp.parallel.facts import Facts
-from graphpp.passes.lower import Hook, PassResult, lower, lower_assigned
+from graphpp.passes.lower import PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.planner import offload_windows as offload
 from graphpp.planner.layers import module_calls
@@ -92,7 +92,7 @@ class CompiledGraph:
 
     def parameters(self, rank: int) -> set[str]:
         """FQNs of the parameters that `rank` holds."""
-        return {fqn for stage in self.local_stages(rank) for fqn in stage.parameters}
+        return set(self.stages_of_parameter(rank))
 
     def stages_of_parameter(self, rank: int) -> dict[str, list[int]]:
         """For each parameter that `rank` holds, by FQN, the stages of the rank that read it."""
@@ -149,7 +149,12 @@ def compile_graph(
     table = table_for(len(starts))
     recomputed = table.recomputed_stages(options.memory.recompute is not None)
     variant, sources = variant_of(request, table), ProgramGraphs()
-    hook = _in_turn(dump.hook(table.plain), sources.hook(), request.watch)
+    hooks = dump.hook(table.plain), sources.hook(), request.watch
+
+    def hook(passed: PassResult) -> None:
+        for each in hooks:
+            each(passed)
+
     with working("cutting the graph into stages"), aot.quick():
         program = lower(captured.joint, starts, hook, choices_of(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
@@ -257,11 +262,3 @@ def _variant(request: CompileRequest, graph: CompiledGraph, variant: ProgramVari
         with aot.quick():
             graph.variants[variant] = lower_assigned(joint, len(graph.program.stages), graph.sources.hook(), choices)
     return graph.variants[variant]
-
-
-def _in_turn(*hooks: Hook) -> Hook:
-    def hook(passed: PassResult) -> None:
-        for each in hooks:
-            each(passed)
-
-    return hook

@@ -7,7 +7,7 @@ value of a parameter; of a parameter that several ranks hold they contain a chec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.facts import Facts
@@ -20,12 +20,10 @@ from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 
 def of_graph(joint: JointGraph, program: PipelineProgram) -> Facts:
     """The lines about one captured graph and its stage programs."""
+    begins = {stage.index: ", ".join(stage.modules[:3]) or "(no module)" for stage in program.stages}
+    split = [f"stage {index} begins with {modules}" for index, modules in begins.items()]
     return Facts(
-        {
-            "the code of the model or the loss": _code(joint),
-            "the split": [f"stage {stage.index} begins with {_begins(stage)}" for stage in program.stages],
-            "the compiled programs": _texts(program),
-        }
+        {"the code of the model or the loss": _code(joint), "the split": split, "the compiled programs": _texts(program)}
     )
 
 
@@ -37,8 +35,9 @@ def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
     return Facts(lines | {"the schedule": [table.plain.name, *table.text], "the compiled programs": programs})
 
 
-def of_copies(state: ModelState, shared: Sequence[str]) -> dict[str, list[str]]:
+def of_copies(state: ModelState, owners: Mapping[str, Sequence[int]], rank: int) -> dict[str, list[str]]:
     """Checksums of the tensors of this rank that other ranks hold too: copies of a tied parameter must start equal."""
+    shared = [fqn for fqn, ranks in owners.items() if len(ranks) > 1 and rank in ranks]
     sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in shared}
     return {f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()}
 
@@ -80,21 +79,13 @@ def _code(joint: JointGraph) -> list[str]:
 
 def _texts(compiled: PipelineProgram) -> list[str]:
     return [
-        f"stage {stage.index} {phase.label}, sha256 {_digest(item.source)}"
+        f"stage {stage.index} {phase.label}, sha256 {hashlib.sha256(_code_of(item.source)).hexdigest()[:16]}"
         for stage in compiled.stages
         for phase, item in (*stage.programs.items(), *([(Phase.HOIST, stage.hoisted)] if stage.hoisted else []))
     ]
 
 
-def _digest(source: str) -> str:
-    return hashlib.sha256(_without_comments(source).encode()).hexdigest()[:16]
-
-
-def _begins(stage: StageProgram) -> str:
-    return ", ".join(stage.modules[:3]) or "(no module)"
-
-
-def _without_comments(text: str) -> str:
+def _code_of(text: str) -> bytes:
     """The text without comments, which name folders, and without the lines that name this rank's own GPU and groups."""
     lines = (line.partition("  #")[0] for line in text.splitlines())
-    return "\n".join(line for line in lines if not line.startswith(("_device_", "_group_")))
+    return "\n".join(line for line in lines if not line.startswith(("_device_", "_group_"))).encode()

@@ -73,24 +73,22 @@ class Stopwatch:
         if any(has_unknown_size(node.meta["val"]) for _, graph in items.values() for node in graph.nodes if "val" in node.meta):
             _LOG.warning("layers are not timed but estimated: sizes of the graph depend on data")
             return self.estimate(lowered, sources)
-        with apart(self.device):
-            seconds = self._seconds(items)
-        if seconds is None:
+        try:
+            with apart(self.device):
+                seconds = self._seconds(items)
+        except _CannotRunError:
             return self.estimate(lowered, sources)
         return {place: each for key, each in zip(items, seconds, strict=True) for place in places[key]}
 
-    def _seconds(self, items: dict[str, tuple[Program, fx.Graph]]) -> list[float] | None:
-        """The seconds of each item, from the cache or measured; None where a program raises."""
+    def _seconds(self, items: dict[str, tuple[Program, fx.Graph]]) -> list[float]:
+        """The seconds of each item, from the cache or measured."""
         names = [self._name(key) for key in items]
         known = json.loads(self.agreement.from_first(lambda: json.dumps(self._cached(names)).encode()))
         new = [at for at, seconds in enumerate(known) if seconds is None]
         programs = list(items.values())
-        measured = self._measured([programs[at] for at in new])
-        if measured is None:
-            return None
-        for at, seconds in zip(new, measured, strict=True):
-            known[at] = seconds
         if new:
+            for at, seconds in zip(new, self._measured([programs[at] for at in new]), strict=True):
+                known[at] = seconds
             self.cache.write(_TABLE, {names[at]: repr(known[at]) for at in new})
         return list(map(float, known))
 
@@ -103,41 +101,36 @@ class Stopwatch:
         counts = f"{torch.get_num_threads()} threads, {self.agreement.ranks} ranks"
         return f"{key} {device}, {counts}, torch {torch.__version__}, {_settings()}"
 
-    def _measured(self, items: Sequence[tuple[Program, fx.Graph]]) -> list[float] | None:
-        """The seconds of each program. All run in turn, round by round, so that no program finds its data in a cache.
-
-        None where a program raises on any rank.
-        """
-        if not items:
-            return []
+    def _measured(self, items: Sequence[tuple[Program, fx.Graph]]) -> list[float]:
+        """The seconds of each program. All run in turn, round by round, so that no program finds its data in a cache."""
         together = any(is_collective(node) for _, graph in items for node in graph.nodes)
         trials = self._on_all_ranks(lambda: warmed_up(items, self.device), together)
-        if trials is None:
-            return None
         once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials), together)
-        if once is None:
-            return None
         slowest = float(self.agreement.of_all(torch.tensor([once], dtype=torch.float64)).max())
         rounds = min(max(round(_SECONDS / slowest), _LEAST_ROUNDS), _MOST_ROUNDS)
         mine = self._on_all_ranks(lambda: medians(trials, rounds), together)
-        if mine is None:
-            return None
         return [fmean(each) for each in self.agreement.of_all(torch.tensor(mine, dtype=torch.float64)).T.tolist()]
 
-    def _on_all_ranks(self, work: Callable[[], T], together: bool) -> T | None:
-        """The result of `work`; None where it raises on any rank. Called by all ranks.
+    def _on_all_ranks(self, work: Callable[[], T], together: bool) -> T:
+        """The result of `work`; raises `_CannotRunError` on all ranks where it raises on any rank. Called by all ranks.
 
         `together`: the ranks meet in collectives of the programs, so they cannot meet again after an error, which is raised.
         """
-        found: T | None = None
+        found = list[T]()
         try:
-            found = work()
+            found.append(work())
         except Exception as error:  # a kernel may refuse made-up values, and memory may end
             if together and self.agreement.several:
                 raise
             reason = (str(error).splitlines() or [""])[0]
             _LOG.warning("layers are not timed but estimated: made-up values end in %s: %s", type(error).__name__, reason)
-        return None if any(self.agreement.largest([found is None])) else found
+        if any(self.agreement.largest([not found])):
+            raise _CannotRunError
+        return found[0]
+
+
+class _CannotRunError(Exception):
+    """A program cannot run on made-up values."""
 
 
 def _seconds_in(text: str | None) -> float | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 CompileFunction = Callable[["fx.GraphModule", list["torch.Tensor"]], Callable[..., Any]]
+_FUNCTION = function_of("(module, examples) -> callable")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Custom:
 
     def __post_init__(self) -> None:
         _check_flag(self)
-        require(GraphPPError, "Custom.function", function_of("(module, examples) -> callable"), self.function)
+        require(GraphPPError, "Custom.function", _FUNCTION, self.function)
 
 
 Backend = Eager | Inductor | Custom
@@ -82,15 +83,15 @@ BackendLike = str | Backend | CompileFunction
 BACKEND_FORMS = '"eager", "inductor", `Eager`, `Inductor`, `Custom`, a function (module, examples) -> callable'
 
 
-def read_backend(form: BackendLike | None) -> Backend:
+def read_backend(form: BackendLike) -> Backend:
     """Any form as a backend. Raises `GraphPPError` for anything else."""
-    if form is None or isinstance(form, Eager | Inductor | Custom):
-        return form or Eager()
+    if isinstance(form, Eager | Inductor | Custom):
+        return form
     if isinstance(form, str) and form in ("eager", "inductor"):
         return Eager() if form == "eager" else Inductor()
-    if isinstance(form, str | type) or not callable(form):
-        raise GraphPPError(f"take {BACKEND_FORMS}, got {shown(form)}")
-    return Custom(form)
+    if _FUNCTION.accepts(form):
+        return Custom(form)  # type: ignore[arg-type]
+    raise GraphPPError(f"take {BACKEND_FORMS}, got {shown(form)}")
 
 
 def describe_backend(backend: Backend) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from graphpp.arguments import COUNT, FLAG, or_none
-from graphpp.options.option import Group, Option, group_reader, read_folder, reader_of
+from graphpp.options.option import Group, Option, group_reader, read_folder
 
 
 def _read_dump(form: object) -> Path | None:
@@ -30,15 +30,13 @@ class Debug(Group):
     )
     max_graphs: Option[int, int] = Option(
         16,
-        read=reader_of(COUNT),
-        takes=COUNT.takes,
+        read=COUNT,
         about="How many captured graphs a pipeline keeps in memory, one per kind of microbatch and mode of the model; the "
         "least recently used one is dropped first.",
     )
     dynamic: Option[bool | None, bool | None] = Option(
         None,
-        read=reader_of(or_none(FLAG)),
-        takes="True, False",
+        read=or_none(FLAG),
         about="Whether one captured graph serves microbatches of several sizes. None: the sizes that vary from call to call, "
         "from their second value on. True: all sizes, from the first call on. False: no size.",
     )

@@ -50,7 +50,7 @@ def _table(group: type[Group]) -> Iterator[str]:
     yield f"## {title}\n"
     yield "| option | default | takes | effect |\n|---|---|---|---|"
     for option in group.options():
-        yield "| " + " | ".join(map(_cell, _row(option))) + " |"
+        yield _row(option)
     yield ""
 
 
@@ -62,13 +62,10 @@ def _fields(kind: type) -> Iterator[str]:
     yield f"{cleandoc(kind.__doc__ or '')}\n"
 
 
-def _row(option: Option[object, object]) -> tuple[str, str, str, str]:
+def _row(option: Option[object, object]) -> str:
     default = f'`"{option.default}"`' if isinstance(option.default, str) else f"`{option.default}`"
-    return f"`{option.name}`", default, option.takes, option.about
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    cells = f"`{option.name}`", default, option.takes, option.about
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 if __name__ == "__main__":

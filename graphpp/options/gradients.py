@@ -7,17 +7,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from graphpp.arguments import FLAG, or_none, shown
-from graphpp.errors import GraphPPError
-from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader, reader_of
+from graphpp.arguments import FLAG, one_word, or_none
+from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader
 
 Reduction = Literal["mean", "sum", "rows"]
-
-
-def _read_reduction(form: object) -> Reduction:
-    if isinstance(form, str) and form in ("mean", "sum", "rows"):
-        return form  # type: ignore[return-value]
-    raise GraphPPError(f"take 'mean', 'sum' or 'rows', got {shown(form)}")
 
 
 @dataclass(frozen=True)
@@ -28,23 +21,20 @@ class Gradients(Group):
 
     reduction: Option[Reduction, Reduction] = Option(
         "mean",
-        read=_read_reduction,
-        takes='"mean", "sum", "rows"',
+        read=one_word("mean", "sum", "rows"),
         about="The loss of a step is the mean or the sum over the microbatches, or the mean weighted by their rows, so that a "
         "smaller last microbatch counts less; gradients follow.",
     )
     dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
         None,
-        read=reader_of(or_none(FLOATING_DTYPE)),
-        takes="a floating dtype of 16 bits or more",
+        read=or_none(FLOATING_DTYPE),
         about="The dtype in which gradients of narrower parameters add up over a step, e.g. `torch.float32` for bfloat16 "
         "parameters; `param.grad` is rounded to its own dtype once, at the end. None: the gradient's own dtype, as "
         "autograd adds.",
     )
     fused: Option[bool | None, bool | None] = Option(
         None,
-        read=reader_of(or_none(FLAG)),
-        takes="True, False",
+        read=or_none(FLAG),
         about="True: the matrix product that makes a weight's gradient adds it into the sum, so no gradient is kept per "
         "microbatch. Sums are rounded otherwise: about 1e-6 of a gradient's largest element in float32, 1e-2 in bfloat16. "
         'False: bit-equal to a plain loop. None: True under every backend but "eager".',

@@ -9,11 +9,9 @@ from typing import ClassVar
 
 from graphpp.arguments import FLAG, NUMBER, shown
 from graphpp.errors import GraphPPError
-from graphpp.options import offload as offloading
-from graphpp.options import recompute as recomputing
-from graphpp.options.offload import Offload, OffloadLike
-from graphpp.options.option import Group, Option, group_reader, reader_of
-from graphpp.options.recompute import Recompute, RecomputeLike
+from graphpp.options.offload import OFFLOAD_FORMS, Offload, OffloadLike, read_offload
+from graphpp.options.option import Group, Option, group_reader
+from graphpp.options.recompute import RECOMPUTE_FORMS, Recompute, RecomputeLike, is_recompute, read_recompute
 
 Cap = int | tuple[int, ...] | None
 
@@ -49,9 +47,8 @@ class Memory(Group):
 
     recompute: Option[RecomputeLike, Recompute | None] = Option(
         None,
-        read=recomputing.read_recompute,
-        describe=recomputing.describe_recompute,
-        takes=recomputing.RECOMPUTE_FORMS,
+        read=read_recompute,
+        takes=RECOMPUTE_FORMS,
         about="Which values are computed a second time for the backward instead of being saved. None: values that cost next "
         "to nothing (views, casts, pointwise operations, norms, look-ups in saved tensors). A number above 0 and up to 1: "
         "more of them, at the least cost in time, until every stage saves that fraction of the bytes that it saves under "
@@ -62,9 +59,8 @@ class Memory(Group):
     )
     offload: Option[OffloadLike, Offload | None] = Option(
         None,
-        read=offloading.read_offload,
-        describe=offloading.describe_offload,
-        takes=offloading.OFFLOAD_FORMS,
+        read=read_offload,
+        takes=OFFLOAD_FORMS,
         about="Which saved values wait for their backward in the host's pinned memory. A fraction: of the bytes that a stage "
         "saves for a microbatch, the largest values first. True: every value that is worth the copy. Values whose backward "
         "comes soon stay. The plan lists the values; `memory.cap` does not count them while they are away. The same bits. On "
@@ -90,8 +86,7 @@ class Memory(Group):
     )
     release: Option[bool, bool] = Option(
         True,
-        read=reader_of(FLAG),
-        takes="True, False",
+        read=FLAG,
         about="Whether a rank gives back the memory of the parameters and buffers that other ranks hold, as soon as the model "
         "is captured. False keeps copies, which do not follow the training, until `pipe.release()`; a second pipeline over the "
         "same model that puts a parameter on another rank needs this. One rank holds everything and gives nothing back.",
@@ -113,4 +108,4 @@ class Memory(Group):
 
 
 MemoryLike = Memory | RecomputeLike
-read_memory = group_reader(Memory, "recompute", recomputing.is_recompute)
+read_memory = group_reader(Memory, "recompute", is_recompute)

@@ -21,7 +21,7 @@ class Offload:
     `values`: a function of a value's `TensorMeta` that says whether the value may leave; None: values of at least
     `least_bytes` bytes, for which the copy takes longer than its launch.
     `ahead`: by how many computing actions the copy back starts before the first read.
-    Raises `GraphPPError` for a fraction or a lead out of range.
+    Raises `GraphPPError` for a value out of range.
     """
 
     fraction: float = 1.0
@@ -37,6 +37,11 @@ class Offload:
             raise GraphPPError(f"least_bytes: take a number of bytes of 0 or more, got {shown(self.least_bytes)}")
         if type(self.ahead) is not int or self.ahead < 1:
             raise GraphPPError(f"values come back at least one action ahead, got ahead={shown(self.ahead)}")
+
+    def __str__(self) -> str:
+        """The choice as text that is the same on every rank."""
+        which = f"from {self.least_bytes} bytes" if self.values is None else "by a function"
+        return f"{self.fraction} of the saved bytes, values {which}, {self.ahead} actions ahead"
 
     def wants(self, meta: TensorMeta, nbytes: int) -> bool:
         """Whether a value that may leave the device is to leave."""
@@ -60,11 +65,3 @@ def read_offload(form: OffloadLike) -> Offload | None:
     if callable(form) and not isinstance(form, type):
         return Offload(values=form)
     raise GraphPPError(f"take None, {OFFLOAD_FORMS}, got {shown(form)}")
-
-
-def describe_offload(choice: Offload | None) -> list[str]:
-    """The choice as text that is the same on every rank."""
-    if choice is None:
-        return ["None"]
-    which = f"from {choice.least_bytes} bytes" if choice.values is None else "by a function"
-    return [f"{choice.fraction} of the saved bytes, values {which}, {choice.ahead} actions ahead"]

@@ -30,28 +30,25 @@ Value = TypeVar("Value")  # the one form that graphpp works with
 G = TypeVar("G", bound="Group")
 
 
-def lines_of(value: object) -> list[str]:
-    """The usual description of a value that prints alike on every rank."""
-    return [str(value)]
-
-
 class Option(Generic[Form, Value]):
     """A field of a `Group`: `default`, its reader, its description for other ranks, and its documentation.
 
-    `takes`: the forms in a few words; `about`: the effect, for `docs/options.md`.
+    `read`: a reader, or the values that are taken as they are. `takes`: the forms in a few words, where `read` does not have
+    them; `about`: the effect, for `docs/options.md`.
     """
 
     def __init__(
         self,
         default: Form,
         *,
-        read: Callable[[Any], Value],
-        describe: Callable[[Value], Sequence[str]] | None = lines_of,
-        takes: str,
+        read: Accepted | Callable[[Any], Value],
+        describe: Callable[[Value], Sequence[str]] | None = lambda value: [str(value)],
+        takes: str = "",
         about: str,
     ) -> None:
-        self.default, self.read, self.describe = default, read, describe
-        self.takes, self.about = takes, about
+        self.default, self.describe, self.about = default, describe, about
+        self.read: Callable[[Any], Value] = reader_of(read) if isinstance(read, Accepted) else read
+        self.takes = read.takes if isinstance(read, Accepted) and not takes else takes
         self.name = self.path = ""
 
     def __set_name__(self, owner: type[Group], name: str) -> None:
@@ -91,13 +88,7 @@ class Group:
     @classmethod
     def options(cls) -> list[Option[Any, Any]]:
         """The declarations, in order."""
-        return [cls._declared(item.name) for item in fields(cls)]
-
-    @classmethod
-    def _declared(cls, name: str) -> Option[Any, Any]:
-        option = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-        assert isinstance(option, Option), f"{cls.__name__}.{name} is no Option"
-        return option
+        return [vars(cls)[item.name] for item in fields(cls)]
 
     def facts(self) -> Iterator[tuple[str, list[str]]]:
         """(path, lines of text) of each option that all ranks must be given alike, groups inside taken apart."""

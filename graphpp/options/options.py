@@ -13,15 +13,13 @@ from pathlib import Path
 
 from graphpp.arguments import or_none, positive_up_to
 from graphpp.errors import BatchError, ScheduleError
-from graphpp.options import backend as backends
-from graphpp.options import split as splits
-from graphpp.options.backend import Backend, BackendLike, Eager
+from graphpp.options.backend import BACKEND_FORMS, Backend, BackendLike, Eager, describe_backend, read_backend
 from graphpp.options.debug import Debug, DebugLike, read_debug
 from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
 from graphpp.options.memory import Memory, MemoryLike, read_memory
 from graphpp.options.option import Group, Option, read_folder, reader_of
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
-from graphpp.options.split import Split
+from graphpp.options.split import Split, describe_split, read_split
 from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike, load_schedule
 from graphpp.schedules.table.schedule import Schedule
 
@@ -41,8 +39,8 @@ class Options(Group):
 
     split: Option[Split, Split] = Option(
         None,
-        read=splits.read_split,
-        describe=splits.describe_split,
+        read=read_split,
+        describe=describe_split,
         takes='FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`, "auto"',
         about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers. \"auto\": so many "
         "stages, which start at the module calls that give the fastest step within `memory.cap`: each distinct layer "
@@ -72,9 +70,9 @@ class Options(Group):
     )
     backend: Option[BackendLike, Backend] = Option(
         "eager",
-        read=backends.read_backend,
-        describe=backends.describe_backend,
-        takes=backends.BACKEND_FORMS,
+        read=read_backend,
+        describe=describe_backend,
+        takes=BACKEND_FORMS,
         about='Who runs the operations of a stage. "eager": torch\'s operators one by one, bit-equal to a plain loop. '
         '"inductor": equal layers are compiled once and kept in a cache folder for other ranks and later runs; the same '
         "numbers but for rounding. A function: as `torch.compile(backend=)` takes it. Operations that cannot be compiled run "

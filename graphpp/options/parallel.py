@@ -10,7 +10,7 @@ import torch
 
 from graphpp.arguments import INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
 from graphpp.errors import GraphPPError
-from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader, reader_of
+from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader
 
 ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
@@ -47,7 +47,7 @@ class Parallel(Group):
     )
     op_costs: Option[NodeSeconds | None, NodeSeconds | None] = Option(
         None,
-        read=reader_of(or_none(function_of("a graph's node"))),
+        read=or_none(function_of("a graph's node")),
         describe=lambda costs: ["None" if costs is None else "given"],
         takes="a function of a graph's node, the same on all ranks",
         about="The seconds of an operation, by which the parts of OVERLAP_F_B are interleaved and a recompute fraction is "
@@ -55,28 +55,25 @@ class Parallel(Group):
     )
     check_data: Option[int, int] = Option(
         100,
-        read=reader_of(INDEX),
-        takes="an integer from 0 to 2**20",
+        read=INDEX,
         about="Ranks of a pipeline compare the data that they were given: a checksum of all elements in the first 3 calls and "
         "then in every so many calls, and of a sample (of data on the CPU) in all others. 0: never.",
     )
     timeout: Option[float | None, float | None] = Option(
         None,
-        read=reader_of(or_none(_TIMEOUT)),
-        takes="seconds",
+        read=or_none(_TIMEOUT),
         about="How long a step waits for another rank before `RankFailure` is raised. The process groups of `mesh=` keep this "
         "timeout. None: the timeout that the groups have.",
     )
     start_timeout: Option[float | None, float | None] = Option(
         None,
-        read=reader_of(or_none(_TIMEOUT)),
-        takes="seconds",
+        read=or_none(_TIMEOUT),
         about="How long a rank waits while a new call is compiled, where the first rank captures for all. Also the timeout of "
         "the world's process group if graphpp makes it. None: the timeout that the groups have.",
     )
     keep: Option[int | None, int | None] = Option(
         None,
-        read=reader_of(or_none(INDEX)),
+        read=or_none(INDEX),
         takes="a number of stages, from 0",
         about="How many of its stages a rank holds whole at once; needs `mesh=` with the dimension `dp_shard`. None: all, so "
         "each is gathered once per step (ZeRO-1). With k stages the one that is needed last makes room, and its gradients are "
@@ -86,40 +83,35 @@ class Parallel(Group):
     )
     param_dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
         None,
-        read=reader_of(or_none(FLOATING_DTYPE)),
-        takes="a floating dtype of 16 bits or more",
+        read=or_none(FLOATING_DTYPE),
         about="The dtype in which floating-point parameters are gathered over `dp_shard`, and compute, e.g. `torch.bfloat16`. "
         "The rows that a rank keeps, their gradients, the optimizer's states and checkpoints have the dtype of the model's own "
         "parameters. Buffers and inputs stay as they are. None: the parameters' own dtype.",
     )
     reduce_dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
         None,
-        read=reader_of(or_none(FLOATING_DTYPE)),
-        takes="a floating dtype of 16 bits or more",
+        read=or_none(FLOATING_DTYPE),
         about="The dtype in which gradients are sent over `dp_shard`. Those of all ranks are added in float32 or wider. None: "
         "the dtype in which they add up over the microbatches, which is that of the computation or `gradients.dtype`; with "
         "`keep=0` that of the computation.",
     )
     sum_order: Option[SumOrder, SumOrder] = Option(
         "ranks",
-        read=reader_of(one_word("ranks", "any")),
-        takes='"ranks", "any"',
+        read=one_word("ranks", "any"),
         about='In which order the gradients of data ranks are added. "ranks": that of the ranks, in float32 or wider, so that '
         'gradients have the bits of a loop over the ranks. "any": the order that the backend takes, in the dtype in which '
         "gradients are sent: a rank receives its sum (of NCCL's ring, tree or switch) in place of one part from each rank.",
     )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",
-        read=reader_of(one_word("equal", "broadcast")),
-        takes='"equal", "broadcast"',
+        read=one_word("equal", "broadcast"),
         about="How replicas (the ranks along `dp_replicate`) begin. Replicas must have equal parameters and buffers; under "
         '"broadcast" the first replica sends its parameters and buffers to the others before the first training step (not on a '
         "mesh with `ep`).",
     )
     replica_buffers: Option[ReplicaBuffers, ReplicaBuffers] = Option(
         "own",
-        read=reader_of(one_word("own", "average", "broadcast")),
-        takes='"own", "average", "broadcast"',
+        read=one_word("own", "average", "broadcast"),
         about="The buffers that the forward writes, such as running statistics, after each training step. Each replica keeps "
         "its own; or floating-point buffers are averaged over the replicas; or the first replica sends its buffers to the "
         "others, as with `DistributedDataParallel(broadcast_buffers=True)`.",

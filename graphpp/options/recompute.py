@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from graphpp.arguments import FLAG, require, shown
+from graphpp.arguments import FLAG, NUMBER, function_of, require, shown
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
     from torch import fx
 
 Nodes = Callable[["fx.Node"], bool]
+_FUNCTION = function_of("a node")
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,18 @@ class Recompute:
     def __post_init__(self) -> None:
         if self.layers is not None and not _are_names(self.layers):
             raise GraphPPError(f"layers: take a list of FQNs, or None, got {shown(self.layers)}")
-        if self.nodes not in (None, "selective") and not _is_function(self.nodes):
+        if self.nodes not in (None, "selective") and not _FUNCTION.accepts(self.nodes):
             raise GraphPPError(f"nodes: take a function of a node, 'selective', or None, got {shown(self.nodes)}")
         for name in ("weight_grad", "free"):
             require(GraphPPError, name, FLAG, getattr(self, name))
-        if self.fraction is not None and not (_is_number(self.fraction) and 0 < self.fraction <= 1):
-            raise GraphPPError(
-                f"a fraction of the bytes that a stage usually saves is above 0 and at most 1, got {shown(self.fraction)}"
-            )
+        if self.fraction is not None and not (NUMBER.accepts(self.fraction) and 0 < self.fraction <= 1):
+            raise GraphPPError(f"a fraction of the usually saved bytes is above 0 and at most 1, got {shown(self.fraction)}")
+
+    def __str__(self) -> str:
+        """The choice as text that is the same on every rank."""
+        nodes = self.nodes if self.nodes is None or isinstance(self.nodes, str) else "a function"
+        usual = f"layers {self.layers}, operations {nodes}, weight_grad={self.weight_grad}"
+        return f"{usual}, fraction={self.fraction}, free={self.free}"
 
 
 RecomputeLike = Recompute | str | float | Sequence[str] | Nodes | None
@@ -59,44 +64,23 @@ RECOMPUTE_FORMS = '"full", "selective", a fraction, FQNs, a function of a node, 
 
 def is_recompute(form: object) -> bool:
     """Whether a form is one that `read_recompute` takes, by its type."""
-    return isinstance(form, Recompute) or _is_word(form) or _is_number(form) or _are_names(form) or _is_function(form)
+    if isinstance(form, str):
+        return form in ("full", "selective")
+    return isinstance(form, Recompute) or NUMBER.accepts(form) or _are_names(form) or _FUNCTION.accepts(form)
 
 
 def read_recompute(form: RecomputeLike) -> Recompute | None:
     """Any form as a `Recompute`; None stays None. Raises `GraphPPError` for anything else."""
     if form is None or isinstance(form, Recompute):
         return form
-    if _is_word(form):
+    if not is_recompute(form):
+        raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {shown(form)}")
+    if isinstance(form, str):
         return Recompute(nodes="selective" if form == "selective" else None)
-    if _is_number(form):
-        return Recompute(fraction=form)  # type: ignore[arg-type]
-    if _are_names(form):
-        return Recompute(tuple(form))  # type: ignore[arg-type]
-    if _is_function(form):
-        return Recompute(nodes=form)  # type: ignore[arg-type]
-    raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {shown(form)}")
-
-
-def describe_recompute(choice: Recompute | None) -> list[str]:
-    """The choice as text that is the same on every rank."""
-    if choice is None:
-        return ["None"]
-    nodes = choice.nodes if choice.nodes is None or isinstance(choice.nodes, str) else "a function"
-    usual = f"layers {choice.layers}, operations {nodes}, weight_grad={choice.weight_grad}"
-    return [f"{usual}, fraction={choice.fraction}, free={choice.free}"]
-
-
-def _is_word(form: object) -> bool:
-    return isinstance(form, str) and form in ("full", "selective")
-
-
-def _is_number(form: object) -> bool:
-    return isinstance(form, int | float) and not isinstance(form, bool)
+    if isinstance(form, int | float):
+        return Recompute(fraction=form)
+    return Recompute(nodes=form) if callable(form) else Recompute(tuple(form))
 
 
 def _are_names(form: object) -> bool:
     return isinstance(form, Sequence) and not isinstance(form, str) and all(isinstance(name, str) for name in form)
-
-
-def _is_function(form: object) -> bool:
-    return callable(form) and not isinstance(form, str | type)

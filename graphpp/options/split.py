@@ -38,8 +38,6 @@ class Splitter(Protocol):
 
 
 Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | Literal["auto"] | None
-
-
 _MOST_STAGES = 2**20
 
 

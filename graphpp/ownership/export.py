@@ -91,27 +91,20 @@ class Export:
         `check` raises where this rank's tensors cannot be written.
         """
         first, unfinished = place.first_holder, folder / _UNFINISHED
-        writes = place.first_of_stage
-
-        def begin() -> None:
+        if not place.writes_files:
+            return
+        with calls.all_ranks(f"save_weights {folder}") as alike, without_os_errors():
             check()
-            _ = self.files
+            files = [f"rank {rank}: {', '.join(tensors)}" for rank, tensors in self.files]
+            alike["the arguments of save_weights"] = [f"folder={folder}", f"dtype={self.dtype}", *files]
             if first:
                 _begin(folder, unfinished)
-
-        def asked() -> dict[str, list[str]]:
-            files = [f"rank {rank}: {', '.join(tensors)}" for rank, tensors in self.files]
-            return {"the arguments of save_weights": [f"folder={folder}", f"dtype={self.dtype}", *files]}
-
-        def publish() -> None:
+        with calls.all_ranks("its files"), without_os_errors():
+            self._write(unfinished, place.rank, writes=place.first_of_stage)
+        with calls.all_ranks("its index"), without_os_errors():
             if first:
                 self._write_index(unfinished)
                 _publish(unfinished, folder)
-
-        if place.writes_files:
-            calls.all_do(f"save_weights {folder}", without_os_errors(begin), asked)
-            calls.all_do("its files", without_os_errors(lambda: self._write(unfinished, place.rank, writes=writes)))
-            calls.all_do("its index", without_os_errors(publish))
 
     def _write(self, folder: Path, rank: int, *, writes: bool) -> None:
         """Gather the tensors of a rank's files, and write them if `writes`."""

@@ -12,11 +12,10 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,12 @@ from graphpp.parallel.groups import Timeouts, gloo_twin
 from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
-from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.read_batch import Batch, BatchReader
 from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder
 
-T = TypeVar("T")
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -61,8 +58,8 @@ class Calls:
         self._timeouts = Timeouts(place.groups, options.parallel.timeout, options.parallel.start_timeout)
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
-        self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
-        self._latest_seeds: tuple[tuple[LossWeighting, int, torch.dtype], Sequence[torch.Tensor]] | None = None
+        # Whether this rank exchanges values with replicas in every call, also in an evaluation.
+        self._meets_replicas = place.sharding is not None or place.experts is not None
         self._broken = False
         self.last: PreparedStep | None = None
         self.steps = 0  # training calls that have ended
@@ -89,16 +86,24 @@ class Calls:
         self._broken = False
 
     @contextlib.contextmanager
-    def all_ranks(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[None]:
+    def all_ranks(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[dict[str, Sequence[str]]]:
         """A context around work of every rank of the pipeline: all leave it, or all raise if the work fails on one.
 
-        `alike`: lines that all ranks must have alike when the work is done. The timeout is that of the start, for files and
-        values take longer than a step.
+        `alike`: lines that all ranks must have alike when the work is done, to which the work may add. The timeout is that of
+        the start, for files and values take longer than a step.
         """
         self.check_whole()
-        with self.watched(), self._timeouts.starting(), Round(self._agreement) as r:
-            r.compare(self._described(Facts(alike), what))
-            yield
+        with self.watched(), self._timeouts.starting(), self.agreeing(what, alike) as lines:
+            yield lines
+
+    @contextlib.contextmanager
+    def agreeing(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[dict[str, Sequence[str]]]:
+        """As `all_ranks`, within a `watched` call and with the timeout of a step."""
+        self.check_whole()
+        lines = dict(alike)
+        with Round(self._agreement) as r:
+            r.compare(self._described(Facts(lines), what))
+            yield lines
 
     @contextlib.contextmanager
     def all_replicas(self, what: str) -> Iterator[None]:
@@ -106,19 +111,6 @@ class Calls:
         with self.watched(), self._timeouts.starting(), Round(self._replicas) as r:
             r.compare(Facts({"the call": [what]}))
             yield
-
-    def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
-        """Do `work` in `all_ranks`; `alike` gives the lines afterwards."""
-        lines: dict[str, list[str]] = {}
-        with self.all_ranks(what, lines):
-            result = work()
-            lines.update(alike() if alike else {})
-        return result
-
-    def replicas_do(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work` in `all_replicas`."""
-        with self.all_replicas(what):
-            return work()
 
     def check_whole(self) -> None:
         """Raise `GraphPPError` after a call that ended midway."""
@@ -166,10 +158,10 @@ class Calls:
         """Run a call once, recorded if so asked; afterwards the runner has the results."""
         place = self._place
         loss = prepared.runner.program.loss
-        seeds = self._seeds(call.weighting, len(call.parts), loss.dtype) if loss is not None else []
+        seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
         with self.exchanging(call.training):
             recording = contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder)
-            with _without_autocast(place.device.type), recording:  # casts of autocast are in the graph
+            with torch.autocast(place.device.type, enabled=False), recording:  # casts of autocast are in the graph
                 prepared.runner.step(prepared.inputs(call.parts), seeds)
             if call.training:
                 self._share_buffers(prepared)
@@ -207,11 +199,6 @@ class Calls:
         layout = {} if sharded is None else {"the shards of the parameters": sharded.layout}
         return prepared.lowered.replica_facts.adding({"the call": [asked], **layout, **values})
 
-    @property
-    def _meets_replicas(self) -> bool:
-        """Whether this rank exchanges values with replicas in every call, also in an evaluation."""
-        return self._place.sharding is not None or self._place.experts is not None
-
     def _described(
         self,
         known: Facts,
@@ -222,15 +209,6 @@ class Calls:
         """Facts of a call, with the pipeline, the name and the number of the call, `more` lines and checksums."""
         number = f"call {self._number} of the pipeline {self._name}"
         return known.adding({**more, "the call": [call], "the number of the call": [number]}, sums)
-
-    def _seeds(self, weighting: LossWeighting, count: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """The seeds of a call's microbatches: those of the call before where they are equal, for no program writes into one."""
-        if weighting.scaler is not None:
-            return weighting.seeds(count, dtype, self._place.device)
-        of_call = weighting, count, dtype
-        if self._latest_seeds is None or self._latest_seeds[0] != of_call:
-            self._latest_seeds = of_call, weighting.seeds(count, dtype, self._place.device)
-        return self._latest_seeds[1]
 
     def _share_buffers(self, prepared: PreparedStep) -> None:
         """Make the buffers that the forward wrote equal on all replicas, if so asked."""
@@ -245,25 +223,6 @@ class Calls:
             if group is not None:
                 share([local_tensor(self._state.tensor(fqn)) for fqn in sorted(fqns)], group)
 
-    # --------------------------------------------------------------------------------------------------- gradients
-
-    def agreeing(self) -> Round:
-        """A round of the pipeline's ranks, for a call other than a step."""
-        self.check_whole()
-        return Round(self._agreement)
-
-    def facts_of_gradients(self, call: str, arguments: object, gradients: RankGradients) -> Facts:
-        """What ranks compare before a call over all gradients, among it whether a rank's gradients have other dtypes now."""
-        known = self._codes is not None and self._codes[0] == gradients.own_codes
-        sums = {"the dtypes of gradients": 0 if known else None}
-        return self._described(Facts({"its arguments": [str(arguments)]}), call, sums=sums)
-
-    def with_codes(self, gradients: RankGradients, *, changed: bool) -> RankGradients:
-        """The gradients with the dtypes on all ranks, exchanged where `changed`: on a rank since the call before."""
-        if changed or self._codes is None:
-            self._codes = gradients.own_codes, tuple(self._agreement.largest(gradients.own_codes))
-        return replace(gradients, codes=self._codes[1])
-
     # --------------------------------------------------------------------------------------------------- files
 
     @cached_property
@@ -275,8 +234,3 @@ class Calls:
     def file_group_of_all(self) -> dist.ProcessGroup | None:
         """The process group of all ranks of all replicas, for checkpoints."""
         return gloo_twin(self._place.everyone, self._options.parallel.start_timeout)
-
-
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """A context without autocast, which takes a tenth of a millisecond where autocast is on."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else contextlib.nullcontext()

@@ -8,7 +8,7 @@ Contract
 - Of a parameter that is spread over ranks, by `dp_shard`, by `tp` or by both, a rank computes the norm of its part. The ranks
   exchange these norms, first along `dp_shard`, and all join them in one way, so the total is the same on all ranks, for every
   split and schedule of one mesh.
-- The host knows which parameters have gradients, and their dtypes, on all ranks (`RankGradients.codes`), and waits for no GPU.
+- The ranks tell each other which parameters have gradients, and their dtypes (`RankGradients.codes`), and wait for no GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
-from itertools import compress
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -35,24 +34,6 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 _NO_GRADIENT = 0
 
 
-@dataclass(frozen=True)
-class HeldParameters:
-    """The parameters of a model that a rank holds.
-
-    `positions`: their positions among the model's `total` parameters, in the model's order; `counts`: for each whether this
-    rank counts its norm.
-    """
-
-    positions: tuple[int, ...]
-    counts: tuple[bool, ...]
-    total: int
-
-    @cached_property
-    def counted(self) -> tuple[int, ...]:
-        """The positions of the parameters whose norms this rank counts."""
-        return tuple(compress(self.positions, self.counts))
-
-
 class Parts(NamedTuple):
     """The ranks that hold other parts of the parameters, and the positions of the parameters that all of them hold whole."""
 
@@ -65,24 +46,26 @@ class RankGradients:
     """The gradients of this rank's parameters, in the model's order.
 
     `counted`: positions and gradients of the parameters that this rank counts and that have a gradient. `codes`: for each
-    parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient, as all ranks know
-    after an agreement; `own_codes`: of the parameters that this rank counts. `parts`: over which ranks the parameters are
-    spread, one entry for each dimension of the mesh, the one that cuts last first.
+    parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 where this rank counts no gradient.
+    `parts`: over which ranks the parameters are spread, one entry for each dimension of the mesh, the one that cuts last first.
     """
 
     parameters: Sequence[torch.Tensor]
     counted: Mapping[int, torch.Tensor]
-    own_codes: tuple[int, ...]
     codes: tuple[int, ...]
-    group: dist.ProcessGroup | None
-    device: torch.device
-    parts: tuple[Parts, ...] = ()
+    place: RankPlace
+    parts: tuple[Parts, ...]
 
     @classmethod
-    def of(cls, parameters: Sequence[torch.Tensor], held: HeldParameters, place: RankPlace) -> RankGradients:
-        """The gradients of this rank's `parameters`, which are those of `held`, in that order."""
+    def of(
+        cls, held: Mapping[str, torch.Tensor], order: Mapping[str, int], owners: Mapping[str, Sequence[int]], place: RankPlace
+    ) -> RankGradients:
+        """The gradients of the parameters that this rank holds, by FQN; the first of a parameter's `owners` counts its norm.
+
+        `order`: the positions of the model's parameters.
+        """
         parts: list[Parts] = []
-        pairs = list(zip(held.positions, parameters, strict=True))
+        pairs, parameters = [(order[fqn], each) for fqn, each in held.items()], list(held.values())
         if place.sharding is not None:
             parts.append(Parts(place.sharding.group, tuple(at for at, each in pairs if not each.dim())))
         elif place.experts is not None:
@@ -91,12 +74,19 @@ class RankGradients:
             parts.append(_parts(pairs, place.tp_group))
         if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
-        gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)
-        counted = {position: gradient for position, gradient in gradients if gradient is not None}
-        codes = [_NO_GRADIENT] * held.total
+        counts = zip(held, parameters, strict=True)
+        gradients = {order[fqn]: each.grad for fqn, each in counts if owners[fqn][0] == place.rank}
+        counted = {position: gradient for position, gradient in gradients.items() if gradient is not None}
+        codes = [_NO_GRADIENT] * len(order)
         for position, gradient in counted.items():
             codes[position] = _CODES[gradient.dtype]
-        return cls(parameters, counted, tuple(codes), tuple(codes), place.group, place.device, tuple(parts))
+        return cls(parameters, counted, tuple(codes), place, tuple(parts))
+
+    def reduce_(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """All-reduce a tensor over the ranks of the pipeline."""
+        group = self.place.group
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, how, group=group)
 
     def present(self) -> list[torch.Tensor]:
         """The gradients that are not None."""
@@ -133,10 +123,9 @@ def _number(name: str, takes: str, value: object) -> float:
 
 def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norm of all gradients of the model (0-dim, on this rank's device)."""
-    norms = _own_norms(gradients, norm_type)
-    if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
-        dist.all_reduce(norms, group=gradients.group)
-    order = _order_of_torch(gradients.codes, norms.device)
+    norms, place = _own_norms(gradients, norm_type), gradients.place
+    gradients.reduce_(norms)
+    order = _order_of_torch(tuple(place.agreement(place.model_parallel).largest(gradients.codes)), norms.device)
     if order is None:
         return torch.tensor(0.0, device=norms.device)
     dtype, places = order
@@ -146,7 +135,7 @@ def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
 
 def _own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norms that this rank counts, float64 [parameters of the model]; 0 for all others."""
-    table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.device)
+    table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.place.device)
     counted = gradients.counted
     if gradients.parts:  # a rank may have no elements of a parameter
         counted = {place: gradient for place, gradient in counted.items() if gradient.numel()}
@@ -209,12 +198,12 @@ def share_overflow_(gradients: RankGradients) -> None:
     scaler checks one by one.
     """
     mine = [gradient for gradient in gradients.present() if gradient.numel()]
-    finite = [norm.isfinite().to(gradients.device) for norm in (foreach_norm(mine, math.inf) if mine else [])]
-    found = torch.zeros((), dtype=torch.int32, device=gradients.device)
+    device = gradients.place.device
+    finite = [norm.isfinite().to(device) for norm in (foreach_norm(mine, math.inf) if mine else [])]
+    found = torch.zeros((), dtype=torch.int32, device=device)
     if finite:
         found += ~torch.stack(finite).all()
-    if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.group)
+    gradients.reduce_(found, dist.ReduceOp.MAX)
     for parts in gradients.parts:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=parts.group)
     for gradient in mine:

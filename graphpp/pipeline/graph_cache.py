@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpp.backends.record_programs import RecordedPrograms
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
@@ -29,8 +28,8 @@ from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered, check_homes, check_same_results, lowered
 from graphpp.compiler.capture_once import capture_graphs
-from graphpp.compiler.checks.exchanged_values import check_shared_layers
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
+from graphpp.compiler.exchanged_values import check_shared_layers
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.ownership.ownership import Ownership
@@ -85,15 +84,11 @@ class GraphCache:
         self._sizes = VaryingSizes(options.debug.dynamic, limit, warns=place.rank == 0)
         self._prepared: Recent[CallKey, PreparedStep] = Recent(_RUNNERS * limit)
         self._assembly = Assembly(request, state)
+        self.recorded = self._assembly.recorded
         self.ownership = Ownership(state, place, options, self.captured, self._keys.forget_values, self._pipeline)
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
         self.tables = Tables(options.schedule, place.ranks, self._shards, message_flow(place.group, place.device))
         self.first: CompiledGraph | None = None
-
-    @property
-    def recorded(self) -> RecordedPrograms:
-        """The CUDA graphs of the runners."""
-        return self._assembly.recorded
 
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model as it is now.
@@ -139,11 +134,9 @@ class GraphCache:
         A rank that compiles a call and a rank that runs it from its cache would wait for each other.
         """
         new = [str(at) for at, (key, part) in enumerate(call.distinct.items()) if self._known(key, part) is None]
-        if not new:
-            return "a graph"
         if len(new) == len(call.distinct):
             return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
-        return f"no graph for microbatches of shape {', '.join(new)}"
+        return f"no graph for microbatches of shape {', '.join(new)}" if new else "a graph"
 
     def captured(self) -> CompiledGraph:
         """The first graph that was captured. Raises `GraphPPError` before anything is captured."""
@@ -183,7 +176,7 @@ class GraphCache:
             with Round(*self._groups) as r:
                 graphs, table = self._capture(call, len(call.parts))
                 made = self._lower(call, graphs, table)
-                r.compare(made.facts.adding(facts.of_copies(self._state, _on_several_ranks(made, place.rank))))
+                r.compare(made.facts.adding(facts.of_copies(self._state, made.graphs[0].ranks_of_parameter, place.rank)))
             self._check_shared_layers(graphs)
         except Exception:
             self._assembly.keep_only(self._all_kept())  # the regions of a call that was refused
@@ -200,13 +193,12 @@ class GraphCache:
 
     def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
         """The same graphs under another table of the same ranks, without replicas; not kept. Called by all ranks."""
-        table = CheckedTable(schedule, training=True, shards=self._shards, flow=step.lowered.table.flow)
+        table, owned = CheckedTable(schedule, training=True, shards=self._shards, flow=step.lowered.table.flow), self.ownership
         with Round(*self._groups) as r:
             made = lowered(self._request, step.lowered.graphs, table, self._assembly.regions)
             r.compare(made.facts)
         with Round(*self._groups):
             self._assembly.compile(made, None)
-        owned = self.ownership
         return PreparedStep(made, self._assembly.runner(made, None, owned.ranks_of_parameter, owned.sharded))
 
     def _check_shared_layers(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
@@ -257,11 +249,9 @@ class GraphCache:
     ) -> CompiledGraph:
         """A captured graph, compiled; one with open sizes for the sizes of `part`."""
         graph, symbols = compile_graph(self._request, captured, table_for, first), captured.joint.symbols
-        if symbols is None:
-            return graph
-        values = symbols.values(part.shapes)
-        assert values is not None, "a graph does not hold for the sizes of which it was captured"
-        return graph.at(values)
+        values = None if symbols is None else symbols.values(part.shapes)
+        assert symbols is None or values is not None, "a graph does not hold for the sizes of which it was captured"
+        return graph if values is None else graph.at(values)
 
     # ------------------------------------------------------------------------------------------------ keeping
 
@@ -302,9 +292,3 @@ class GraphCache:
         for key, step in list(self._prepared.items()):
             if key != latest and any((graph.general or graph) not in kept for graph in step.lowered.graphs):
                 del self._prepared[key]
-
-
-def _on_several_ranks(made: Lowered, rank: int) -> list[str]:
-    """FQNs of the parameters that this rank and others hold."""
-    owners = made.graphs[0].ranks_of_parameter.items()
-    return [fqn for fqn, ranks in owners if len(ranks) > 1 and rank in ranks]

@@ -13,24 +13,20 @@ from torch import nn
 from graphpp.errors import GraphPPError
 
 _RUN = "a pipeline has no forward of its own: call pipe.step(x, target=y) to train, pipe.eval(x) for the output"
-_DEVICE = "a pipeline is bound to its devices: give parallel=graphpp.Parallel(device=...) to graphpp.compile"
-_DTYPE = "a pipeline trains the model's own parameters: change the dtype of the model before graphpp.compile"
-_FLAGS = "the model has the flags: call model.train(), or model.eval() around pipe.step; pipe.eval(x) runs a batch"
-_SAVE = "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a training; pipe.gather() has the whole state dict"
-_MEMORY = "pipe.materialize(init) or pipe.materialize(weights=folder) gives this rank's parameters memory and values"
 _MODULE = "a pipeline is no module: use the model that was given to graphpp.compile, which stays the caller's"
-
-_INSTEAD = {
-    **dict.fromkeys(("forward", "backward", "train_batch", "eval_batch"), _RUN),
-    **dict.fromkeys(("to", "cuda", "cpu"), _DEVICE),
-    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
-    **dict.fromkeys(("train", "training"), _FLAGS),
-    **dict.fromkeys(("save", "save_checkpoint", "save_pretrained", "load_checkpoint"), _SAVE),
-    "module": _MODULE,
+_REMEDIES = {
+    "forward backward train_batch eval_batch": _RUN,
+    "to cuda cpu": "a pipeline is bound to its devices: give parallel=graphpp.Parallel(device=...) to graphpp.compile",
+    "half bfloat16 float double type": "change the dtype of the model before graphpp.compile: its own parameters are trained",
+    "train training": "the model has the flags: call model.train() or model.eval() before pipe.step; pipe.eval(x) runs a batch",
+    "save save_checkpoint save_pretrained load_checkpoint": "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a "
+    "training; pipe.gather() has the whole state dict",
     "compile": 'a pipeline is compiled: give backend="inductor" to graphpp.compile',
     "no_sync": "gradients add up from step to step until zero_grad: give pipe.step(..., accumulation_steps=...)",
-    **dict.fromkeys(("to_empty", "reset_parameters", "init_weights", "from_pretrained"), _MEMORY),
+    "to_empty reset_parameters init_weights from_pretrained": "pipe.materialize(init) or "
+    "pipe.materialize(weights=folder) gives this rank's parameters memory and values",
 }
+_INSTEAD = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
 
 
 class UsageError(GraphPPError, AttributeError, TypeError):

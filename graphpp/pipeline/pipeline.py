@@ -47,7 +47,7 @@ from graphpp.planner.plan import Plan
 from graphpp.planner.tables import usual_microbatches
 from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
-from graphpp.runtime.model_state import ModelState, TensorReader
+from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder
 from graphpp.schedules.simulate.timeline import Timeline
@@ -78,7 +78,6 @@ class Pipeline(RankPart):
         self._cache = GraphCache(self._request, self._state, agreement)
         self._reader = BatchReader(self._request, example, self._cache.tables.admits)
         self._calls = Calls(self._request, agreement, self._cache, self._state, self._reader)
-        self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
         if example is not None:
             with self._calls.watched():
                 self._calls.compile(OneByOne([example]), usual_microbatches(options, place.ranks))
@@ -109,8 +108,7 @@ class Pipeline(RankPart):
 
         At the end, hooks of `register_post_accumulate_grad_hook` are called. The batch's memory may be written again then.
         """
-        weights = LossArguments(loss_weight, scaler, accumulation_steps)
-        return self._step(Microbatch(args, kwargs, target), weights)
+        return self._step(Microbatch(args, kwargs, target), LossArguments(loss_weight, scaler, accumulation_steps))
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
@@ -179,8 +177,8 @@ class Pipeline(RankPart):
         with self._calls.watched():
             call, prepared = self._calls.prepare(batch, asked=f"a profile of {repeat} steps")
             require(GraphPPError, "repeat", COUNT, repeat)  # equal on all ranks
-            trials = Trials(self._model, self._cache, partial(self._run_step, batch), partial(self._calls.run, call))
-            return trials.profile(prepared, repeat)
+            step = partial(self._run_step, batch, NO_WEIGHTS)
+            return Trials(self._model, self._cache, step, partial(self._calls.run, call)).profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
         """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
@@ -220,13 +218,11 @@ class Pipeline(RankPart):
         raises `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
         `RuntimeError` on all ranks for a total norm that is not finite if `error_if_nonfinite`.
         """
-
         with self._calls.watched(), torch.no_grad():
-            with self._calls.agreeing() as r:
+            with self._calls.agreeing("clip_grad_norm_") as alike:
                 require(GraphPPError, "foreach", or_none(FLAG), foreach)
-                clipping, own = norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
-                r.compare(self._calls.facts_of_gradients("clip_grad_norm_", clipping, own))
-            gradients = self._calls.with_codes(own, changed=r.lacking)
+                clipping, gradients = norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
+                alike["its arguments"] = [str(clipping)]
             with self._calls.exchanging():
                 norm = norms.total_norm(gradients, clipping.norm_type)
         if clipping.error_if_nonfinite and not bool(norm.isfinite()):
@@ -302,7 +298,7 @@ class Pipeline(RankPart):
         return result
 
     def _run_step(
-        self, batch: Batch, weights: LossArguments = NO_WEIGHTS, recorder: Recorder | None = None
+        self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None
     ) -> tuple[StepResult, Collection[str]]:
         """The result of a training call, and the FQNs of this rank's parameters with hooks on gradients."""
         call, prepared = self._calls.prepare(batch, weights)
@@ -315,14 +311,8 @@ class Pipeline(RankPart):
 
     def _gradients(self) -> norms.RankGradients:
         """The gradients of this rank's parameters."""
-        if self._own is None:
-            order, rank = self._state.positions, self._place.rank
-            owners, own = self._cache.ownership.ranks_of_parameter, [fqn for fqn, _ in self.named_parameters()]
-            counts = tuple(owners[fqn][0] == rank for fqn in own)
-            held = norms.HeldParameters(tuple(order[fqn] for fqn in own), counts, len(order))
-            self._own = self._state.reader(own), held
-        read, held = self._own
-        return norms.RankGradients.of(read(), held, self._place)
+        owners = self._cache.ownership.ranks_of_parameter
+        return norms.RankGradients.of(dict(self.named_parameters()), self._state.positions, owners, self._place)
 
 
 @contextlib.contextmanager

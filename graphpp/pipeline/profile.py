@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -170,14 +170,14 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
 
 def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[StageCosts, ...]:
     """Each stage's times; 0 for a kind that never ran. `measured`: the runs of each table; the first with a kind counts."""
-    known: dict[tuple[int, Kind], float] = {}
+    known = defaultdict[tuple[int, Kind], float](float)
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
-    def costs(stage: int) -> StageCosts:
-        forward, first, second = (known.get((stage, kind), 0.0) for kind in (Kind.F, Kind.I, Kind.W))
-        return StageCosts(forward, first, second, known.get((stage, Kind.B)))
 
-    return tuple(map(costs, range(stages)))
+    return tuple(
+        StageCosts(known[each, Kind.F], known[each, Kind.I], known[each, Kind.W], known.get((each, Kind.B)))
+        for each in range(stages)
+    )
 
 
 def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
@@ -207,17 +207,15 @@ def _with_bytes(
     found = []
     for index, each in enumerate(costs):
         known = [costs_of_stage(program, index) for program in distinct.values()]
-        by_kind: dict[str, Any] = {name: _largest([getattr(one, name) for one in known]) for name in _BY_KIND}
+        by_kind: dict[str, Any] = {}
+        for name in _BY_KIND:
+            several = [getattr(one, name) for one in known]
+            kinds = sorted({kind for nbytes in several for kind in nbytes})
+            by_kind[name] = {kind: max(nbytes.get(kind, 0) for nbytes in several) for kind in kinds}
         saved = max(program.stages[index].saved_bytes for program in own)
         kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
         found.append(replace(each, saved_bytes=saved, kept_bytes=kept, **by_kind))
     return tuple(found)
-
-
-def _largest(several: Sequence[Mapping[Kind, int]]) -> dict[Kind, int]:
-    """By kind, the most bytes of any mapping."""
-    kinds = sorted({kind for each in several for kind in each})
-    return {kind: max(each.get(kind, 0) for each in several) for kind in kinds}
 
 
 def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[float]:
@@ -232,20 +230,15 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
 
 
 def message_times(
-    program: PipelineProgram, schedule: Schedule, place: RankPlace, runs: Sequence[Timeline] = ()
+    program: PipelineProgram, schedule: Schedule, place: RankPlace, runs: Sequence[Timeline]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of one message over each boundary, forward and backward; 0 where both stages are on one rank."""
-    idle = idle_message_times(program, schedule, place)
-    found = median_of_means(
-        ((send._replace(microbatch=None), seconds) for send, seconds in waited_for(run)) for run in runs
+    found = median_of_means(((send._replace(microbatch=None), seconds) for send, seconds in waited_for(run)) for run in runs)
+    on, back = idle_message_times(program, schedule, place)
+    return (
+        tuple(max(found.get(Action(at, Kind.SEND_F), 0.0), idle) for at, idle in enumerate(on)),
+        tuple(max(found.get(Action(at + 1, Kind.SEND_B), 0.0), idle) for at, idle in enumerate(back)),
     )
-    boundaries = range(len(idle[0]))
-    on, back = [Action(at, Kind.SEND_F) for at in boundaries], [Action(at + 1, Kind.SEND_B) for at in boundaries]
-    on_times, back_times = (
-        tuple(max(found.get(key, 0.0), alone) for key, alone in zip(keys, times, strict=True))
-        for keys, times in zip((on, back), idle, strict=True)
-    )
-    return on_times, back_times
 
 
 def waited_for(run: Timeline) -> Iterator[tuple[Action, float]]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import nn
 
@@ -25,44 +24,32 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import wait_for_device
 
-
-class WholeStep(Protocol):
-    """Does the call once, as `Pipeline.step` does."""
-
-    def __call__(self, *, recorder: Recorder | None = None) -> object:
-        """Do the step; with a recorder, record the actions of the step."""
+Step = Callable[[Recorder | None], object]  # does a call once, with a recorder of its actions
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs steps of one pipeline: `step` does the call, `run` does the table of another runner with the call's data."""
+    """Runs steps of one pipeline: `step` does the call, as `Pipeline.step` does, `run` the table of another runner."""
 
     model: nn.Module
     cache: GraphCache
-    step: WholeStep
+    step: Step
     run: Callable[[PreparedStep, Recorder | None], object]
 
     def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
         """The profile of the call's runner, `prepared`, from `repeat` steps after one to warm up."""
-        tables = list(_counterparts(prepared.runner.schedule))
-        others = [
-            self._measured(other, partial(self.run, other), repeat)
-            for other in (self.cache.under(prepared, table) for table in tables)
-        ]
-        own = self._measured(prepared, lambda recorder: self.step(recorder=recorder), repeat)
-        return profile_of(own, others)
+        tables = _counterparts(prepared.runner.schedule)
+        runners = [self.cache.under(prepared, table) for table in tables]
+        others = [self._measured(other, partial(self.run, other), repeat) for other in runners]
+        return profile_of(self._measured(prepared, self.step, repeat), others)
 
-    def _measured(
-        self, prepared: PreparedStep, step: Callable[[Recorder | None], object], repeat: int
-    ) -> RecordedSteps:
+    def _measured(self, prepared: PreparedStep, step: Step, repeat: int) -> RecordedSteps:
         self._seconds(prepared, step, None)
         recorders = [Recorder(clock_of(prepared.runner.place.device)) for _ in range(repeat)]
         seconds = [self._seconds(prepared, step, recorder) for recorder in recorders]
         return RecordedSteps(prepared.runner, recorders, seconds)
 
-    def _seconds(
-        self, prepared: PreparedStep, step: Callable[[Recorder | None], object], recorder: Recorder | None
-    ) -> float:
+    def _seconds(self, prepared: PreparedStep, step: Step, recorder: Recorder | None) -> float:
         """The seconds from the call of a step to the end of its work."""
         place = prepared.runner.place
         written = {fqn for graph in prepared.lowered.graphs for fqn in graph.captured.joint.written()}

@@ -12,26 +12,35 @@ on if none of its phases reads the value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import fx
 
-from graphpp.compiler.compile_graph import CompiledGraph
-from graphpp.compiler.estimated_step import EstimatedStep, estimated_step
+from graphpp._torch.symbols import considering
+from graphpp.compiler.compile_graph import CompiledGraph, freed_windows, held_by_ranks, offload_windows, programs_of
 from graphpp.compiler.request import CompileRequest
+from graphpp.compiler.stage_starts import pricing_of
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.joint_graph import describe_node
 from graphpp.passes.text.naming import format_dtype
 from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.profile import Profile
+from graphpp.planner.segments import estimated_costs
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.page import BoundaryView, Page, RelayView, ValueView
 from graphpp.report.page_html import write_page
 from graphpp.report.run_view import RunView
 from graphpp.report.timeline_view import TimelineView
-from graphpp.runtime.program import Boundary, Phase, Received, Saved, Sent, TensorMeta, total_bytes
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Received, Saved, Sent, TensorMeta, total_bytes
+from graphpp.runtime.program_costs import costs_of_microbatches
+from graphpp.schedules.simulate.bytes_over_time import KindCurve, bytes_over_time
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.state_bytes import sent_by_stage
 from graphpp.units import spell_bytes, spell_time
 
 _FILE = "report.html"
@@ -64,17 +73,27 @@ def write_report(
 def page_of(request: CompileRequest, graph: CompiledGraph, tables: Tables, profile: Profile | None, run: RunView) -> Page:
     """The page."""
     table = _table_of(graph, tables, profile)
-    step = estimated_step(request, graph, table, None if profile is None else profile.costs)
+    timeline, memory = _estimated(request, graph, table, None if profile is None else profile.costs)
     own = request.options.parallel.op_costs is not None
     note = _MEASURED if profile is not None else _BY_CALLER if own else _ESTIMATED
-    measured = [] if profile is None else [profile.timeline]
+    measured = [] if profile is None else [TimelineView.of(profile.timeline)]
     boundaries, relays = boundary_views(graph)
     caps, ranks = request.options.memory.caps(request.place.ranks), table.running.ranks
+    most = max((sum(parts.values()) for curve in memory for _, parts in curve), default=None)
+    facts = {
+        "schedule": table.plain.name,
+        **{name: str(getattr(table.running, name)) for name in ("stages", "ranks", "microbatches")},
+        "device": request.place.device.type,
+        f"step, {'estimated' if profile is None else 'simulated'}": spell_time(timeline.makespan, "s"),
+        **({} if profile is None else {"step, measured": spell_time(profile.timeline.makespan, "s")}),
+        "parameters": f"{sum(each.parameters for each in graph.plan.stages):,}",
+        **({} if most is None else {"most bytes on a rank": spell_bytes(most)}),
+    }
     return Page(
         title=f"{type(request.model).__name__}: {table.plain.name} on {ranks} rank{'s' * (ranks != 1)}",
-        facts=tuple(_facts(request, graph, step, table, profile)),
-        timelines=(TimelineView.of(step.timeline, note), *map(TimelineView.of, measured)),
-        memory=MemoryView.of(step.memory, caps, note=_BYTES) if step.memory else None,
+        facts=tuple(facts.items()),
+        timelines=(TimelineView.of(timeline, note), *measured),
+        memory=MemoryView.of(memory, caps, note=_BYTES) if memory else None,
         stages=tuple(each.view for each in graph.plan.stages),
         boundaries=boundaries,
         relays=relays,
@@ -97,18 +116,29 @@ def _table_of(graph: CompiledGraph, tables: Tables, profile: Profile | None) -> 
     return found
 
 
-def _facts(
-    request: CompileRequest, graph: CompiledGraph, step: EstimatedStep, table: CheckedTable, profile: Profile | None
-) -> Iterator[tuple[str, str]]:
-    yield "schedule", table.plain.name
-    yield from ((name, str(getattr(table.running, name))) for name in ("stages", "ranks", "microbatches"))
-    yield "device", request.place.device.type
-    yield f"step, {'estimated' if profile is None else 'simulated'}", spell_time(step.timeline.makespan, "s")
-    if profile is not None:
-        yield "step, measured", spell_time(profile.timeline.makespan, "s")
-    yield "parameters", f"{sum(each.parameters for each in graph.plan.stages):,}"
-    if step.memory:
-        yield "most bytes on a rank", spell_bytes(max(sum(parts.values()) for curve in step.memory for _, parts in curve))
+def _estimated(
+    request: CompileRequest, graph: CompiledGraph, table: CheckedTable, measured: Costs | None = None
+) -> tuple[Timeline, tuple[KindCurve, ...]]:
+    """The timeline for a table of this graph, and bytes by kind over time for each rank, empty for an evaluation."""
+    programs = programs_of(request, [graph] * table.running.microbatches, table)
+    timeline = simulate(table.running, _costs(request, graph, programs[0], table) if measured is None else measured)
+    if not table.training:
+        return timeline, ()
+    windows = freed_windows(request, offload_windows(request, [graph], programs, table))
+    held = held_by_ranks(request, graph, programs, table)
+    return timeline, bytes_over_time(timeline, costs_of_microbatches(programs, table.flow), held, windows)
+
+
+def _costs(request: CompileRequest, graph: CompiledGraph, program: PipelineProgram, table: CheckedTable) -> Costs:
+    pricing = pricing_of(request)
+    with considering(graph.values):
+        costs = estimated_costs(program, graph.sources, pricing)
+    shards = request.place.shards
+    if table.shards is None or shards is None or program.gathers_layers:
+        return costs  # gathers of single layers are operations of the programs
+    gathered, reduced = sent_by_stage(graph.state(request), len(program.stages), shards)
+    gathers, reductions = (tuple(pricing.message(round(nbytes)) for nbytes in each) for each in (gathered, reduced))
+    return replace(costs, gathers=gathers, reductions=reductions)
 
 
 # ---------------------------------------------------------------------------------- values between stages
@@ -116,16 +146,16 @@ def _facts(
 
 def boundary_views(graph: CompiledGraph) -> tuple[tuple[BoundaryView, ...], tuple[RelayView, ...]]:
     """The values of each boundary, and the relays, for one microbatch."""
-    boundaries, makers = graph.program.boundaries, {node.name: node for node in graph.captured.joint.graph.nodes}
-    relays = [relay for way in (_FORWARD, _BACKWARD) for relay in _relays(graph, way, makers)]
+    makers = {node.name: node for node in graph.captured.joint.graph.nodes}
+    relays = tuple(relay for way in _PHASES for relay in _relays(graph, way, makers))
     further = {(relay.way, relay.value.name) for relay in relays}
     views = []
-    for each in boundaries:
-        relayed = [meta for way in (_FORWARD, _BACKWARD) for meta in _values(each, way) if (way, meta.name) in further]
-        values = ([_view(meta, makers) for meta in _values(each, way)] for way in (_FORWARD, _BACKWARD))
+    for each in graph.program.boundaries:
+        relayed = [meta for way in _PHASES for meta in _values(each, way) if (way, meta.name) in further]
+        values = (tuple(_view(meta, makers) for meta in _values(each, way)) for way in _PHASES)
         sizes = total_bytes(each.forward), total_bytes(each.backward), total_bytes(relayed)
-        views.append(BoundaryView(each.stage, *sizes, *map(tuple, values)))
-    return tuple(views), tuple(relays)
+        views.append(BoundaryView(each.stage, *sizes, *values))
+    return tuple(views), relays
 
 
 def _values(boundary: Boundary, way: str) -> Sequence[TensorMeta]:

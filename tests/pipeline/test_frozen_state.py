@@ -159,5 +159,5 @@ def test_a_microbatch_that_reads_the_teacher_too_late_is_refused() -> None:
     """The backward of three rows reads the teacher, after or before the forward of two rows has updated the teacher."""
     (x, target), model = batch(0), Behind()
     parts = [graphpp.Microbatch((x[:rows],), {}, target[:rows]) for rows in (3, 2)]
-    with pytest.raises(BatchError, match=r"writes the buffer teacher\.0\.weight, and microbatch 0"):
+    with pytest.raises(BatchError, match=r"microbatch 1 .* other new values of buffers"):
         graphpp.compile(model, F.mse_loss, split=["student.2"], schedule="GPipe").step_microbatches(parts)

@@ -141,15 +141,14 @@ class Dump:
     def _programs(self, program: PipelineProgram, mine: Collection[int]) -> Iterator[_Text]:
         """The texts of the programs that run; example inputs and bound values come from the graphs of the cut."""
         assert self._cut is not None
-        for stage in program.stages:
-            for phase, item in stage.programs.items() if stage.index in mine else ():
-                graph = self._cut.graphs[F if phase is Phase.EVALUATE else phase, stage.index].graph
-                rendered = replace(render(graph), text=item.source)
-                yield replace(self._slot(stage.index, phase, graph, rendered), final=True)
-            if stage.hoisted is not None and stage.index in mine:
-                graph = self._cut.hoisted[stage.index].graph
-                rendered = replace(render(graph), text=stage.hoisted.source)
-                yield replace(self._slot(stage.index, Phase.HOIST, graph, rendered), final=True)
+        for stage in (program.stages[index] for index in mine):
+            graphs = {phase: self._cut.graphs[F if phase is Phase.EVALUATE else phase, stage.index] for phase in stage.programs}
+            programs = dict(stage.programs)
+            if stage.hoisted is not None:
+                graphs[Phase.HOIST], programs[Phase.HOIST] = self._cut.hoisted[stage.index], stage.hoisted
+            for phase, item in programs.items():
+                rendered = replace(render(graphs[phase].graph), text=item.source)
+                yield replace(self._slot(stage.index, phase, graphs[phase].graph, rendered), final=True)
 
     def _slot(self, stage: int, phase: Phase, graph: fx.Graph, rendered: RenderedGraph) -> _Text:
         name = phase.label
