@@ -83,9 +83,7 @@ def _ending(function: Command) -> Callable[..., None]:
     return run
 
 
-def _attempt(
-    function: Command, given: Mapping[str, Any], with_traceback: bool
-) -> tuple[Answer | None, Exception | None]:
+def _attempt(function: Command, given: Mapping[str, Any], with_traceback: bool) -> tuple[Answer | None, Exception | None]:
     """The answer of a command, or the exception that it raised, which is then printed to standard error."""
     try:
         return function(**given), None

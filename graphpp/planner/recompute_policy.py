@@ -56,9 +56,7 @@ def may_recompute(option: Recompute) -> MayRecompute:
     return _is_light if isinstance(option.nodes, str) else callback(GraphPPError, "memory.recompute", FLAG, option.nodes)
 
 
-def recompute_budget(
-    option: Recompute, region: RegionOf | None, device_type: str, cost: Cost | None
-) -> RecomputeBudget | None:
+def recompute_budget(option: Recompute, region: RegionOf | None, device_type: str, cost: Cost | None) -> RecomputeBudget | None:
     """The terms on which single values are computed a second time; a budget counts where a region is given."""
     costs = OpCosts.of(device_type)
     worth = _WORTH / costs.memory

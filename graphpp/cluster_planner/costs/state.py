@@ -17,9 +17,7 @@ from graphpp.schedules.table.state_bytes import StateBytes
 _MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values, in mixed precision: float32
 
 
-def state_of_segments(
-    costs: ModelCosts, degrees: Degrees, memory: Memory
-) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
+def state_of_segments(costs: ModelCosts, degrees: Degrees, memory: Memory) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
     """The state of one rank by segments, and for each piece whether it is of experts."""
     elements: dict[_Key, int] = {}
     for each in costs.parameters:
