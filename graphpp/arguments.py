@@ -114,9 +114,7 @@ def checked(error: type[Exception], **arguments: Accepted) -> Callable[[Callable
     return decorate
 
 
-def callback(
-    error: type[Exception], name: str, returns: Accepted, function: Callable[..., Any]
-) -> Callable[..., Any]:
+def callback(error: type[Exception], name: str, returns: Accepted, function: Callable[..., Any]) -> Callable[..., Any]:
     """The caller's `function`, given as the argument `name`: a call raises `error` where the function fails.
 
     The function's own exception is the cause of `error`; a `GraphPPError` comes through as it is. A result that `returns` does

@@ -26,7 +26,8 @@ _PATIENCE = 2.0  # seconds
 @contextmanager
 def working(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
     """Show `what` while the block runs. `total`: how many steps the work has; None: unknown."""
-    shown = (_Bar if _has_terminal() else _Lines)(what, total)
+    on_terminal = os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty()
+    shown = (_Bar if on_terminal else _Lines)(what, total)
     timer = threading.Timer(_PATIENCE, shown.start)
     timer.daemon = True
     timer.start()
@@ -38,10 +39,6 @@ def working(what: str, total: int | None = None) -> Iterator[Callable[[], None]]
             timer.join()  # the bar is whole before it goes
         finally:
             shown.stop()
-
-
-def _has_terminal() -> bool:
-    return os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty()
 
 
 class _Lines:

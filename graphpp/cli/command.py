@@ -21,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -82,9 +83,7 @@ def _ending(function: Command) -> Callable[..., None]:
     return run
 
 
-def _attempt(
-    function: Command, given: Mapping[str, Any], with_traceback: bool
-) -> tuple[Answer | None, Exception | None]:
+def _attempt(function: Command, given: Mapping[str, Any], with_traceback: bool) -> tuple[Answer | None, Exception | None]:
     """The answer of a command, or the exception that it raised, which is then printed to standard error."""
     try:
         return function(**given), None
@@ -105,6 +104,15 @@ def _print(answer: Answer | None, error: Exception | None, as_json: bool) -> Non
         typer.echo(_json(answer.document) if as_json else answer.text)
         for note in answer.notes:
             typer.echo(note, err=True)
+
+
+def write_text(file: Path, text: str) -> str:
+    """Write a file; a note that says so. Raises `GraphPPError` where it cannot be written."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as fault:  # ValueError: an impossible path
+        raise GraphPPError(f"{file} cannot be written: {getattr(fault, 'strerror', None) or fault}") from fault
+    return f"wrote {file}"
 
 
 @contextlib.contextmanager

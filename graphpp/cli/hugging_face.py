@@ -66,10 +66,7 @@ def random_tokens(model: nn.Module, rows: int | None, length: int | None) -> Mic
     require(GraphPPError, "--batch", COUNT, rows)
     require(GraphPPError, "--length", COUNT, length)
     if 0 < positions < length:
-        raise GraphPPError(
-            f"--length: {length} tokens are more than the {positions} positions of the model: raise max_position_embeddings in "
-            "its configuration, where the model can take more, or take fewer tokens"
-        )
+        raise GraphPPError(f"--length: {length} tokens are more than the {positions} positions of the model: take fewer tokens")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     if device.type == "meta":
@@ -102,10 +99,8 @@ def _check_memory(folder: Path, model: nn.Module) -> None:
     needed = sum(parameter.nbytes for parameter in model.parameters())
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > machine:
-        raise GraphPPError(
-            f"MODEL: the weights of {folder} take {spell_bytes(needed)}, and this machine has {spell_bytes(machine)}: "
-            "take a configuration with fewer layers"
-        )
+        sizes = f"take {spell_bytes(needed)}, and this machine has {spell_bytes(machine)}"
+        raise GraphPPError(f"MODEL: the weights of {folder} {sizes}: take a configuration with fewer layers")
 
 
 def _shortened(fault: Exception) -> str:

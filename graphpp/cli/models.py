@@ -184,10 +184,8 @@ def _read(name: str, result: Any, rows: int | None, length: int | None) -> Loade
     """The result of the function as a `LoadedModel`."""
     if isinstance(result, nn.Module):
         if not is_causal(result):
-            raise GraphPPError(
-                f"{name} returned a {type_name(result)} alone, and an example can be made only for a causal language model of "
-                f"transformers: return {_RETURNS}"
-            )
+            alone = f"{name} returned a {type_name(result)} alone, which is no causal language model of transformers"
+            raise GraphPPError(f"{alone}: return {_RETURNS}")
         return LoadedModel(result, None, random_tokens(result, rows, length))
     model, loss, example = _three_parts(name, result)
     if not isinstance(model, nn.Module):
@@ -209,8 +207,6 @@ def _three_parts(name: str, result: Any) -> tuple[Any, Any, Any]:
         return result.model, result.loss, result.example
     if isinstance(result, tuple) and len(result) == len(_PARTS):
         return result[0], result[1], result[2]
-    if isinstance(result, tuple):
-        raise GraphPPError(f"{name} returned a tuple of {len(result)}: return {_RETURNS}")
-    if len(lacking) < len(_PARTS):
-        raise GraphPPError(f"{name} returned a {type_name(result)} without {' and '.join(lacking)}: return {_RETURNS}")
-    raise GraphPPError(f"{name} returned {shown(result)}: return {_RETURNS}")
+    form = f"a tuple of {len(result)}" if isinstance(result, tuple) else shown(result)
+    without = f" without {' and '.join(lacking)}" if len(lacking) < len(_PARTS) else ""
+    raise GraphPPError(f"{name} returned {form}{without}: return {_RETURNS}")

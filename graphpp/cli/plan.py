@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphpp.cli import forms
-from graphpp.cli.command import Answer, add_command
+from graphpp.cli.command import Answer, add_command, write_text
 from graphpp.cli.verify import MODEL_HELP
 from graphpp.devices import KNOWN_NAMES, Machines, known_device
 from graphpp.errors import GraphPPError, NoPlanError
@@ -87,8 +87,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
         )  # fmt: skip
     except NoPlanError as error:
         return Answer(str(error), {"plans": [], "message": str(error)}, yes=False)
-    files = {"save": (save, found.best.to_json), "html": (html, found.to_html)}
-    notes = [_written(f"--{name}", file, text()) for name, (file, text) in files.items() if file is not None]
+    files = (save, found.best.to_json), (html, found.to_html)
+    notes = [write_text(file, text()) for file, text in files if file is not None]
     text = "\n\n".join(map(str, found.front)) if front else str(found)
     return Answer(text, json.loads(found.to_json()), notes=notes)
 
@@ -124,17 +124,8 @@ def report(
 ) -> Answer:
     """Write a page of plans: time against bytes, each plan in full. The page needs no network."""
     found = _plans(file)
-    note = _written("--output", output, found.to_html())
+    note = write_text(output, found.to_html())
     return Answer(str(found.best), {"plans": len(found), "page": str(output)}, notes=[note])
-
-
-def _written(option: str, file: Path, text: str) -> str:
-    """Write a file, and say so. Raises `GraphPPError` where it cannot be written."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise GraphPPError(f"{option}: {error}") from error
-    return f"wrote {file}"
 
 
 def read_machines(text: str) -> Machines:

@@ -12,16 +12,9 @@ from typing import Annotated
 
 import typer
 
-from graphpp.cli.command import Answer, add_command
+from graphpp.cli.command import Answer, add_command, write_text
 from graphpp.cli.costs_file import read_costs
-from graphpp.cli.schedule_inputs import (
-    SCHEDULE_HELP,
-    Counts,
-    complete_name,
-    read_schedule,
-    table_by_name,
-    table_of,
-)
+from graphpp.cli.schedule_inputs import SCHEDULE_HELP, Counts, complete_name, read_schedule, table_by_name, table_of
 from graphpp.cli.simulated import facts_of, simulated, spell_counts
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.report.page_html import html
@@ -78,7 +71,7 @@ def show(  # noqa: PLR0913 - one option for each form of the table
     ]
     texts = [(file, make()) for file, make in pictures if file is not None]  # before the first file is written
     for file, text in texts:
-        _write(file, text)
+        write_text(file, text)
     if csv is not None:
         table.save(csv)
     files = [str(file) for file in (*(file for file, _ in texts), csv) if file is not None]
@@ -88,17 +81,14 @@ def show(  # noqa: PLR0913 - one option for each form of the table
 
 def check(source: Source, ranks: Ranks = None, stages: Stages = None, microbatches: Microbatches = None) -> Answer:
     """Prove that a table computes everything once and cannot deadlock. Exit code 1 with the fault where it does not."""
-    counts = Counts(ranks, stages, microbatches)
     try:
-        table = _table_under_check(source, counts)
+        known = read_schedule(source)  # a file's own counts may differ from the given ones, about which the checker says more
+        table = known if isinstance(known, Schedule) else table_by_name(known, Counts(ranks, stages, microbatches))
         training = bool(table.kinds - {Kind.F})
         check_table(
-            table,
-            ranks=ranks or table.ranks,
-            stages=stages or table.stages,
-            microbatches=microbatches or table.microbatches,
-            training=training,
-        )
+            table, ranks=ranks or table.ranks, stages=stages or table.stages,
+            microbatches=microbatches or table.microbatches, training=training,
+        )  # fmt: skip
     except ScheduleError as fault:
         where = f"\n{source}: rank 0 is line 1, column 0 is cell 1" if source.casefold().endswith(".csv") else ""
         return Answer(f"{fault}{where}", {"accepted": False, "schedule": source, "message": f"{fault}{where}"}, yes=False)
@@ -159,12 +149,6 @@ def _counts(costs: Costs | None, ranks: int | None, stages: int | None, microbat
     return Counts(ranks, stages, microbatches, None if costs is None else len(costs.stages))
 
 
-def _table_under_check(source: str, counts: Counts) -> Schedule:
-    """The table; a file's own counts may differ from the given ones, about which the checker says more."""
-    known = read_schedule(source)
-    return known if isinstance(known, Schedule) else table_by_name(known, counts)
-
-
 def _all_known(counts: Counts) -> tuple[list[Schedule], dict[str, str]]:
     """The tables of all known names that train and fit the counts, and the messages for those that do not fit."""
     if counts.ranks is None or counts.microbatches is None:
@@ -179,10 +163,3 @@ def _all_known(counts: Counts) -> tuple[list[Schedule], dict[str, str]]:
     if not tables:
         raise ScheduleError("\n".join(["no schedule fits these numbers:", *refused.values()]))
     return tables, refused
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as fault:  # ValueError: an impossible path
-        raise GraphPPError(f"{path} cannot be written: {getattr(fault, 'strerror', None) or fault}") from fault

@@ -78,6 +78,5 @@ def facts_of(table: Schedule) -> dict[str, object]:
 
 def spell_counts(table: Schedule) -> str:
     """The counts of a table in words: `2 ranks, 4 stages, 1 microbatch`."""
-    counts = {"rank": table.ranks, "stage": table.stages, "microbatch": table.microbatches}
-    plural = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
-    return ", ".join(f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items())
+    counts = (table.ranks, "rank", "s"), (table.stages, "stage", "s"), (table.microbatches, "microbatch", "es")
+    return ", ".join(f"{count} {name}{ending * (count != 1)}" for count, name, ending in counts)

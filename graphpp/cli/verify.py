@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +11,7 @@ import typer
 from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command
 from graphpp.cli.schedule_inputs import SCHEDULE_HELP, complete_name, read_schedule
+from graphpp.cli.simulated import facts_of
 
 if TYPE_CHECKING:
     from graphpp.verification.report import Comparison, Verification
@@ -70,13 +70,12 @@ def verify(  # noqa: PLR0913 - the options of a pipeline
 
 
 def _document(found: Verification) -> dict[str, object]:
-    table = found.plan.schedule
     comparisons = {"cut": found.cut, "eager": found.eager, "whole_batch": found.whole_batch}
     return {
         "ok": found.ok,
         "tolerance": found.tolerance,
         "seconds": found.seconds,
-        "schedule": {"name": table.name, "ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches},
+        "schedule": facts_of(found.plan.schedule),
         "stages": [asdict(stage) for stage in found.plan.stages],
         "memory": None if found.plan.memory is None else [asdict(rank) for rank in found.plan.memory.ranks],
         **{name: None if each is None else _compared(each) for name, each in comparisons.items()},
@@ -88,10 +87,5 @@ def _compared(found: Comparison) -> dict[str, object]:
         "verdict": found.verdict if found.compared else "not compared",
         "note": found.note,
         "first": None if found.first is None else asdict(found.first),
-        "unequal": dict(_unequal(found)),
+        "unequal": {name: asdict(each) for name, each in found.all() if each.verdict != "equal"},  # in some bit
     }
-
-
-def _unequal(found: Comparison) -> Iterator[tuple[str, dict[str, object]]]:
-    """The losses, gradients and buffers of which some bit differs."""
-    yield from ((name, asdict(each)) for name, each in found.all() if each.verdict != "equal")

@@ -187,9 +187,7 @@ class CutSearch:
         for stage in range(1, stages):
             following, firsts = [inf] * (pieces + 1), [0] * (pieces + 1)
             for end in range(stage + 1, pieces + 1):
-                following[end], negative = min(
-                    (max(least[first], seconds(first, end)), -first) for first in range(stage, end)
-                )
+                following[end], negative = min((max(least[first], seconds(first, end)), -first) for first in range(stage, end))
                 firsts[end] = -negative
             least = following
             chosen.append(firsts)

@@ -56,12 +56,16 @@ def _apart(one: Sequence[ModuleCall], other: Sequence[ModuleCall]) -> bool:
 
 def module_calls(joint: JointGraph) -> list[ModuleCall]:
     """The module calls of the forward in order of their first operation, parents before children."""
+    forward = (node for node in joint.computed() if node.meta["position"] >= 0)
+    return spans_of((node.meta["position"], node.meta["calls"]) for node in forward)
+
+
+def spans_of(operations: Iterable[tuple[int, Iterable[str]]]) -> list[ModuleCall]:
+    """The module calls of (position, FQNs of the calls around it) of operations, in order."""
     spans: dict[str, tuple[int, int]] = {}
-    for node in joint.computed():
-        position = node.meta["position"]
-        for call in node.meta["calls"] if position >= 0 else ():
-            first, _ = spans.get(call, (position, position))
-            spans[call] = (first, position + 1)
+    for position, calls in operations:
+        for call in calls:
+            spans[call] = spans.get(call, (position, position))[0], position + 1
     return [ModuleCall(fqn, first, end) for fqn, (first, end) in spans.items()]
 
 

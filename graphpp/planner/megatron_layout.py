@@ -54,7 +54,9 @@ _RULES = (
 )
 
 _HINTS = {
+    "(": "write a group as (...)*n: closed, repeated, not empty and without a group in it",
     ")": "this closes no group",
+    "*": "a letter or a group stands before *, and a number behind it",
     " ": "no space may stand in a layout; commas may",
     **dict.fromkeys("0123456789", "a number stands only behind *"),
 }
@@ -217,7 +219,7 @@ def _expand(text: str, at: int, end: int) -> list[tuple[str, int]]:
             continue
         item = _ITEM.match(text, at, end)
         if item is None:
-            raise _misplaced(text, at)
+            raise _fault(text, at, _HINTS.get(text[at], "the letters are E, t, m, L and | ( ) * with a number"))
         piece = _expand(text, *item.span("group")) if item["group"] else [(text[at], at)]
         times = (item["times"] or "1").replace(",", "").lstrip("0")
         count = int(times[: len(str(_MOST)) + 1] or 0)
@@ -227,30 +229,6 @@ def _expand(text: str, at: int, end: int) -> list[tuple[str, int]]:
         at = item.end()
     return symbols
 
-
-def _misplaced(text: str, at: int) -> SplitError:
-    """The error where no item starts."""
-    behind = text[at + 1 :].replace(",", "")
-    if text[at] == "*" and behind[:1] not in [*"0123456789"]:
-        return _fault(text, at, "a number must stand behind *")
-    if text[at] == "*":
-        repeated = text[:at].rstrip(",")[-1:] in [*"0123456789"]
-        return _fault(text, at, "this is repeated already" if repeated else "there is nothing to repeat")
-    if text[at] == "(":
-        return _bad_group(text, at)
-    return _fault(text, at, _HINTS.get(text[at], "the letters are E, t, m, L and | ( ) * with a number"))
-
-
-def _bad_group(text: str, at: int) -> SplitError:
-    """The error where a group starts that is none."""
-    paren = re.search(r"[()]", text[at + 1 :])
-    if paren is None:
-        return _fault(text, at, "this group is never closed")
-    if paren[0] == "(":
-        return _fault(text, at + 1 + paren.start(), "groups do not nest")
-    if not text[at + 1 :][: paren.start()].strip(","):
-        return _fault(text, at, "this group is empty")
-    return _fault(text, at + 1 + paren.start(), "a group is repeated: write (...)*n")
 
 
 def _fault(text: str, at: int, why: str) -> SplitError:

@@ -90,10 +90,8 @@ class MemoryPlan:
             raise ScheduleError(f"cap: take one number of bytes, or one for each of {len(self.ranks)} ranks, got {cap!r}")
         for own, most in zip(self.ranks, caps, strict=True):
             if own.state >= most:
-                raise ScheduleError(
-                    f"cap: rank {own.rank} has {own.state:,} bytes of weights, gradients, optimizer and buffers, and a cap of "
-                    f"{most:,} leaves none for activations: raise the cap, or take more ranks, or shards (dp_shard)"
-                )
+                held = f"rank {own.rank} has {own.state:,} bytes of weights, gradients, optimizer and buffers"
+                raise ScheduleError(f"cap: {held}, and a cap of {most:,} leaves none for activations: raise the cap")
         return tuple(most - own.state for own, most in zip(self.ranks, caps, strict=True))
 
     @property

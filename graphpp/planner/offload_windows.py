@@ -77,15 +77,9 @@ def windows_of(
                 chosen[key] = _leaving(fraction * own.nbytes, own.values, there, late)
             for kind, values in chosen[key].items():
                 reader = Action(stage, kind, microbatch)
-                yield OffloadWindow(
-                    stage,
-                    microbatch,
-                    tuple(value.name for value in values),
-                    sum(value.nbytes for value in values),
-                    evict_after=row.actions[forward + 1],
-                    prefetch_at=row.actions[row.place[reader] - ahead],
-                    first_use=reader,
-                )
+                names, nbytes = tuple(value.name for value in values), sum(value.nbytes for value in values)
+                evict_after, prefetch_at = row.actions[forward + 1], row.actions[row.place[reader] - ahead]
+                yield OffloadWindow(stage, microbatch, names, nbytes, evict_after, prefetch_at, first_use=reader)
 
 
 def _leaving(
@@ -137,13 +131,9 @@ def _values(
     found = offloadable(graph_of(item), beside)
     found = [each._replace(meta=each.meta.at(sizes)) for each in found] if sizes is not None else found
     inputs = {kind: set(stage.programs[Phase(kind.value)].inputs) for kind in _BACKWARDS if Phase(kind.value) in stage.programs}
-    values = [value for value in found if choice.wants(value.meta, value.nbytes)]
-    return [
-        Leaving(
-            value.meta.name, value.nbytes, tuple(kind for kind, roles in inputs.items() if Saved(value.meta.name) in roles)
-        )
-        for value in sorted(values, key=lambda value: -value.nbytes)
-    ]
+    values = sorted((each for each in found if choice.wants(each.meta, each.nbytes)), key=lambda each: -each.nbytes)
+    readers = [tuple(kind for kind, roles in inputs.items() if Saved(each.meta.name) in roles) for each in values]
+    return [Leaving(each.meta.name, each.nbytes, own) for each, own in zip(values, readers, strict=True)]
 
 
 def _local_neighbours(schedule: Schedule, stage: int) -> LocalNeighbours:

@@ -95,9 +95,7 @@ class Plan:
             timelines=(TimelineView.of(unit, "F = I = W = 1 for each rank and microbatch: these are no seconds."),),
             memory=None if self.memory is None else self.memory.view,
             stages=tuple(each.view for each in self.stages),
-            boundaries=tuple(
-                BoundaryView(low.stage, low.sent_forward_bytes, high.sent_backward_bytes) for low, high in pairs
-            ),
+            boundaries=tuple(BoundaryView(low.stage, low.sent_forward_bytes, high.sent_backward_bytes) for low, high in pairs),
         )
 
     def __str__(self) -> str:

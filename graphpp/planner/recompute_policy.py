@@ -44,10 +44,8 @@ def _called(option: Recompute, calls: Sequence[ModuleCall]) -> Sequence[ModuleCa
         return repeated_layers(calls) or [call for call in calls if call.module and "." not in call.module]
     unknown = sorted(set(option.layers) - {call.module for call in calls} - {call.fqn for call in calls})
     if unknown:
-        raise GraphPPError(
-            f"memory.recompute: names {', '.join(unknown)}, which the model never calls: give FQNs of modules whose "
-            "forward runs"
-        )
+        names = ", ".join(unknown)
+        raise GraphPPError(f"memory.recompute: names {names}, which the model never calls: give modules whose forward runs")
     return [call for call in calls if call.module in option.layers or call.fqn in option.layers]
 
 
@@ -58,9 +56,7 @@ def may_recompute(option: Recompute) -> MayRecompute:
     return _is_light if isinstance(option.nodes, str) else callback(GraphPPError, "memory.recompute", FLAG, option.nodes)
 
 
-def recompute_budget(
-    option: Recompute, region: RegionOf | None, device_type: str, cost: Cost | None
-) -> RecomputeBudget | None:
+def recompute_budget(option: Recompute, region: RegionOf | None, device_type: str, cost: Cost | None) -> RecomputeBudget | None:
     """The terms on which single values are computed a second time; a budget counts where a region is given."""
     costs = OpCosts.of(device_type)
     worth = _WORTH / costs.memory

@@ -104,10 +104,11 @@ def places(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     Where there are more than some hundred, those within layers are left out.
     """
     layers = repeated_layers(calls)
-    inside, names = [call for call in calls if _is_within(call, layers)], {layer.module for layer in layers}
+    inside = [call for call in calls if any(_holds(layer, call) for layer in layers)]
+    names = {layer.module for layer in layers}
     within = {call.fqn for call in inside}
     outside = {call.position for call in calls if call.fqn not in within}
-    found = outside | {call.position for call in inside if _parent(call.module) in names}
+    found = outside | {call.position for call in inside if call.module.rpartition(".")[0] in names}
     end = max((call.end for call in calls), default=0)
     bound = list(_bound(joint))
     for starts in (found, outside):
@@ -117,12 +118,8 @@ def places(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     return tuple(sorted({0, *free}))
 
 
-def _is_within(call: ModuleCall, layers: Sequence[ModuleCall]) -> bool:
-    return any(layer.position <= call.position and call.end <= layer.end and call.fqn != layer.fqn for layer in layers)
-
-
-def _parent(module: str) -> str:
-    return module.rpartition(".")[0]
+def _holds(layer: ModuleCall, call: ModuleCall) -> bool:
+    return layer.position <= call.position and call.end <= layer.end and call.fqn != layer.fqn
 
 
 def _bound(joint: JointGraph) -> Iterable[tuple[int, int]]:

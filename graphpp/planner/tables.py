@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from graphpp.batch.cut_batch import batch_size
 from graphpp.batch.microbatch import FlatMicrobatch
@@ -131,7 +131,7 @@ class Tables:
         flow: MessageFlow = MessageFlow(),  # noqa: B008 - a frozen value
     ) -> None:
         self._source, self._ranks, self._shards, self._flow = source, ranks, shards, flow
-        self._built = lru_cache(_KEPT)(self._build)
+        self._built = lru_cache(_KEPT)(partial(make_table, source, ranks))
         self.checked = lru_cache(_KEPT)(self._checked)
 
     def admits(self, microbatches: int) -> bool:
@@ -141,9 +141,6 @@ class Tables:
         except ScheduleError:
             return False
         return table.microbatches == microbatches  # a table that was given has one number
-
-    def _build(self, stages: int, microbatches: int) -> Schedule:
-        return make_table(self._source, self._ranks, stages, microbatches)
 
     def _checked(self, stages: int, microbatches: int, training: bool) -> CheckedTable:
         """The table for these counts. Raises `ScheduleError` where it cannot be made, or cannot run, or cannot train."""

@@ -30,16 +30,12 @@ def chart_data(page: Page) -> tuple[dict[str, Any], str]:
         "kinds": KINDS,
         "timelines": [_timeline(each, columns) for each in page.timelines],
         "memory": None if page.memory is None else _memory(page.memory, columns),
-        "stages": [
-            {"rank": each.rank, "parameters": each.parameter_bytes, "saved": each.saved_bytes} for each in page.stages
-        ],
+        "stages": [{"rank": each.rank, "parameters": each.parameter_bytes, "saved": each.saved_bytes} for each in page.stages],
         "boundaries": [
             {"forward": each.forward_bytes, "backward": each.backward_bytes, "relayed": each.relayed_bytes}
             for each in page.boundaries
         ],
-        "plans": [
-            {"name": each.name, "seconds": each.seconds, "bytes": each.nbytes, "fits": each.fits} for each in page.plans
-        ],
+        "plans": [{"name": each.name, "seconds": each.seconds, "bytes": each.nbytes, "fits": each.fits} for each in page.plans],
         "front": pareto_front(page.plans),
         "cap": page.cap,
         "losses": _curve(page.run.losses, columns),

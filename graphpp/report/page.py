@@ -89,10 +89,8 @@ class PlanEntry:
 
     def __post_init__(self) -> None:
         if not (0 <= self.seconds < inf and 0 <= self.nbytes < inf):
-            raise GraphPPError(
-                f"plan {self.name!r}: take finite seconds and bytes, 0 or more, got seconds={self.seconds!r} and "
-                f"nbytes={self.nbytes!r}"
-            )
+            given = f"seconds={self.seconds!r} and nbytes={self.nbytes!r}"
+            raise GraphPPError(f"plan {self.name!r}: take finite seconds and bytes, 0 or more, got {given}")
 
 
 @dataclass(frozen=True)

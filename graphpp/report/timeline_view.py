@@ -71,10 +71,7 @@ class TimelineView:
     def of(cls, timeline: Timeline, note: str = "") -> TimelineView:
         """The view of a timeline."""
         if not timeline.events:
-            raise GraphPPError(
-                f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events, so there is nothing to draw: "
-                "take pipe.timeline(...) or graphpp.simulate(schedule, costs), or leave the timeline out"
-            )
+            raise GraphPPError(f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events: leave it out")
         homes = stages_of_ranks(timeline.schedule)
         chunks = {stage: chunk for stages in homes for chunk, stage in enumerate(stages)}
         others = [event for event in timeline.events if not event.action.is_compute and event.duration > 0]

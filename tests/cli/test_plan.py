@@ -149,7 +149,7 @@ def test_random_tokens_need_a_length(tmp_path: Path) -> None:
         (["--machines", "2xH100", "--batch", "8", "--optimizer", "lion"], "memory.optimizer: take"),
         (["--machines", "2xH100", "--batch", "8", "--work", "1"], "give more work"),
         (["--machines", "2xH100", "--batch", "8", "--schedules", "1F2B"], "schedules: take a list of names"),
-        (["--machines", "2xH100", "--batch", "8", "--save", "/nowhere/at/all.json"], "--save: "),
+        (["--machines", "2xH100", "--batch", "8", "--save", "/nowhere/at/all.json"], "all.json cannot be written: "),
     ],
 )
 def test_wrong_options_are_named(model: str, options: list[str], message: str) -> None:

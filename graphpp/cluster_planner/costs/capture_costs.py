@@ -7,8 +7,7 @@ Attention is captured as the fused kernel of the CPU, whose figures are those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -64,8 +63,13 @@ def capture_costs(
         batch, shorten = _with_rows(example, rows), shortening.shorten
         return capture(model, loss, batch, torch.device("cpu"), on_export=shorten, param_dtype=param_dtype).joint
 
-    with _told_the_dtype(example, param_dtype):
+    try:
         found = _captured(captured, max(int(rows), _FEWEST))
+    except CaptureError as error:
+        if param_dtype is None or not any(each.is_floating_point() for each in tensors_by_path(example).values()):
+            raise
+        hint = f"the parameters were captured in {param_dtype}: give the example's numbers in this dtype, or param_dtype=None"
+        raise CaptureError(f"{error}\n{hint} (--dtype own) for the model's own") from error
     costs = model_costs(
         found,
         tensor_plan=_own(model, "tp_plan", found.joint) if tensor_plan is None else tensor_plan,
@@ -86,21 +90,6 @@ def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> C
         if whole.complete:
             break
     return Captured(joint, captured(2 * rows, shortening), rows, calls, starts, whole)
-
-
-@contextmanager
-def _told_the_dtype(example: Microbatch, dtype: torch.dtype | None) -> Iterator[None]:
-    """A context in which an error of a capture says so where another dtype of the parameters may be its cause."""
-    try:
-        yield
-    except CaptureError as error:
-        numbers = any(each.is_floating_point() for each in tensors_by_path(example).values())
-        if dtype is None or not numbers:
-            raise
-        raise CaptureError(
-            f"{error}\nThe parameters were captured in {dtype} (param_dtype), and the example has numbers of another dtype: "
-            "pass them in this dtype, or give param_dtype=None (--dtype own) for the model's own"
-        ) from error
 
 
 def _tokens(example: Microbatch) -> int:

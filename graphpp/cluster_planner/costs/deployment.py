@@ -14,7 +14,6 @@ _RECOMPUTE = Accepted(
 )
 _ACCEPTED = {
     "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "dtype": or_none(TEXT), "sequence": FLAG,
-    "stage_stride": or_none(COUNT), "shards": or_none(COUNT),
 }  # fmt: skip
 
 
@@ -26,8 +25,7 @@ class Deployment:
     one, between the three kinds in proportion (an estimate). `dtype`: the dtype in which matrix products of parameters run
     (None: that of the graph); bytes stay as they are. `sequence`: with `tp`, work on tokens that the plan does not shard
     divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as `memory.optimizer`, for parameters in
-    float32. `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state is sharded, of
-    which experts have 1/ep. Raises `ScheduleError` for other values.
+    float32. Raises `ScheduleError` for other values.
     """
 
     rows: int = 1
@@ -38,8 +36,6 @@ class Deployment:
     dtype: str | None = None
     sequence: bool = True
     optimizer: str | float = "adamw"
-    stage_stride: int | None = None
-    shards: int | None = None
 
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():

@@ -116,9 +116,7 @@ def _reduced_alone(node: fx.Node, exchanges: Exchanges) -> fx.Node | None:
 # ------------------------------------------------------------------------------------------------- experts
 
 
-def _note_experts(
-    joint: JointGraph, groups: Mapping[fx.Node, str], exchanges: Exchanges
-) -> None:
+def _note_experts(joint: JointGraph, groups: Mapping[fx.Node, str], exchanges: Exchanges) -> None:
     own = dict(groups)
     for node in joint.computed():
         sources = node.all_input_nodes

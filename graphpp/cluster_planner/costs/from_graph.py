@@ -30,7 +30,7 @@ from graphpp.cluster_planner.costs.model_costs import (
     SegmentKind,
     Variant,
 )
-from graphpp.cluster_planner.costs.operations import Counted, Size, operations_of, size_of, summed
+from graphpp.cluster_planner.costs.operations import Size, operations_of, size_of, summed
 from graphpp.cluster_planner.costs.shortened import WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, ShardedParameters
 from graphpp.errors import GraphPPError
@@ -83,9 +83,8 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
         variants = {name: _variant(*found, whole.stage_of) for name, found in staged.items()}
     cut, first = staged[None]
     named = {node.name: node for node in cut.graph.nodes}
-    on, back = (
-        [summed(size_of(named[value.name]) for value in values) for values in each] for each in _crossing(first)
-    )
+    crossing = [each.forward for each in first.boundaries], [each.backward for each in first.boundaries]
+    on, back = ([summed(size_of(named[value.name]) for value in values) for values in each] for each in crossing)
     names = {call.position: call.fqn for call in reversed(calls) if call.fqn}
     layers = {call.position for call in repeated_layers(calls)}
     starts = [captured.starts[stage] for stage in whole.stage_of]
@@ -100,7 +99,7 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
         parameters=tuple(_parameters(joint, first, whole, sharded)),
         buffers=tuple(_buffers(joint, first, whole)),
         attentions=sum(whole.stage_of.count(node.meta["stage"]) for node in joint.computed() if _is_attention(node)),
-        tensor_ranks=gcd(*_sharded_sizes(joint)),
+        tensor_ranks=gcd(*(size for node in joint.graph.nodes if node.op != "output" for size in _sharded_sizes(node))),
         expert_ranks=_expert_ranks(shapes, sharded),
     )
 
@@ -130,19 +129,13 @@ def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParamet
     return gcd(*stacked)
 
 
-def _sharded_sizes(joint: JointGraph) -> Iterator[int]:
-    """The sizes of all sharded dimensions: features, heads, words."""
-    for node in joint.graph.nodes:
-        if node.op != "output":
-            yield from growing_sizes(node.meta["val"], node.meta["sharded"])
+def _sharded_sizes(node: fx.Node) -> Iterator[int]:
+    """The sizes of a node's sharded dimensions: features, heads, words."""
+    return growing_sizes(node.meta["val"], node.meta["sharded"])
 
 
 def _is_attention(node: fx.Node) -> bool:
     return not node.meta["backward"] and any(kind == "context" for kind, _ in node.meta.get("exchanges", ()))
-
-
-def _crossing(staged: StagedGraphs) -> tuple[Any, Any]:
-    return [each.forward for each in staged.boundaries], [each.backward for each in staged.boundaries]
 
 
 def _staged(
@@ -175,7 +168,7 @@ def _segment_kind(
     saved, kept, unread = (summed(size_of(named[value.name]) for value in each[stage]) for each in memory)
     waiting = [unread if phase is program.Phase.INPUT_GRAD else () for phase in PHASES]
     return SegmentKind(
-        operations=tuple(map(_operations, graphs)),
+        operations=tuple(operations_of(each.graph) if each is not None else () for each in graphs),
         peaks=tuple(map(_peaks, graphs, waiting)),
         read=tuple(map(_read, graphs)),
         made=tuple(map(_gradients, graphs)),
@@ -183,10 +176,6 @@ def _segment_kind(
         kept=kept,
         offloadable=tuple(_offloadable(*graphs)),
     )
-
-
-def _operations(each: PhaseGraph | None) -> Counted:
-    return operations_of(each.graph) if each is not None else ()
 
 
 def _offloadable(forward: PhaseGraph | None, *backwards: PhaseGraph | None) -> Iterator[OffloadableSize]:
@@ -201,12 +190,8 @@ def _read(each: PhaseGraph | None) -> Size:
     """The bytes of the parameters that a phase reads whole, where ranks share them."""
     if each is None:
         return ()
-    placeholders = each.graph.find_nodes(op="placeholder")
-    return summed(
-        size_of(node)
-        for node in placeholders
-        if isinstance(node.meta["role"], program.Parameter) and node.meta["val"].dim() > 0
-    )
+    own = (node for node in each.graph.find_nodes(op="placeholder") if isinstance(node.meta["role"], program.Parameter))
+    return summed(size_of(node) for node in own if node.meta["val"].dim() > 0)
 
 
 def _gradients(each: PhaseGraph | None) -> Size:
@@ -280,15 +265,10 @@ def _parameters(
         if fqn not in readers:
             continue
         made = makers.get(fqn, ())
+        itemsize, dtype = meta.dtype.itemsize, str(meta.dtype).removeprefix("torch.")
+        stages = tuple(sorted({*readers[fqn], *made})), made
         yield ParameterCosts(
-            fqn,
-            meta.nbytes // meta.dtype.itemsize,
-            str(meta.dtype).removeprefix("torch."),
-            meta.dtype.itemsize,
-            tuple(sorted({*readers[fqn], *made})),
-            made,
-            fqn in sharded.dims,
-            fqn in sharded.experts,
+            fqn, meta.nbytes // itemsize, dtype, itemsize, *stages, fqn in sharded.dims, fqn in sharded.experts
         )
 
 

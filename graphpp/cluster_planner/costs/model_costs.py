@@ -134,8 +134,3 @@ class ModelCosts:
         for each in self.parameters:
             elements[each.dtype] += each.elements
         return max(elements, key=elements.__getitem__, default="float32")
-
-    @property
-    def expert_elements(self) -> int:
-        """The elements of the parameters of experts."""
-        return sum(each.elements for each in self.parameters if each.expert)

@@ -84,8 +84,8 @@ def priced(
 ) -> PricedModel:
     """Price a microbatch.
 
-    `alike`: a price of the same costs with equal degrees, optimizer and shards, whose state is taken over: most of the time
-    goes into the state. Raises `ScheduleError` for degrees that the model does not have.
+    `alike`: a price of the same costs with equal degrees and optimizer, whose state is taken over: most of the time goes into
+    the state. Raises `ScheduleError` for degrees that the model does not have.
     """
     check_degrees(costs, deployment)
     tp, ep, cp = deployment.tp, deployment.ep, deployment.cp
@@ -93,27 +93,19 @@ def priced(
     pricing = _Pricing(machines, degrees, {costs.dtype: deployment.dtype} if deployment.dtype is not None else {})
     mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
-    each = [
-        pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))
-    ]
-    stride = deployment.stage_stride or tp * cp
+    each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
-    ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
+    ahead, behind = (tuple(machines.send(nbytes, tp * cp) for nbytes in sizes) for sizes in (on, back))
     if alike is not None:
         state, experts = alike.segments.state, alike.expert_state
     else:
-        state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), deployment.shards)
+        state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer))
     return PricedModel(
         segments=Segments(costs.starts, Costs(tuple(one.stage for one in each), ahead, behind), state),
-        expert_state=experts,
-        forward_bytes=on,
-        backward_bytes=back,
-        flops=_flops(costs, degrees.factor),
-        exchanges=tuple(one.exchanges for one in each),
-        sent=tuple(one.sent for one in each),
-        layers=tuple(one.phases for one in each),
-        offloadable=tuple(one.offloadable for one in each),
-    )
+        expert_state=experts, forward_bytes=on, backward_bytes=back, flops=_flops(costs, degrees.factor),
+        exchanges=tuple(one.exchanges for one in each), sent=tuple(one.sent for one in each),
+        layers=tuple(one.phases for one in each), offloadable=tuple(one.offloadable for one in each),
+    )  # fmt: skip
 
 
 def _flops(costs: ModelCosts, factor: float) -> float:

@@ -23,7 +23,7 @@ from torch import fx
 from graphpp.capture.activation_checkpoints import checkpointed_call
 from graphpp.capture.source_lines import MODEL, module_calls
 from graphpp.options.split import ModuleCall
-from graphpp.planner.layers import repeated_layers
+from graphpp.planner.layers import repeated_layers, spans_of
 
 _LEFT = 3  # units of a run
 
@@ -46,7 +46,7 @@ class Shortening:
 
     def shorten(self, module: fx.GraphModule) -> None:
         """Remove the units between the second and the last one of each run of equal units."""
-        layers = repeated_layers(_calls(module.graph))
+        layers = repeated_layers(spans_of(enumerate(map(module_calls, _operations(module.graph)))))
         self.runs = []
         for length in range(1, self.longest + 1):
             units = _units(module.graph, layers, length)
@@ -68,15 +68,6 @@ class _Unit:
 
 def _operations(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function"]
-
-
-def _calls(graph: fx.Graph) -> list[ModuleCall]:
-    """The module calls of an exported graph in order, parents before children."""
-    spans: dict[str, tuple[int, int]] = {}
-    for position, node in enumerate(_operations(graph)):
-        for call in module_calls(node):
-            spans[call] = (spans.get(call, (position, position))[0], position + 1)
-    return [ModuleCall(fqn, first, end) for fqn, (first, end) in spans.items()]
 
 
 def _units(graph: fx.Graph, layers: Sequence[ModuleCall], length: int) -> list[_Unit]:

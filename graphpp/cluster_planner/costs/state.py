@@ -17,9 +17,7 @@ from graphpp.schedules.table.state_bytes import StateBytes
 _MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values, in mixed precision: float32
 
 
-def state_of_segments(
-    costs: ModelCosts, degrees: Degrees, memory: Memory, shards: int | None
-) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
+def state_of_segments(costs: ModelCosts, degrees: Degrees, memory: Memory) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
     """The state of one rank by segments, and for each piece whether it is of experts."""
     elements: dict[_Key, int] = {}
     for each in costs.parameters:
@@ -27,10 +25,7 @@ def state_of_segments(
         ranks = (degrees.tp if each.sharded else 1) * (degrees.ep if each.expert else 1)
         elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
     mixed = costs.param_dtype is not None
-    state = [
-        _piece(key, count, _MASTER if mixed else key.itemsize, memory, _own_shards(key, degrees, shards))
-        for key, count in elements.items()
-    ]
+    state = [_piece(key, count, _MASTER if mixed else key.itemsize, memory) for key, count in elements.items()]
     state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
     return tuple(state), (*(key.expert for key in elements), *[False] * len(costs.buffers))
 
@@ -43,12 +38,7 @@ class _Key:
     itemsize: int
 
 
-def _own_shards(key: _Key, degrees: Degrees, shards: int | None) -> int | None:
-    """Over how many ranks experts are sharded; None: over as many as everything else."""
-    return max(1, shards // degrees.ep) if shards is not None and key.expert else None
-
-
-def _piece(key: _Key, elements: int, master: int, memory: Memory, shards: int | None) -> StateBytes:
+def _piece(key: _Key, elements: int, master: int, memory: Memory) -> StateBytes:
     """`master`: bytes of an element of a shard, of a gradient's sum, and of a value of the optimizer."""
     rows = elements * master
     trained: Mapping[str, int] = (
@@ -56,4 +46,4 @@ def _piece(key: _Key, elements: int, master: int, memory: Memory, shards: int | 
         if key.makers
         else {"row_sums": 0, "sent": 0}
     )
-    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=rows, shards=shards, **trained)
+    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=rows, **trained)

@@ -59,10 +59,9 @@ def _check_rows(setting: PlanSetting, example: object) -> None:
     tensors = FlatMicrobatch.of(example).tensors.values() if isinstance(example, Microbatch) else ()
     sizes = {len(each) for each in tensors if each.dim()}
     if sizes and setting.rows not in sizes:
-        raise GraphPPError(
-            f"example: its tensors have {', '.join(map(str, sorted(sizes)))} rows, and plan= has microbatches of "
-            f"{setting.rows}: give an example of as many rows, or leave it out"
-        )
+        rows = ", ".join(map(str, sorted(sizes)))
+        said = f"its tensors have {rows} rows, and plan= has microbatches of {setting.rows}"
+        raise GraphPPError(f"example: {said}: give an example of as many rows, or leave it out")
 
 
 def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:

@@ -30,22 +30,22 @@ class _Work(NamedTuple):
     per_rank: int
 
     @property
-    def backward(self) -> float:
-        return self.input_grad + self.weight_grad
+    def whole(self) -> float:
+        return self.forward + (self.input_grad + self.weight_grad)
 
 
 _IDLE: dict[str, Callable[[_Work], float]] = {
     "auto": lambda work: 0.0,
-    "1F1B": lambda work: work.forward + work.backward,
+    "1F1B": lambda work: work.whole,
     "ZB1P": lambda work: work.forward + work.input_grad - work.weight_grad,
     "ZB2P": lambda work: max(0.0, work.forward + work.input_grad - 2 * work.weight_grad),
     "ZBVZeroBubble": lambda work: work.forward / 2,
     "DualPipeV": lambda work: (work.forward + work.input_grad) / 2,
     "V-Half": lambda work: work.forward,
     "V-Min": lambda work: work.forward + work.input_grad,
-    "Interleaved1F1B": lambda work: (work.forward + work.backward) / work.per_rank,
-    "MegatronInterleaved": lambda work: (work.forward + work.backward) / work.per_rank,
-    "LoopedBFS": lambda work: (work.forward + work.backward) / work.per_rank,
+    "Interleaved1F1B": lambda work: work.whole / work.per_rank,
+    "MegatronInterleaved": lambda work: work.whole / work.per_rank,
+    "LoopedBFS": lambda work: work.whole / work.per_rank,
     "InterleavedZeroBubble": lambda work: (work.forward + work.input_grad - work.weight_grad) / work.per_rank,
 }
 """Seconds that the pipeline is idle for each rank but one, by schedule."""
@@ -66,7 +66,6 @@ _ALIVE: dict[str, Callable[[PlanSetting], float]] = {
 _ALTERNATING = 1.4  # gathers of a stage for each microbatch, as `check/shard_counts.py` counts them for interleaved tables
 _STAY = 2  # forwards of a stage whose values are on the device, at least: one waits for its copies, one has come back
 _SPLIT = ("ZB1P", "ZB2P", "ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min", "InterleavedZeroBubble")
-_OVERLAPPED = ("DualPipeV",)
 _IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; the longest of uneven ones sets half of the pace
 _IN_A_V = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
 
@@ -118,12 +117,11 @@ def _alive(setting: PlanSetting) -> float:
 
 def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:
     """The seconds from one microbatch to the next."""
-    total = work.forward + work.backward
-    if setting.schedule.name in _OVERLAPPED:
-        return total * overlap_of(request.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
+    if setting.schedule.name == "DualPipeV":  # overlaps forwards and backwards
+        return work.whole * overlap_of(request.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
     if setting.schedule.name in _IN_CYCLES:
-        return (total + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
-    return total
+        return (work.whole + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
+    return work.whole
 
 
 def _turns(setting: PlanSetting) -> float:

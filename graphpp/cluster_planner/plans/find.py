@@ -82,10 +82,7 @@ def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
         search.work.grant(round(space.work * _OFFLOADED))
         _offload(search, ordered)
     if not search.found:
-        raise ScheduleError(
-            f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "
-            "computations take a second"
-        )
+        raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
     if space.schedules is None or ORDER in space.schedules:
         _search_orders(search)
     further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # made on the way
@@ -250,8 +247,7 @@ def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> st
     asked = [f"{name} of {sorted(sizes)}" for name, sizes in space.sizes.items()]
     asked += [f"rows of {sorted(space.rows)}", *([f"schedules of {list(space.schedules)}"] if space.schedules else [])]
     return (
-        f"no setting for {request.machines.gpus} GPUs and a batch of {request.batch} rows is left: data ranks times rows of "
-        f"a microbatch divide the batch; the model admits up to {limits.stages} stages, divisors of {limits.tp} along tp (1 "
-        f"without a tensor_plan=), of {limits.experts} along ep (0: no experts), up to {limits.cp} along cp; and the search "
-        f"may choose {', '.join(asked)}"
+        f"no setting for {request.machines.gpus} GPUs and a batch of {request.batch} rows is left: the model admits up to "
+        f"{limits.stages} stages, divisors of {limits.tp} along tp (1 without a tensor_plan=), of {limits.experts} along ep, "
+        f"up to {limits.cp} along cp; the search may choose {', '.join(asked)}; data ranks x rows divide the batch"
     )

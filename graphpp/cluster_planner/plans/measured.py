@@ -69,10 +69,8 @@ def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collecti
         if (table := read_table(choice, ranks, found.microbatches, keep, sharded)) is not None
     ]
     if not steps:
-        raise ScheduleError(
-            f"no schedule takes {stages} stages on {ranks} ranks and {found.microbatches} microbatches: give a multiple of the "
-            "ranks for both"
-        )
+        numbers = f"{stages} stages on {ranks} ranks and {found.microbatches} microbatches"
+        raise ScheduleError(f"no schedule takes {numbers}: give a multiple of the ranks for both")
     rows = found.rows * found.microbatches * found.shape.dp_shard
     facts = {"machines": "measured", "split": (), "batch": rows, "tokens": 0, "mfu": 0.0, "dtype": None}
     return ranked(steps, inf if cap is None else cap, len(steps), lambda each: facts)

@@ -34,7 +34,7 @@ from graphpp.schedules.table.state_bytes import STATE, StateBytes
 _USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
 _SPEED = Accepted("a positive number of bytes per second", lambda value: NUMBER.accepts(value) and value > 0)  # type: ignore[operator]
-_MACHINES = one_of(str, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
+_MACHINES = one_of(str, Machines, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.cluster_planner.costs")
 _NAMES = Accepted(
     f"a list of names of schedules, of {', '.join(SEARCHED)}, and {ORDER}",
@@ -115,16 +115,15 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         return measured_plans(_measured(costs, state, shape, own_rows, batch, bandwidth, others), memory_cap, schedules)
     if model is None or machines is None:
         raise ScheduleError("plan: give a model and machines=, or costs=pipe.profile(..).costs")
-    found = _machines(machines)
+    require(ScheduleError, "machines", _MACHINES, machines)
+    found = machines if isinstance(machines, Machines) else Machines.read(machines)
     known = model if isinstance(model, ModelCosts) else _captured(
         model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
         device_type=found.device.torch_type,
     )  # fmt: skip
     dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
     if known.param_dtype != dtype:
-        raise ScheduleError(
-            f"param_dtype={param_dtype}: the costs were captured with param_dtype={known.param_dtype}: give both the same one"
-        )
+        raise ScheduleError(f"param_dtype={param_dtype}: the costs were captured with param_dtype={known.param_dtype}")
     limits = MeshLimits(
         stages=len(known.starts), experts=known.expert_ranks, tp=max(1, known.tensor_ranks), cp=max(_listed(cp)),
         domain=found.per_machine,
@@ -171,14 +170,6 @@ def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options
         raise ScheduleError("plan needs example=: a graphpp.Microbatch of one or more rows, which may be on the meta device")
     with working("capturing the model"):
         return capture_costs(model, loss, example, **options)
-
-
-def _machines(given: object) -> Machines:
-    """The machines of any form that `plan` takes. Raises `ScheduleError`."""
-    if isinstance(given, Machines):
-        return given
-    require(ScheduleError, "machines", _MACHINES, given)
-    return Machines.read(str(given))
 
 
 def _listed(given: Any) -> list[int]:

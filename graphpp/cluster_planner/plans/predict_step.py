@@ -70,20 +70,14 @@ def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | N
     return [each for each in found if each is not None] if all(found) else None
 
 
-class OrderCosts(NamedTuple):
-    """The costs of the stages, and the bytes beside activations of each rank: `least` at its peak, `most` of each kind."""
-
-    costs: Costs
-    least: tuple[int, ...]
-    most: tuple[int, ...]
-
-
-def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> OrderCosts:
-    """The costs under which another order than the table's is searched."""
+def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[Costs, list[tuple[int, ...]]]:
+    """The costs under which another order than the table's is searched, and the bytes beside activations of each rank: those
+    at its peak, and the most of each kind."""
     step = _Step(request, setting, cut)
     peaks = step.rank_peaks(table)
-    least = tuple(each.nbytes - each.most["activations"] for each in peaks)
-    return OrderCosts(step.waiting, least, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks))
+    totals = [each.nbytes for each in peaks], [sum(each.most.values()) for each in peaks]
+    beside = [tuple(own - each.most["activations"] for own, each in zip(total, peaks, strict=True)) for total in totals]
+    return step.waiting, beside
 
 
 def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
@@ -123,11 +117,9 @@ class _Step:
         """The costs with the seconds of gathers and reductions, and the state, of the stages."""
         shape, experts = self._setting.shape, self._priced.expert_state
         segments = self._priced.segments
-        named = [
-            replace(one, shards=shape.dp_shard if expert else shape.shards)
-            for one, expert in zip(segments.state, experts, strict=True)
-        ]
-        costs, state = replace(segments, state=tuple(named)).stages(self.cut)
+        pairs = zip(segments.state, experts, strict=True)
+        named = tuple(replace(one, shards=shape.dp_shard if expert else shape.shards) for one, expert in pairs)
+        costs, state = replace(segments, state=named).stages(self.cut)
         gathers, reductions = self._collected(state, experts)
         machines, stride = self._request.machines, shape.stride("pp")
         crossing = self._crossing()
@@ -137,11 +129,10 @@ class _Step:
         keep = self._setting.keep
         return replace(moving, overlap=overlap_of(self._priced, keep), woven=keep != 0), state
 
-    def _crossing(self) -> tuple[list[int], list[int]]:
+    def _crossing(self) -> tuple[list[int], ...]:
         """The bytes over each boundary between stages, forward and backward."""
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
-        forward, backward = ([each[start - 1] for start in self.cut[1:]] for each in sizes)
-        return forward, backward
+        return tuple([each[start - 1] for start in self.cut[1:]] for each in sizes)
 
     def _collected(self, state: Sequence[StateBytes], experts: Sequence[bool]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """By stage the seconds in which parameters are gathered, and gradients are summed over all ranks that have them."""
@@ -270,10 +261,7 @@ class _Step:
         return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
-        """The makespan by its parts on the busiest rank, which has these stages, and the optimizer's step.
-
-        `unhidden`: of gathers and reductions.
-        """
+        """The parts of a step on the busiest rank, which has these stages. `unhidden`: seconds of gathers and reductions."""
         usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
         ends = [*self.cut[1:], len(costs)]
@@ -324,7 +312,7 @@ class _Step:
         return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
 
     def _sent_to_copies(self, copies: int) -> float:
-        """The bytes that a rank sends to as many ranks with the same rows, in a ring, as if all had equally many."""
+        """The bytes that a rank sends to `copies` ranks with the same rows, in a ring; all ranks count as equal."""
         total = 0.0
         for one in self._stages[1]:
             total += len(one.makers) * (one.sums if one.sent is None else one.sent) / (one.shards or 1)

@@ -88,17 +88,13 @@ class PlanSetting:
         require(ScheduleError, "microbatches", COUNT, self.microbatches)
         require(ScheduleError, "offload", or_none(_FRACTION), self.offload)
         if self.offload is not None and isinstance(self.recompute, float):
-            raise ScheduleError(
-                f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}: the values that a '
-                "fraction of recomputation saves are known only when the pipeline is compiled"
-            )
+            raise ScheduleError(f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}')
         if self.recomputed is not None:
             require(ScheduleError, "recomputed", _LAYERS, self.recomputed)
             if len(self.recomputed) != self.stages or self.recompute not in ("selective", "full"):
-                raise ScheduleError(
-                    f'recomputed: give numbers of layers of {self.stages} stages, beside recompute="selective" or "full", got '
-                    f"{len(self.recomputed)} beside recompute={self.recompute!r}"
-                )
+                given = f"{len(self.recomputed)} beside recompute={self.recompute!r}"
+                wanted = f'{self.stages} stages, beside recompute="selective" or "full"'
+                raise ScheduleError(f"recomputed: give numbers of layers of {wanted}, got {given}")
 
     @property
     def stages(self) -> int:

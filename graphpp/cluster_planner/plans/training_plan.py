@@ -81,10 +81,7 @@ class TrainingPlan:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
         require(GraphPPError, "plan.tokens", INDEX, self.tokens)
         if len(self.split) != self.setting.stages - 1 and not self.measured:
-            raise GraphPPError(
-                f"plan.split: {self.setting.stages} stages start at {self.setting.stages - 1} names beside the first one, "
-                f"got {len(self.split)}"
-            )
+            raise GraphPPError(f"plan.split: take the names of {self.setting.stages - 1} stages, got {len(self.split)}")
         layers = sum(self.setting.recomputed or ())
         if len(self.recomputed) != layers:
             raise GraphPPError(f"plan.recomputed: take the names of {layers} layers, got {len(self.recomputed)}")

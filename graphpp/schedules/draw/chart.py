@@ -54,7 +54,8 @@ class Chart:
             by_rank[event.rank].append(event)
         computations = [rect for event in timeline.events if event.action.is_compute for rect in _parts(event, chunks)]
         idle = [rect for rank, events in enumerate(by_rank) for rect in _idle(rank, events, timeline.makespan)]
-        messages = [_strip(event, chunks) for event in timeline.events if _holds_up(event)]
+        others = (event for event in timeline.events if not event.action.is_compute and event.duration > 0)
+        messages = [_strip(event, chunks) for event in others]
         return cls(tuple(computations), tuple(idle), tuple(messages), stages)
 
 
@@ -74,10 +75,6 @@ def _idle(rank: int, events: Sequence[Event], makespan: float) -> Iterator[Rect]
         since = max(since, event.end)
     if makespan > since:
         yield Rect(rank, since, makespan)
-
-
-def _holds_up(event: Event) -> bool:
-    return not event.action.is_compute and event.duration > 0
 
 
 def _strip(event: Event, chunks: Mapping[int, int]) -> Rect:

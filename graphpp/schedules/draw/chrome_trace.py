@@ -55,15 +55,11 @@ def _complete(event: Event, first: int, factor: float) -> dict[str, Any]:
     action = event.action
     parts = [{"stage": leaf.stage, "kind": leaf.kind.value, "microbatch": leaf.microbatch} for leaf in action.leaves]
     return {
-        "ph": "X",
-        "name": str(action),
-        "cat": action.kind.value,
-        "pid": first + event.rank,
-        "tid": _COMPUTE if action.is_compute else _COMMUNICATION,
-        "ts": event.start * factor,
-        "dur": event.duration * factor,
+        "ph": "X", "name": str(action), "cat": action.kind.value,
+        "pid": first + event.rank, "tid": _COMPUTE if action.is_compute else _COMMUNICATION,
+        "ts": event.start * factor, "dur": event.duration * factor,
         "args": parts[0] if len(parts) == 1 else {"parts": parts},
-    }
+    }  # fmt: skip
 
 
 def _memory(timeline: Timeline, first: int) -> Iterator[dict[str, Any]]:

@@ -77,10 +77,7 @@ def _common_unit(timelines: Sequence[Timeline]) -> str:
     units = list(dict.fromkeys(timeline.unit for timeline in timelines))
     if len(units) != 1:
         found = " and ".join(map(repr, units)) or "no timeline"
-        raise GraphPPError(
-            f"a picture needs timelines in one unit of time, got {found}; simulate the schedule with measured costs "
-            "(`pipe.profile(...).costs`) to lay it beside a measured timeline"
-        )
+        raise GraphPPError(f"a picture needs timelines in one unit of time, got {found}; simulate with measured costs")
     return units[0]
 
 

@@ -99,7 +99,7 @@ _MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Ki
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
     """The colour of an F, B, I or W on the stage that is number `chunk` of its rank's `chunks` stages."""
     white = _LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
-    return _hex(*(round(value + (255 - value) * white) for value in _rgb(_OF_KIND[kind])))
+    return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in _rgb(_OF_KIND[kind]))
 
 
 def message_colour(action: Action) -> str:
@@ -122,7 +122,3 @@ def legend_text(kind: Kind) -> str:
 
 def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def _hex(*values: int) -> str:
-    return "#" + "".join(f"{value:02x}" for value in values)

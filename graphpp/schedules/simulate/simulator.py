@@ -23,6 +23,7 @@ from graphpp.arguments import one_of, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.simulate.bytes_over_time import memory_curves
+from graphpp.schedules.simulate.step_time import check_stages
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, computations, inputs, message, peer
 from graphpp.schedules.table.costs import Costs
@@ -37,11 +38,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     Raises `ScheduleError` if the costs are for another number of stages, and if the table cannot run to its end.
     """
-    if len(costs.stages) != schedule.stages:
-        raise ScheduleError(
-            f"the costs are for {len(costs.stages)} stages, but {schedule.name!r} has {schedule.stages}; "
-            "give the costs of each of its stages"
-        )
+    check_stages(costs, schedule.name, schedule.stages)
     if costs.blocking and not schedule.has_communication:
         schedule = add_send_recv(schedule)
     strange = next((stage for stage in schedule.rank_of_stage if not 0 <= stage < schedule.stages), None)

@@ -134,11 +134,7 @@ class StepTimes:
 
     def seconds(self, costs: Costs, *, collectives: bool = True, copies: HostCopies | None = None) -> StepSpan:
         """The span of a step. `collectives`: with gathers and reductions. `copies`: of offloaded values."""
-        if len(costs.stages) != self._stages:
-            raise ScheduleError(
-                f"the costs are for {len(costs.stages)} stages, but {self._name!r} has {self._stages}; "
-                "give the costs of each of its stages"
-            )
+        check_stages(costs, self._name, self._stages)
         if costs.blocking or costs.overhead:
             raise ScheduleError("costs: graphpp.simulate has blocking messages and overhead, these step times have neither")
         took, lags = [price.seconds(costs) for price in self._prices], _lags(costs)
@@ -179,6 +175,13 @@ class StepTimes:
                 action = self._actions[at]
                 free[rank] = ends[at] = copies.after(rank, action, copies.before(rank, action, begin) + seconds)
         return max(*free, *line)
+
+
+def check_stages(costs: Costs, name: str, stages: int) -> None:
+    """Raise `ScheduleError` for costs of another number of stages than those of a schedule of this name."""
+    if len(costs.stages) != stages:
+        given = f"the costs are for {len(costs.stages)} stages, but {name!r} has {stages}"
+        raise ScheduleError(f"{given}; give the costs of each of its stages")
 
 
 def _price(action: Action) -> _Price:
