@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 from graphpp.schedules.check.schedule_under_check import Position
-from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer
+from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer, send_of
 from graphpp.schedules.table.schedule import Row
 
 
@@ -83,8 +83,8 @@ class Batches:
     def _parts(self, of: int, at: int) -> Iterator[Edge]:
         """The edges that the messages of the batch at `of` bring along when they stand at `at`."""
         for leaf in self.leaves(of):
-            yield self._post(at), _sent(leaf)
-            yield _sent(leaf), self._post(at, over=True)
+            yield self._post(at), send_of(leaf)
+            yield send_of(leaf), self._post(at, over=True)
             yield from ((self._post(at, over=True), self._reader[each]) for each in readers(leaf) if each in self._reader)
 
     def _post(self, at: int, *, over: bool = False) -> _Posting:
@@ -132,11 +132,6 @@ class Batches:
 def readers(receive: Action) -> tuple[Action, ...]:
     """The computations one of which reads the received value; empty for a send."""
     return () if receive.kind in SENDS else computations(receive)
-
-
-def _sent(leaf: Action) -> Action:
-    """The send of a message, which names the message in the graph of waits."""
-    return leaf if leaf.kind in SENDS else peer(leaf)
 
 
 def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], new: Sequence[Edge]) -> bool:

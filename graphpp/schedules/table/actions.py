@@ -149,6 +149,11 @@ def peer(message: Action) -> Action:
     return message._replace(stage=message.stage + step, kind=kind)
 
 
+def send_of(message: Action) -> Action:
+    """The send of a message: the action itself, or the other end of a receive."""
+    return message if message.kind in SENDS else peer(message)
+
+
 def has_right_parts(action: Action) -> bool:
     """Whether an action has parts exactly if its kind asks for parts, and only single actions of the kinds allowed there."""
     if not action.parts:
