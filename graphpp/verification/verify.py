@@ -63,11 +63,11 @@ def verified(
         raise BatchError(
             f"microbatch {other[0]} differs in shape or structure from microbatch 0: verify microbatches of one shape at a time"
         )
-    device = place.device
+    device, request = place.device, CompileRequest(model, loss, options, place, dumps=dumps)
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
     with state_restored(model, device):
-        compiled = subject_of(model, loss, options, place, parts, dumps)
+        compiled = subject_of(request, parts)
         assert compiled.graph.program.loss is not None
         weighting = LossWeighting.of(options.gradients.reduction, NO_WEIGHTS, [leading_size(part) for part in parts])
         seeds = weighting.seeds(len(parts), compiled.graph.program.loss.dtype, device)
@@ -77,7 +77,7 @@ def verified(
         against = None
         if whole is not None:
             whole, reduction = moved_to(device, whole), options.gradients.reduction
-            captured = partial(uncut_graph, CompileRequest(model, loss, options, place, dumps=False), whole)
+            captured = partial(uncut_graph, replace(request, dumps=False), whole)
             against = of_whole_batch(step, whole, reduction, compiled.uncut, allowed, captured if tolerance is None else None)
             against = replace(against, first=_placed(against.first, loss))
     return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began, against)

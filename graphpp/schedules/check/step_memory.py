@@ -95,19 +95,13 @@ class StepMemory:
     def _ranks(self, costs: Sequence[Costs], held: Sequence[HeldBytes]) -> list[_RankBytes]:
         table, reading = self._table, self._reading
         if held and len(held) != table.ranks:
-            raise ScheduleError(
-                f"held has the bytes of {len(held)} ranks, but {table.ranks} run {table.name!r}: give one for each"
-            )
+            raise ScheduleError(f"held has the bytes of {len(held)} ranks, but {table.ranks} run {table.name!r}")
         for each in costs:
             if len(each.stages) != table.stages:
-                raise ScheduleError(
-                    f"schedule {table.name!r} has {table.stages} stages, the costs are of {len(each.stages)}; "
-                    "give the costs of each stage"
-                )
-        if any(each.flow.kept != reading.kept for each in costs) or any(each.woven for each in costs) != reading.woven:
-            raise ScheduleError(f"schedule {table.name!r} was read for costs with another flow, or with other overlaps")
-        if any(each.layers for each in held) and not reading.layers:
-            raise ScheduleError(f"schedule {table.name!r} was read for ranks that gather no single layers")
+                raise ScheduleError(f"schedule {table.name!r} has {table.stages} stages, the costs are of {len(each.stages)}")
+        like = all(each.flow.kept == reading.kept for each in costs) and any(each.woven for each in costs) == reading.woven
+        if not like or (any(each.layers for each in held) and not reading.layers):
+            raise ScheduleError(f"schedule {table.name!r} was read for another flow, other overlaps, or no single layers")
         states = held or [HeldBytes()] * table.ranks
         return [_RankBytes(row, costs, own) for row, own in zip(self._rows, states, strict=True)]
 

@@ -184,9 +184,11 @@ class Schedule:
         The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest index in the file plus
         one. Raises `ScheduleError` naming file, line and cell (from 1) and the text that cannot be read.
         """
-        text, pairs = _without_recomputed(_text_of(path), os.fspath(path))
-        rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path, text)]
-        made = cls.of(rows, name=name or os.fspath(path), stages=stages, microbatches=microbatches)
+        file = os.fspath(path)
+        text, pairs = _without_recomputed(_text_of(file), file)
+        lines = enumerate(io.StringIO(text), 1)  # an empty line is a rank without actions
+        rows = [_row(_split(line, f"{file}, line {at}"), f"{file}, line {at}") for at, line in lines]
+        made = cls.of(rows, name=name or file, stages=stages, microbatches=microbatches)
         return replace(made, recomputed=pairs)
 
 
@@ -204,18 +206,12 @@ def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
         raise ScheduleError(f"{where}, line {len(lines)}: {fault}") from None
 
 
-def _text_of(path: str | os.PathLike[str]) -> str:
+def _text_of(file: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as fault:  # ValueError: not UTF-8, or an impossible path
         remedy = "; save it as UTF-8" if isinstance(fault, UnicodeDecodeError) else ""
-        raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}{remedy}") from fault
-
-
-def _read(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of each line; an empty line is a rank without actions."""
-    lines = enumerate(io.StringIO(text), 1)
-    return [(number, _split(line, f"{os.fspath(path)}, line {number}")) for number, line in lines]
+        raise ScheduleError(f"schedule file {file} cannot be read: {fault}{remedy}") from fault
 
 
 def _split(line: str, where: str) -> list[str]:
@@ -228,12 +224,12 @@ def _split(line: str, where: str) -> list[str]:
 
 
 def _row(cells: Iterable[Cell], where: str) -> Row:
-    if isinstance(cells, Action) or not isinstance(cells, Iterable):
-        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should")
     try:
-        listed = cells.split() if isinstance(cells, str) else list(cells)
-    except TypeError as fault:  # a tensor without dimensions
-        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should") from fault
+        listed = None if isinstance(cells, Action) else cells.split() if isinstance(cells, str) else list(cells)
+    except TypeError:  # no iterable, or a tensor without dimensions
+        listed = None
+    if listed is None:
+        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should")
     return tuple(_cell(cell, f"{where}, cell {number}") for number, cell in enumerate(listed, 1))
 
 
