@@ -10,7 +10,6 @@ from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
-from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.check.step_memory import StepMemory, check_memory, step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
@@ -143,16 +142,13 @@ def test_the_finish_of_the_gradients_can_be_the_peak() -> None:
 @given(tables())
 @settings(deadline=None, max_examples=examples(60))
 def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
-    """Whole parameters and gradients are those of the counts of shards."""
+    """The kinds of bytes have their most at different times, so their sum is no less than the peak."""
     rows, stages, microbatches, random = table
     plain = Schedule.of(rows, stages=stages, microbatches=microbatches)
     costs = saving(*(random.randint(0, 9) for _ in range(stages)))
     state = [StateBytes((s,), (s,), weights=random.randint(0, 9), sums=random.randint(0, 9)) for s in range(stages)]
     placed = place_shards(plain, None)
-    found = step_peaks(placed, costs, held_bytes(state, placed.rank_of_stage, placed.ranks, 3, frees=True))
-    counts = shard_counts(placed, [each.weights for each in state], [2 * sent for sent in sent_by_stage(state, stages, 2)[1]])
-    for peak, count in zip(found, counts, strict=True):
-        assert (peak.most["weights"], peak.most["gradients"]) == (count.whole, count.gradients)
+    for peak in step_peaks(placed, costs, held_bytes(state, placed.rank_of_stage, placed.ranks, 3, frees=True)):
         assert max(peak.most.values()) <= peak.nbytes <= sum(peak.most.values())
 
 
