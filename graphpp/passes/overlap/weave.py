@@ -57,12 +57,12 @@ class WovenGraph:
 def weave(parts: Sequence[PhaseGraph], cost: Cost) -> WovenGraph:
     """One graph of all parts' operations, ordered so that computation hides collectives; `cost` gives seconds per node."""
     graph = concatenate(parts)
-    schedule = list_schedule(graph, cost)
+    order, woven, sequence = list_schedule(graph, cost)
     end = graph.output_node()
-    for node in schedule.order:
+    for node in order:
         end.prepend(node)
     _check(parts, graph)
-    return WovenGraph(tuple(parts), graph, schedule.estimate, schedule.original)
+    return WovenGraph(tuple(parts), graph, woven, sequence)
 
 
 def emit_woven(woven: WovenGraph, parts: Sequence[Program]) -> WovenProgram:

@@ -4,7 +4,7 @@ Contract
     in    a row of a table, and a `Reading`: all that lifetimes depend on beside the table
     out   `RowMoments`: what is alive at each distinct moment, and which moments each column has
 
-Lifetimes are those of `live_values.py` and `rank_state.py`. Offloaded bytes are not alive from the end of a window's
+Lifetimes are those of `lifetimes.py`. Offloaded bytes are not alive from the end of a window's
 `evict_after` to the start of its `prefetch_at`. A table of a thousand actions has some dozens of distinct moments on each rank.
 """
 
@@ -18,8 +18,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from graphpp.schedules.check.live_values import LiveValues
-from graphpp.schedules.check.rank_state import CHANGES_STATE, RankState, State
+from graphpp.schedules.check.lifetimes import CHANGES_STATE, LiveValues, RankState, State
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Row, Schedule

@@ -7,7 +7,7 @@ Contract
     out   for each rank the column at which most bytes are alive together, and these bytes by kind; `check_memory` refuses a
           table under which they are more than a cap
 
-Lifetimes are those of `live_values.py` and `rank_state.py`. The finish of the gradients counts at the last column. A table that
+Lifetimes are those of `lifetimes.py`. The finish of the gradients counts at the last column. A table that
 is read once (`StepMemory`) answers for further costs in microseconds: the bytes of all moments are one product of integers.
 """
 
@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from graphpp.arguments import Accepted, checked
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.live_values import item_bytes
-from graphpp.schedules.check.rank_state import KINDS, state_bytes
+from graphpp.schedules.check.lifetimes import KINDS, item_bytes, state_bytes
 from graphpp.schedules.check.row_moments import Reading, RowMoments
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.costs import Costs

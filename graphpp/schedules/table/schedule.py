@@ -170,26 +170,18 @@ class Schedule:
             raise ScheduleError(f"path: {os.fspath(path)!r} cannot be written: {fault}") from fault
 
     @classmethod
-    @checked(ScheduleError, path=PATH, name=or_none(TEXT), stages=or_none(INDEX), microbatches=or_none(INDEX))
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        name: str | None = None,
-        stages: int | None = None,
-        microbatches: int | None = None,
-    ) -> Schedule:
-        """Read a CSV in torch's format, with or without communication; the name is the path unless given.
+    @checked(ScheduleError, path=PATH)
+    def load(cls, path: str | os.PathLike[str]) -> Schedule:
+        """Read a CSV in torch's format, with or without communication; the name is the path, and the counts those of `of`.
 
-        The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest index in the file plus
-        one. Raises `ScheduleError` naming file, line and cell (from 1) and the text that cannot be read.
+        The `WAIT_...` cells of torch 2.15 become idle cells. Raises `ScheduleError` naming file, line and cell (from 1) and the
+        text that cannot be read.
         """
         file = os.fspath(path)
         text, pairs = _without_recomputed(_text_of(file), file)
         lines = enumerate(io.StringIO(text), 1)  # an empty line is a rank without actions
         rows = [_row(_split(line, f"{file}, line {at}"), f"{file}, line {at}") for at, line in lines]
-        made = cls.of(rows, name=name or file, stages=stages, microbatches=microbatches)
-        return replace(made, recomputed=pairs)
+        return replace(cls.of(rows, name=file), recomputed=pairs)
 
 
 SCHEDULE = one_of(Schedule, takes="a graphpp.Schedule")
