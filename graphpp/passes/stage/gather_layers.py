@@ -164,9 +164,7 @@ def _derived_late(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
     return list(placed)
 
 
-def _layers(
-    parameters: Sequence[fx.Node], order: Sequence[fx.Node], end: fx.Node, layer_of: LayerName
-) -> list[_Layer]:
+def _layers(parameters: Sequence[fx.Node], order: Sequence[fx.Node], end: fx.Node, layer_of: LayerName) -> list[_Layer]:
     """The layers of a graph's parameters, in the order in which their operations begin."""
     reads: dict[fx.Node, list[int]] = defaultdict(list)
     for at, node in enumerate([*order, end]):

@@ -53,9 +53,7 @@ def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
 
 
 @checked(ScheduleError, microbatches=COUNT, chunks=COUNT, group=or_none(COUNT), ranks=COUNT, rank=INDEX)
-def rank_microbatches(
-    microbatches: int, chunks: int, group: int | None, ranks: int, rank: int
-) -> tuple[int, bool, int, int]:
+def rank_microbatches(microbatches: int, chunks: int, group: int | None, ranks: int, rank: int) -> tuple[int, bool, int, int]:
     """The forwards of a rank: (in total, True if all of them are warm-up, in the warm-up, after the warm-up).
 
     With one chunk (no virtual pipeline) the warm-up has one forward for each later rank. With several chunks it has two for
@@ -110,9 +108,7 @@ def recompute_partially(schedule: Schedule, n: int) -> Schedule:
         first = next((at for at, leaf in enumerate(leaves) if leaf.kind in (Kind.B, Kind.I)), len(leaves))
         window = sum(leaf.kind is Kind.F for leaf in leaves[:first])
         forwards = [leaf for leaf in leaves if leaf.kind is Kind.F]
-        pairs |= {
-            (leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if is_recomputed(at, window - 1, n)
-        }
+        pairs |= {(leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if is_recomputed(at, window - 1, n)}
     return replace(schedule, recomputed=frozenset(pairs))
 
 

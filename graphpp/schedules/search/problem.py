@@ -169,9 +169,7 @@ def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
     ]
 
 
-def _beside(
-    costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]], unit: float
-) -> dict[tuple[int, int], Pair]:
+def _beside(costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]], unit: float) -> dict[tuple[int, int], Pair]:
     """The times of each rank's pairs; `times`: by `_times`, in shares of `unit`."""
     found, stages = {}, range(len(home))
     for b, f in ((b, f) for b in stages for f in stages if home[b] == home[f]):

@@ -82,9 +82,7 @@ def apart(problem: Problem, candidate: Candidate) -> Candidate:
 def candidate_of(problem: Problem, table: Numbered) -> Candidate:
     """The order of a table's forwards and backwards; a whole backward stays whole where that saves time or bytes."""
     given, rows, _ = table
-    whole = bytearray(
-        flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole)
-    )
+    whole = bytearray(flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole))
     orders = [[op for op in row if op < 2 * problem.count] for row in rows]
     return Candidate(orders, whole, given.patience, given.beside if problem.pairs else bytearray())
 
