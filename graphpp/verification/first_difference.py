@@ -113,9 +113,9 @@ def first_in_stages(
 
 @dataclass
 class _Lines:
-    """A trace function (`sys.settrace`) that compares the local variables of stage programs with the joint graph's values.
+    """A trace function (`sys.settrace`) that compares local variables of stage programs with the joint graph's values.
 
-    `actions`: the computations of the schedule in order. `names`: by phase of a stage, the nodes by their names in the text.
+    `actions`: the computations in order. `names`: by phase of a stage, the nodes by their names in the text.
     """
 
     values: Values

@@ -54,10 +54,7 @@ class Tolerances:
 
 
 def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances) -> Comparison:
-    """Compare `ours` with the reference `theirs`, each value within its tolerance; then those that differ with `decisions`.
-
-    The sizes of the differences are those from `theirs` in any case.
-    """
+    """Compare `ours` with the reference `theirs`, each value within its tolerance; then those that differ with `decisions`."""
     first = found = _compared(title, ours, theirs, tolerances)
     if found.verdict == "equal":
         return found

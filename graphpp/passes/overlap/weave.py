@@ -66,10 +66,7 @@ def weave(parts: Sequence[PhaseGraph], cost: Cost) -> WovenGraph:
 
 
 def emit_woven(woven: WovenGraph, parts: Sequence[Program]) -> WovenProgram:
-    """Render and load a woven graph; `parts` are the programs that were emitted for its parts, in the same order.
-
-    `WovenProgram.run(boxed)` takes the arguments of all parts, one part after the other, and returns their results likewise.
-    """
+    """Render and load a woven graph; `parts` are the programs of its parts. Arguments and results stand part after part."""
     rendered = render(woven.graph, woven.title)
     return WovenProgram(tuple(parts), rendered.load(f"<graphpp {woven.title}>"), rendered.text)
 

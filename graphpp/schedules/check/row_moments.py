@@ -129,10 +129,7 @@ class _Walk:
         return tuple(during), self._number()
 
     def _with_sums(self, first: Sequence[Action]) -> int:
-        """The moment near the end of the first computations that make gradients of their stages.
-
-        Layer by layer saved values go and gradients come, so the most is alive near the start or near the end.
-        """
+        """The moment near the end of first computations that make gradients: saved values go layer by layer, gradients come."""
         for leaf in first:
             self._model.make_sums(leaf)
             self.values.count_as_read(leaf, -1)

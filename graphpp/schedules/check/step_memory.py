@@ -108,10 +108,7 @@ class StepMemory:
 def step_peaks(
     table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes] = (), offloaded: Sequence[OffloadWindow] = ()
 ) -> tuple[StepPeak, ...]:
-    """The peak of each rank.
-
-    Raises `ScheduleError` if `costs` has another number of stages or microbatches, or `held` of ranks.
-    """
+    """The peak of each rank. Raises `ScheduleError` for costs of other stages or microbatches, or `held` of other ranks."""
     memory, distinct = _read(table, costs, held, offloaded)
     return memory.peaks(distinct, held)
 

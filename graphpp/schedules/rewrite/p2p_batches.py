@@ -37,10 +37,7 @@ Channel = tuple[bool, int]
 
 
 class Batches:
-    """One rank's row with its batches.
-
-    `columns`: by the column of a batch, the columns at which its messages stood originally; `places`: its keys, ascending.
-    """
+    """A row with batches. `columns`: by a batch's column, its messages' original columns; `places`: its keys in order."""
 
     def __init__(self, rank: int, row: Row, rank_of: Mapping[int, int]) -> None:
         self._rank, self.row, self._rank_of = rank, row, rank_of
@@ -154,10 +151,7 @@ def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], n
 
 
 class DynamicTopologicalOrder(Generic[N]):
-    """A topological order of a graph, while edges are added and removed (Pearce and Kelly, "A dynamic topological sort", 2006).
-
-    Raises `graphlib.CycleError` if the first edges, (before, after) pairs, have a cycle.
-    """
+    """A topological order of a graph while edges change (Pearce and Kelly 2006). Raises `graphlib.CycleError` for a cycle."""
 
     def __init__(self, edges: Iterable[tuple[N, N]]) -> None:
         self._after: dict[N, set[N]] = defaultdict(set)

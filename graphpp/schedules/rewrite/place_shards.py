@@ -72,10 +72,7 @@ def _placed(
 
 
 def _moves(uses: Mapping[int, Sequence[int]], keep: int | None, rank: int) -> tuple[list[Action], dict[int, list[Action]]]:
-    """The UNSHARDs before the first action, and the RESHARDs and UNSHARDs behind each column.
-
-    `uses`: the stages of each computation, by column.
-    """
+    """The UNSHARDs before the first action, and the moves behind each column; `uses`: the stages of each computation."""
     columns: dict[int, list[int]] = defaultdict(list)
     for at, stages in uses.items():
         for stage in stages:

@@ -42,9 +42,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The operations to be ordered. `home[stage]` is the stage's rank; times and lags are per operation, bytes per stage, caps
-    per rank.
-    """
+    """The operations to be ordered: times and lags by operation, bytes by stage, caps by rank. `home[stage]`: its rank."""
 
     ranks: int
     stages: int

@@ -162,10 +162,7 @@ def has_right_parts(action: Action) -> bool:
 
 
 def parse(text: str) -> Action:
-    """Read one action, strictly, unlike torch's `_Action.from_str`: no blanks, no leading zeros, nothing left over.
-
-    Raises `ScheduleError` naming the column in `text`, counted from 1.
-    """
+    """Read one action, with nothing left over. Raises `ScheduleError` naming the column in `text`, counted from 1."""
     action, end = _compound(text) if text.startswith("(") else _plain(text, 0)
     if end != len(text):
         _fault(text, end, f"{text[end:]!r} is left over")

@@ -134,10 +134,7 @@ class Costs:
     @classmethod
     @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
-        """F = I = W = 1 for each *rank* and microbatch, shared out evenly among a rank's stages.
-
-        The activations of one microbatch on all stages of a rank count 1000 bytes.
-        """
+        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, shared out evenly among its stages."""
         per_rank = stages / (stages if ranks is None else ranks)
         each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
         return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))

@@ -111,10 +111,7 @@ class Schedule:
         return frozenset(leaf.kind for _, _, action in self.cells() if action.is_compute for leaf in action.leaves)
 
     def forward_only(self) -> Schedule:
-        """The table of evaluation: the forwards and their messages, everything else left out.
-
-        The messages of a batch stay in one batch, since single messages could wait for each other.
-        """
+        """The table of evaluation: forwards and their messages, batches in one since single messages could wait in a cycle."""
         rows = [[part for action in row if action for part in _forwards(action)] for row in self.table]
         return Schedule.of(rows, name=self.name, stages=self.stages, microbatches=self.microbatches)
 
@@ -142,10 +139,7 @@ class Schedule:
     @classmethod
     @checked(ScheduleError, text=TEXT)
     def parse(cls, text: str) -> Schedule:
-        """Read the text that `str` prints; the first line with name and counts may be missing, blank lines are ignored.
-
-        Raises `ScheduleError` naming the line and the cell, both counted from 1.
-        """
+        """Read the text of `str`, with or without its first line. Raises `ScheduleError` naming line and cell (from 1)."""
         text, pairs = _without_recomputed(text, "schedule text")
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         header = _HEADER.fullmatch(lines[0][1]) if lines else None
@@ -157,10 +151,7 @@ class Schedule:
 
     @checked(ScheduleError, path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as CSV in torch's format: one line per rank, one cell per action, an empty cell for idle.
-
-        The recompute line, if there is one, comes last; torch's reader does not know it.
-        """
+        """Write as CSV in torch's format, with an empty cell for idle, and last the recompute line, which torch cannot read."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
         text.writelines(f"{line}\n" for line in self._recomputed())
