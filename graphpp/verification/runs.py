@@ -172,7 +172,7 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
 
 
 def run_eager(step: Step, joint: JointGraph) -> tuple[Numbers, bool]:
-    """Run the plain loop with autograd; with the results, whether its random operators were those of the joint graph in order."""
+    """Run the plain loop with autograd: its results, and whether its random operators were those of the joint graph."""
     expected = [_Draw.of(node) for node in joint.computed() if node.target is seeded]
     losses, matched = list[torch.Tensor](), True
     for part, seed, key in zip(step.parts, step.seeds, step_keys(len(step.parts), None, step.device), strict=True):

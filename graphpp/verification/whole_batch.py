@@ -15,7 +15,7 @@ Contract
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -63,7 +63,8 @@ def of_whole_batch(
         return Comparison(_TITLE, note=_DRAWS.format(f" in {call}" if call else ""), compared=False)
     once = replace(step, parts=[batch], seeds=[torch.ones_like(step.seeds[0])])
     parts, theirs = _in_eager(step, joint), _in_eager(once, joint)
-    losses = {each: _step_loss(each, step, parts.losses) for each in _MEANS}
+    rows = [leading_size(part) for part in step.parts]
+    losses = {each: LossWeighting.of(each, NO_WEIGHTS, rows).step_loss(torch.stack(parts.losses)) for each in _MEANS}
     ours, allowed = replace(parts, losses=[losses[reduction]]), Tolerances(tolerance)
     if captured is not None and not compared(_TITLE, ours, theirs, allowed).ok:
         allowed = _rounding(once, captured(), tolerance)
@@ -89,11 +90,6 @@ def of_whole_batch(
 def _in_eager(step: Step, joint: JointGraph) -> Numbers:
     with step.restored():
         return run_eager(step, joint)[0]
-
-
-def _step_loss(reduction: Reduction, step: Step, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    weighting = LossWeighting.of(reduction, NO_WEIGHTS, [leading_size(part) for part in step.parts])
-    return weighting.step_loss(torch.stack(list(losses)))
 
 
 def _rounding(once: Step, joint: JointGraph, tolerance: float) -> Tolerances:

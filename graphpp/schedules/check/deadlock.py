@@ -22,7 +22,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
-from graphpp.schedules.table.actions import Action, Kind, message, peer, send_of, upstream
+from graphpp.schedules.table.actions import Action, message, peer, send_of, upstream
 
 WaitNode = Position | Action
 """The cell of a computation, or a message named by its send."""
@@ -114,11 +114,8 @@ def _wait(subject: ScheduleUnderCheck, waiter: WaitNode, waited: WaitNode) -> st
 def _name(subject: ScheduleUnderCheck, node: WaitNode) -> str:
     if isinstance(node, Position):
         return f"{subject.at(node)} (rank {node.rank}, column {node.column})"
-    return " -> ".join(_end(subject, action) for action in (node, peer(node)))
-
-
-def _end(subject: ScheduleUnderCheck, action: Action) -> str:
-    place = subject.where[action]
-    whole = subject.at(place)
-    batch = " of a batch" if whole is not None and whole.kind is Kind.P2P else ""
-    return f"{action} (rank {place.rank}, column {place.column}{batch})"
+    ends = []
+    for action, place in zip((node, peer(node)), _cells(subject, node), strict=True):
+        batch = " of a batch" if subject.at(place) != action else ""
+        ends.append(f"{action} (rank {place.rank}, column {place.column}{batch})")
+    return " -> ".join(ends)
