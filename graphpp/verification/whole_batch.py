@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from graphpp._torch import pytree
 from graphpp._torch.autograd import module_calls_watched
 from graphpp.arguments import one_word
 from graphpp.batch.cut_batch import leading_size
@@ -31,7 +30,7 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.options.gradients import Reduction
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.randomness import seeded
-from graphpp.verification.first_difference import first_line
+from graphpp.verification.first_difference import first_line, tensors_of
 from graphpp.verification.report import Comparison, Difference, FirstDifference, difference
 from graphpp.verification.runs import Numbers, Step, run_eager, run_uncut
 from graphpp.verification.tolerances import Tolerances, compared, growth_of_sums, rounding, usual_tolerance
@@ -180,8 +179,7 @@ def _forward(model: nn.Module, part: FlatMicrobatch, seen: CallHook) -> None:
 
 
 def _floats(structure: Any) -> Tensors:
-    leaves = pytree.tree_flatten(structure)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return [tensor for tensor in tensors_of(structure) if tensor.is_floating_point()]
 
 
 # ------------------------------------------------------------------------------------------------------- in words

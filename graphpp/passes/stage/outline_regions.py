@@ -208,7 +208,7 @@ def _call(
 def _leaves(value: Any) -> list[Any]:
     """The leaves of nested lists, tuples, slices and dicts."""
     found: list[Any] = []
-    fx.node.map_aggregate(value, found.append)  # type: ignore[arg-type]
+    fx.node.map_aggregate(value, found.append)
     return found
 
 

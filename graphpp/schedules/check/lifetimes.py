@@ -34,22 +34,8 @@ from graphpp.schedules.table.costs import StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
-
-class Item(IntEnum):
-    """The kinds of values of one microbatch of a stage that may be alive."""
-
-    SAVED = 0
-    KEPT = 1
-    RUNS_F = 2
-    RUNS_B = 3
-    RUNS_I = 4
-    RUNS_W = 5
-    RECEIVED_F = 6
-    RECEIVED_B = 7
-    SENT_F = 8
-    SENT_B = 9
-    SENT_I = 10
-
+Item = IntEnum("Item", "SAVED KEPT RUNS_F RUNS_B RUNS_I RUNS_W RECEIVED_F RECEIVED_B SENT_F SENT_B SENT_I", start=0)
+"""The kinds of values of one microbatch of a stage that may be alive."""
 
 ITEMS = len(Item)
 _RUNS = {Kind.F: Item.RUNS_F, Kind.B: Item.RUNS_B, Kind.I: Item.RUNS_I, Kind.W: Item.RUNS_W}
