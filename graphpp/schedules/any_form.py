@@ -54,9 +54,7 @@ def check(
 
 
 @checked(ScheduleError, costs=COSTS, ranks=or_none(COUNT), microbatches=or_none(COUNT))
-def simulate(
-    schedule: ScheduleLike, costs: Costs, *, ranks: int | None = None, microbatches: int | None = None
-) -> Timeline:
+def simulate(schedule: ScheduleLike, costs: Costs, *, ranks: int | None = None, microbatches: int | None = None) -> Timeline:
     """The timeline of one step: events, makespan, bubble and peak bytes per rank, in the units of `costs`.
 
     `schedule`: any form that `graphpp.compile` takes. For a name or a function give `microbatches`, and `ranks` unless the

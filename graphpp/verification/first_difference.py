@@ -113,9 +113,9 @@ def first_in_stages(
 
 @dataclass
 class _Lines:
-    """A trace function (`sys.settrace`) that compares the local variables of stage programs with the joint graph's values.
+    """A trace function (`sys.settrace`) that compares local variables of stage programs with the joint graph's values.
 
-    `actions`: the computations of the schedule in order. `names`: by phase of a stage, the nodes by their names in the text.
+    `actions`: the computations in order. `names`: by phase of a stage, the nodes by their names in the text.
     """
 
     values: Values
@@ -201,7 +201,7 @@ class _Calls:
         number = self._counts[name]
         self._counts[name] += 1
         self._open.append(f"{name}@{number}" if number else name)
-        given = [leaf for leaf in _tensors(args) if leaf.is_floating_point()]
+        given = [leaf for leaf in tensors_of(args) if leaf.is_floating_point()]
         self._judge(given[:1], self._read_by(self._open[-1]), f"what enters {self._open[-1]}")
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -210,7 +210,7 @@ class _Calls:
         call = self._open.pop()
         inside = self._inside[call]
         own = [node for node in inside if (node.meta["calls"] or ("",))[-1] == call]
-        found = self._judge(_tensors(output), [*own, *inside, *self._read_by(call)], f"what {call or 'the model'} returns")
+        found = self._judge(tensors_of(output), [*own, *inside, *self._read_by(call)], f"what {call or 'the model'} returns")
         if found is not None:
             self.first = replace(found, fqn=call)
 
@@ -233,7 +233,8 @@ class _Calls:
         return self.first
 
 
-def _tensors(structure: Any) -> list[torch.Tensor]:
+def tensors_of(structure: Any) -> list[torch.Tensor]:
+    """The tensors in a structure of containers."""
     return [leaf for leaf in pytree.tree_flatten(structure)[0] if isinstance(leaf, torch.Tensor)]
 
 

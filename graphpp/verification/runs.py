@@ -4,8 +4,7 @@ Contract
 --------
 - All three start from the same parameters, buffers and random state, without gradients, and run the same microbatches with
   the same seeds (the gradient of the step's loss by each microbatch's loss).
-- Random operators draw the numbers of the microbatch's key in all three; `EagerRun.matched` is False where eager's random
-  operators are not those of the joint graph, in order.
+- Random operators draw the numbers of the microbatch's key in all three, if eager has those of the joint graph, in order.
 - With `jitter` every value of the uncut run is moved by units in the last place, up or down at random, as soon as it is
   computed (Monte Carlo arithmetic, Parker 1997). The results then show the effect of rounding alone on this step.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -102,9 +101,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
     return relax_views(key_random_ops(copy))
 
 
-def run_uncut(
-    step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: Jitter | None = None
-) -> Numbers:
+def run_uncut(step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: Jitter | None = None) -> Numbers:
     """Interpret the joint graph for one microbatch after the other; `watch` gets a microbatch's index and values by name."""
     numbers = Numbers(buffers=step.buffers())
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
@@ -174,15 +171,8 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
 # ---------------------------------------------------------------------------------------------------------- eager
 
 
-class EagerRun(NamedTuple):
-    """The results of eager; `matched`: its random operators were those of the joint graph, in order."""
-
-    numbers: Numbers
-    matched: bool
-
-
-def run_eager(step: Step, joint: JointGraph) -> EagerRun:
-    """Run the plain loop over the microbatches with autograd."""
+def run_eager(step: Step, joint: JointGraph) -> tuple[Numbers, bool]:
+    """Run the plain loop with autograd: its results, and whether its random operators were those of the joint graph."""
     expected = [_Draw.of(node) for node in joint.computed() if node.target is seeded]
     losses, matched = list[torch.Tensor](), True
     for part, seed, key in zip(step.parts, step.seeds, step_keys(len(step.parts), None, step.device), strict=True):
@@ -194,7 +184,7 @@ def run_eager(step: Step, joint: JointGraph) -> EagerRun:
                 loss.backward(seed)
         losses.append(loss.detach())
         matched = matched and keyed.matched
-    return EagerRun(step.left_behind(losses), matched)
+    return step.left_behind(losses), matched
 
 
 @dataclass(frozen=True)

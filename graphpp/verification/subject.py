@@ -21,7 +21,6 @@ from graphpp.arguments import positive_up_to, require, type_name
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
-from graphpp.capture.loss import LossFunction
 from graphpp.compiler.build import checked_programs
 from graphpp.compiler.capture_once import capture_graph, loaded_or_captured
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
@@ -80,14 +79,7 @@ class Subject:
     backend: bool = False
 
 
-def subject_of(
-    model: nn.Module,
-    loss: LossFunction | None,
-    options: Options,
-    place: RankPlace,
-    parts: Sequence[FlatMicrobatch],
-    dumps: bool = False,
-) -> Subject:
+def subject_of(request: CompileRequest, parts: Sequence[FlatMicrobatch]) -> Subject:
     """Compile the pipeline for these microbatches. The model stays as it is. Raises the errors of `graphpp.compile`."""
     seen: dict[str, Any] = {}
 
@@ -98,14 +90,14 @@ def subject_of(
         elif isinstance(passed.result, StagedGraphs):
             seen["staged"] = passed.result
 
-    request = CompileRequest(model, loss, options, place, watch, dumps)
+    request, options, place = replace(request, watch=watch), request.options, request.place
     shards = ShardPolicy(options.parallel.keep) if place.shards is not None else None
     tables, count = Tables(options.schedule, place.ranks, shards, message_flow(place.group, place.device)), len(parts)
 
     def table_for(stages: int) -> CheckedTable:
         return tables.checked(stages, count, True)
 
-    with state_restored(model, place.device):
+    with state_restored(request.model, place.device):
         graph = compile_graph(request, loaded_or_captured(request, parts[0]), table_for, None)
         stages = len(graph.program.stages)
         programs, _ = checked_programs(request, [graph] * count, table_for(stages), options.memory.caps(place.ranks))

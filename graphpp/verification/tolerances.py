@@ -6,7 +6,7 @@ Contract
 - `rounding` measures the effect of rounding on this step: one unit in the last place is added to or taken from every value of
   the uncut graph at random. The tolerance of a result is ten times the distance by which it then moves.
 - Rounding also changes decisions: whether a ReLU lets an element through, which expert a token goes to. One other decision
-  moves gradients by up to some percent, and few runs meet it. A result that differs is compared with `OtherDecisions`: runs of
+  moves gradients by up to some percent, and few runs meet it. A result that differs is compared with other decisions: runs of
   the uncut graph, each moved by rounding alone, until it is within its tolerance of one of them. A fault is as far from all of
   them, unless the result has few elements.
 - A sum of n terms in another order is off by up to sqrt(n) roundings (Higham and Mary 2019) of the dtype in which a kernel
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,41 +39,26 @@ _MOST = 0.5  # the largest tolerance: a result that is off by half is wrong, how
 class Tolerances:
     """The relative differences that count as rounding: `named` by the names of a `Comparison`, `others` for all other results.
 
-    `note` says why results that are close are not equal. `decisions`: runs of the reference with which results that differ
-    are compared too.
+    `note` says why results that are close are not equal. `decisions`: runs of the reference, rounded otherwise and made as they
+    are asked for, with which results that differ are compared too.
     """
 
     others: float
     named: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
-    decisions: Iterable[Numbers] = ()
+    decisions: Iterator[Numbers] = iter(())
 
     def of(self, name: str) -> float:
         """The tolerance of one result."""
         return self.named.get(name, self.others)
 
 
-@dataclass(frozen=True)
-class OtherDecisions:
-    """The results of a step's uncut graph, rounded otherwise in each run; a run is made when it is asked for."""
-
-    step: Step
-    joint: JointGraph
-
-    def __iter__(self) -> Iterator[Numbers]:
-        return (_moved(self.step, self.joint, Jitter(_JITTERS + run, _OF_DECISIONS)) for run in range(_DECISIONS))
-
-
 def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances) -> Comparison:
-    """Compare `ours` with the reference `theirs`, each value within its tolerance; then those that differ with `decisions`.
-
-    The sizes of the differences are those from `theirs` in any case.
-    """
+    """Compare `ours` with the reference `theirs`, each value within its tolerance; then those that differ with `decisions`."""
     first = found = _compared(title, ours, theirs, tolerances)
     if found.verdict == "equal":
         return found
-    others = iter(tolerances.decisions)
-    while _may_be_decisions(found) and (other := next(others, None)) is not None:
+    while _may_be_decisions(found) and (other := next(tolerances.decisions, None)) is not None:
         found = found.excused_by(_compared(title, ours, other, tolerances))
     excused = sum(a is not b for (_, a), (_, b) in zip(first.all(), found.all(), strict=True))
     return replace(found, note=tolerances.note + (_DECIDED.format(excused) if excused else ""))
@@ -127,15 +112,14 @@ def _coarsest(joint: JointGraph) -> float:
     return max((torch.finfo(value.dtype).eps for value in values if value.is_floating_point()), default=0.0)
 
 
-def rounding(
-    step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str, growth: float = 1.0
-) -> Tolerances:
+def rounding(step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str, growth: float = 1.0) -> Tolerances:
     """Tolerances for results that are summed in other orders: `growth` times the effect of rounding, or times `tolerance`."""
     noise = _noise(step, joint, uncut)
     named = {name: min(growth * max(tolerance, _OF_JITTER * moved), _MOST) for name, moved in noise.items()}
     most = max(noise, key=lambda name: noise[name])
     words = f"{note}, and rounding alone moves the {most} by {noise[most]:.1e}"
-    return Tolerances(tolerance, named, words, OtherDecisions(step, joint))
+    decisions = (_moved(step, joint, Jitter(_JITTERS + run, _OF_DECISIONS)) for run in range(_DECISIONS))
+    return Tolerances(tolerance, named, words, decisions)
 
 
 def _noise(step: Step, joint: JointGraph, uncut: Numbers) -> dict[str, float]:

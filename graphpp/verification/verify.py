@@ -40,7 +40,7 @@ from graphpp.verification.report import Comparison, FirstDifference, Verificatio
 from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut
 from graphpp.verification.subject import Subject, moved_to, of_other_shapes, subject_of, uncut_graph
 from graphpp.verification.tolerances import Tolerances, compared, rounding, usual_tolerance
-from graphpp.verification.whole_batch import WholeBatch, of_whole_batch
+from graphpp.verification.whole_batch import of_whole_batch
 
 
 def verified(
@@ -63,11 +63,11 @@ def verified(
         raise BatchError(
             f"microbatch {other[0]} differs in shape or structure from microbatch 0: verify microbatches of one shape at a time"
         )
-    device = place.device
+    device, request = place.device, CompileRequest(model, loss, options, place, dumps=dumps)
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
     with state_restored(model, device):
-        compiled = subject_of(model, loss, options, place, parts, dumps)
+        compiled = subject_of(request, parts)
         assert compiled.graph.program.loss is not None
         weighting = LossWeighting.of(options.gradients.reduction, NO_WEIGHTS, [leading_size(part) for part in parts])
         seeds = weighting.seeds(len(parts), compiled.graph.program.loss.dtype, device)
@@ -76,9 +76,9 @@ def verified(
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
         against = None
         if whole is not None:
-            capture = partial(uncut_graph, CompileRequest(model, loss, options, place, dumps=False))
-            batch = WholeBatch(moved_to(device, whole), options.gradients.reduction, capture)
-            against = of_whole_batch(step, batch, compiled.uncut, allowed, measured=tolerance is None)
+            whole, reduction = moved_to(device, whole), options.gradients.reduction
+            captured = partial(uncut_graph, replace(request, dumps=False), whole)
+            against = of_whole_batch(step, whole, reduction, compiled.uncut, allowed, captured if tolerance is None else None)
             against = replace(against, first=_placed(against.first, loss))
     return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began, against)
 
@@ -109,10 +109,10 @@ def _of_one_shape(step: Step, compiled: Subject, tolerance: float, measured: boo
         uncut = run_uncut(step, compiled.uncut)
     cut = _of_cut(step, compiled, uncut, _tolerances(step, compiled, uncut, tolerance, measured))
     with step.restored():
-        eager = run_eager(step, compiled.uncut)
-    if not eager.matched:
+        eager, matched = run_eager(step, compiled.uncut)
+    if not matched:
         return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
-    found = _against_eager(step, compiled, (eager.numbers, uncut), tolerance, measured)
+    found = _against_eager(step, compiled, (eager, uncut), tolerance, measured)
     if found.verdict != "equal":
         first = first_in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
         found = replace(found, first=_placed(first or first_in_results(found, compiled.uncut), step.loss))

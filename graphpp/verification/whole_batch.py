@@ -15,14 +15,13 @@ Contract
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from graphpp._torch import pytree
 from graphpp._torch.autograd import module_calls_watched
 from graphpp.arguments import one_word
 from graphpp.batch.cut_batch import leading_size
@@ -31,7 +30,7 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.options.gradients import Reduction
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.randomness import seeded
-from graphpp.verification.first_difference import first_line
+from graphpp.verification.first_difference import first_line, tensors_of
 from graphpp.verification.report import Comparison, Difference, FirstDifference, difference
 from graphpp.verification.runs import Numbers, Step, run_eager, run_uncut
 from graphpp.verification.tolerances import Tolerances, compared, growth_of_sums, rounding, usual_tolerance
@@ -44,48 +43,52 @@ _OF_TOLERANCE = 10  # a module call mixes rows if they differ by more than ten t
 _MOST = 0.1  # or by more than a tenth in any case
 
 
-@dataclass(frozen=True)
-class WholeBatch:
-    """The batch that the microbatches of a step were cut out of.
+def of_whole_batch(
+    step: Step,
+    batch: FlatMicrobatch,
+    reduction: Reduction,
+    joint: JointGraph,
+    tolerance: float,
+    captured: Callable[[], JointGraph] | None,
+) -> Comparison:
+    """Compare the step with the batch that its microbatches were cut out of.
 
-    `reduction`: how the step's loss is made of its microbatches' losses. `capture`: captures the uncut joint graph of a batch.
+    `reduction`: how the step's loss is made of its microbatches' losses. `joint`: the graph of one microbatch. `captured`: the
+    graph of the whole batch, to measure rounding on; None: rounding is not measured.
     """
-
-    batch: FlatMicrobatch
-    reduction: Reduction
-    capture: Callable[[FlatMicrobatch], JointGraph]
-
-
-def of_whole_batch(step: Step, whole: WholeBatch, joint: JointGraph, tolerance: float, measured: bool) -> Comparison:
-    """Compare the step with the whole batch. `joint`: the graph of one microbatch. `measured`: whether to measure rounding."""
     drawing = next((node for node in joint.computed() if node.target is seeded), None)
     if drawing is not None:
         call = (drawing.meta.get("calls") or ("",))[-1]
         return Comparison(_TITLE, note=_DRAWS.format(f" in {call}" if call else ""), compared=False)
-    once = replace(step, parts=[whole.batch], seeds=[torch.ones_like(step.seeds[0])])
+    once = replace(step, parts=[batch], seeds=[torch.ones_like(step.seeds[0])])
     parts, theirs = _in_eager(step, joint), _in_eager(once, joint)
-    losses = {each: _step_loss(each, step, parts.losses) for each in _MEANS}
-    ours, allowed = replace(parts, losses=[losses[whole.reduction]]), Tolerances(tolerance)
-    if measured and not compared(_TITLE, ours, theirs, allowed).ok:
-        allowed = _rounding(once, whole.capture(whole.batch), tolerance)
+    rows = [leading_size(part) for part in step.parts]
+    losses = {each: LossWeighting.of(each, NO_WEIGHTS, rows).step_loss(torch.stack(parts.losses)) for each in _MEANS}
+    ours, allowed = replace(parts, losses=[losses[reduction]]), Tolerances(tolerance)
+    if captured is not None and not compared(_TITLE, ours, theirs, allowed).ok:
+        allowed = _rounding(once, captured(), tolerance)
     found = compared(_TITLE, ours, theirs, allowed)
     found = replace(found, largest=dict(sorted(found.largest.items(), key=lambda pair: -pair[1].relative)))
     if found.ok:
         return found
     gaps = {each: difference(loss, theirs.losses[0], allowed.of("loss")) for each, loss in losses.items()}
     fitting = [each for each, gap in gaps.items() if gap.verdict != "differs"]
+    named = [("the loss", each) for each in found.losses]
+    named += [(f"the gradient of {fqn}", each) for fqn, each in found.largest.items()]
+    wrong = [FirstDifference(name, "", "", each) for name, each in named if each.verdict == "differs"]
+    if not wrong:
+        return replace(found, note=_BUFFERS.format(len(step.parts)))
     limit = min(_OF_TOLERANCE * max(tolerance, usual_tolerance(joint)), _MOST)
-    return _explained(found, step, whole, fitting, limit)
+    module = first_mixing_call(step, batch, limit)
+    if module is not None:
+        return replace(found, first=module, note=_MODULE)
+    advice = _FITS.format(fitting[0]) if fitting and reduction not in fitting else _FITS_NOT
+    return replace(found, first=wrong[0], note=_LOSS.format(_MEANS[reduction], advice))
 
 
 def _in_eager(step: Step, joint: JointGraph) -> Numbers:
     with step.restored():
-        return run_eager(step, joint).numbers
-
-
-def _step_loss(reduction: Reduction, step: Step, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    weighting = LossWeighting.of(reduction, NO_WEIGHTS, [leading_size(part) for part in step.parts])
-    return weighting.step_loss(torch.stack(list(losses)))
+        return run_eager(step, joint)[0]
 
 
 def _rounding(once: Step, joint: JointGraph, tolerance: float) -> Tolerances:
@@ -94,27 +97,6 @@ def _rounding(once: Step, joint: JointGraph, tolerance: float) -> Tolerances:
     terms = max((tensor.numel() for tensor in once.parts[0].tensors.values()), default=1)
     note = "kernels round otherwise for another number of rows"
     return rounding(once, joint, uncut, tolerance, note, growth_of_sums(joint, terms))
-
-
-def _explained(
-    found: Comparison, step: Step, whole: WholeBatch, fitting: Sequence[Reduction], limit: float
-) -> Comparison:
-    """The comparison with the place where microbatches and whole batch part, and with words on what to do.
-
-    `fitting`: the reductions of the losses of the microbatches that give the loss of the whole batch. `limit`: the relative
-    difference of the outputs of two module calls that are still equal rows.
-    """
-    named = [("the loss", each) for each in found.losses]
-    named += [(f"the gradient of {fqn}", each) for fqn, each in found.largest.items()]
-    wrong = [FirstDifference(name, "", "", each) for name, each in named if each.verdict == "differs"]
-    if not wrong:
-        return replace(found, note=_BUFFERS.format(len(step.parts)))
-    module = first_mixing_call(step, whole.batch, limit)
-    if module is not None:
-        return replace(found, first=module, note=_MODULE)
-    fits = fitting and whole.reduction not in fitting
-    advice = _FITS.format(fitting[0]) if fits else _FITS_NOT
-    return replace(found, first=wrong[0], note=_LOSS.format(_MEANS[whole.reduction], advice))
 
 
 # -------------------------------------------------------------------------------------------------- rows that are mixed
@@ -197,8 +179,7 @@ def _forward(model: nn.Module, part: FlatMicrobatch, seen: CallHook) -> None:
 
 
 def _floats(structure: Any) -> Tensors:
-    leaves = pytree.tree_flatten(structure)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return [tensor for tensor in tensors_of(structure) if tensor.is_floating_point()]
 
 
 # ------------------------------------------------------------------------------------------------------- in words

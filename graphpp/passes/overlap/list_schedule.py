@@ -23,8 +23,7 @@ on the graph and the costs alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
@@ -40,21 +39,12 @@ _NEARLY = 1.01  # an order that is slower than the fastest by at most this facto
 Priority = Callable[[fx.Node], float]
 
 
-@dataclass(frozen=True)
-class OperationOrder:
-    """An order of operations, its estimate, and the estimate of the original order."""
-
-    order: tuple[fx.Node, ...]
-    estimate: TimeEstimate
-    original: TimeEstimate
-
-
-def list_schedule(graph: fx.Graph, cost: Cost) -> OperationOrder:
-    """The best order found; the original one if no asynchronous collective is there to hide."""
+def list_schedule(graph: fx.Graph, cost: Cost) -> tuple[Sequence[fx.Node], TimeEstimate, TimeEstimate]:
+    """The best order found, its estimate, and that of the original order, which is best if there is no collective to hide."""
     timing = GraphTiming(graph, cost)
     original = estimate_order(timing, timing.nodes)
     if not timing.started:
-        return OperationOrder(tuple(timing.nodes), original, original)
+        return timing.nodes, original, original
     units = SchedulingUnits(timing)
     index = {node: at for at, node in enumerate(_evenly(timing.nodes))}
     priorities: tuple[Priority, ...] = (timing.tail.__getitem__, lambda node: -index[node])
@@ -66,7 +56,7 @@ def list_schedule(graph: fx.Graph, cost: Cost) -> OperationOrder:
     fastest = min(each.seconds for each, _ in found)
     near = [pair for pair in found if pair[0].seconds <= _NEARLY * fastest]
     best, order = min(near, key=lambda pair: (pair[0].peak, pair[0].seconds))
-    return OperationOrder(order, best, original)
+    return order, best, original
 
 
 def _evenly(nodes: Iterable[fx.Node]) -> list[fx.Node]:

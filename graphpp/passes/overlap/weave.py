@@ -57,19 +57,16 @@ class WovenGraph:
 def weave(parts: Sequence[PhaseGraph], cost: Cost) -> WovenGraph:
     """One graph of all parts' operations, ordered so that computation hides collectives; `cost` gives seconds per node."""
     graph = concatenate(parts)
-    schedule = list_schedule(graph, cost)
+    order, woven, sequence = list_schedule(graph, cost)
     end = graph.output_node()
-    for node in schedule.order:
+    for node in order:
         end.prepend(node)
     _check(parts, graph)
-    return WovenGraph(tuple(parts), graph, schedule.estimate, schedule.original)
+    return WovenGraph(tuple(parts), graph, woven, sequence)
 
 
 def emit_woven(woven: WovenGraph, parts: Sequence[Program]) -> WovenProgram:
-    """Render and load a woven graph; `parts` are the programs that were emitted for its parts, in the same order.
-
-    `WovenProgram.run(boxed)` takes the arguments of all parts, one part after the other, and returns their results likewise.
-    """
+    """Render and load a woven graph; `parts` are the programs of its parts. Arguments and results stand part after part."""
     rendered = render(woven.graph, woven.title)
     return WovenProgram(tuple(parts), rendered.load(f"<graphpp {woven.title}>"), rendered.text)
 

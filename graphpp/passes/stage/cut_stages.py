@@ -62,9 +62,7 @@ def _result_phase(joint: JointGraph, role: OutputRole, node: fx.Node, stages: in
     phase = B if isinstance(role, program.Gradient) else F
     if node.meta["stage"] is not None:
         return (phase, node.meta["stage"])
-    owned: InputRole = (
-        program.Buffer(role.fqn) if isinstance(role, program.BufferUpdate) else program.Parameter(role.fqn)
-    )
+    owned: InputRole = program.Buffer(role.fqn) if isinstance(role, program.BufferUpdate) else program.Parameter(role.fqn)
     readers = [user.meta["stage"] for user in joint.inputs()[owned].users if user.meta.get("stage") is not None]
     return (phase, min(readers, default=0))
 
@@ -107,9 +105,7 @@ def _free(node: fx.Node) -> bool:
     return is_view(node) and all(_free(source) for source in node.all_input_nodes)
 
 
-def _still_needed(
-    members: set[fx.Node], key: PhaseKey, saved: set[fx.Node], results: GraphResults
-) -> set[fx.Node]:
+def _still_needed(members: set[fx.Node], key: PhaseKey, saved: set[fx.Node], results: GraphResults) -> set[fx.Node]:
     """The members without the nodes that only led to values that are now saved."""
     own, computed = {node for node in members if home_phase(node) == key}, members - saved
     start = own | computed.intersection(node for _, node in results)

@@ -93,13 +93,10 @@ def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
     rendered = render(source.graph, f"stage {source.stage}, {source.phase.label}, {len(outlined.calls)} regions")
     run = rendered.load(f"<graphpp stage {source.stage} {item.phase.label} compiled>")
     results: Sequence[fx.Node] = source.graph.output_node().args[0]  # type: ignore[assignment]
-    from_regions = {index for index, node in enumerate(results) if _is_of_a_region(node)}
+    read = ((index, source.target) for index, node in enumerate(results) for source in root(node).all_input_nodes)
+    from_regions = {index for index, target in read if isinstance(target, RegionCall)}
     layers, shared = in_order(source.graph, item.layers), item.shared | from_regions
     return replace(item, inputs=source.inputs, run=run, source=rendered.text, shared=shared, layers=layers)
-
-
-def _is_of_a_region(node: fx.Node) -> bool:
-    return any(isinstance(source.target, RegionCall) for source in root(node).all_input_nodes)
 
 
 def _used(staged: StagedGraphs, stage: int) -> set[object]:

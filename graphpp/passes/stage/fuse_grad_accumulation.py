@@ -33,10 +33,6 @@ ProductWorkspace = Callable[[torch.Tensor, torch.Tensor], int]
 InverseView = Callable[[fx.Node, torch.Tensor], torch.Tensor]
 
 
-def _same(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
-    return place
-
-
 def _reshaped(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
     return place.view(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
 
@@ -50,7 +46,7 @@ _UNDO: dict[object, InverseView] = {  # rearranging operation -> view from the p
     aten.t.default: lambda node, place: place.t(),
     aten.transpose.int: lambda node, place: place.transpose(node.args[1], node.args[2]),  # type: ignore[arg-type]
     aten.permute.default: _permuted,
-    **dict.fromkeys((aten.clone.default, aten.contiguous.default, aten._to_copy.default), _same),
+    **dict.fromkeys((aten.clone.default, aten.contiguous.default, aten._to_copy.default), lambda node, place: place),
     **dict.fromkeys((aten.reshape.default, aten.view.default, aten._unsafe_view.default), _reshaped),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshaped),
 }

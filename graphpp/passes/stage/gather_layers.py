@@ -137,11 +137,7 @@ def _is_sharded(node: fx.Node) -> bool:
 
 
 def _derived_late(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
-    """The operations in order, but views and casts of parameters stand right before their first reader.
-
-    A layer is gathered before the first operation that reads one of its parameters: a view at the head of the graph would have
-    the layer gathered there.
-    """
+    """The operations in order, but views and casts of parameters stand right before their first reader, and so do gathers."""
     derived: set[fx.Node] = set()
     for node in graph.nodes:
         alone = node.meta.get("step_invariant") or is_view(node) or node.target is operator.getitem
@@ -164,9 +160,7 @@ def _derived_late(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
     return list(placed)
 
 
-def _layers(
-    parameters: Sequence[fx.Node], order: Sequence[fx.Node], end: fx.Node, layer_of: LayerName
-) -> list[_Layer]:
+def _layers(parameters: Sequence[fx.Node], order: Sequence[fx.Node], end: fx.Node, layer_of: LayerName) -> list[_Layer]:
     """The layers of a graph's parameters, in the order in which their operations begin."""
     reads: dict[fx.Node, list[int]] = defaultdict(list)
     for at, node in enumerate([*order, end]):

@@ -67,10 +67,7 @@ def _repeats(node: fx.Node) -> bool:
 
 
 def _can_be_input(node: fx.Node, found: dict[fx.Node, bool]) -> bool:
-    """Whether a value can be an input of its readers: a tensor, and read in one stage if it depends on a parameter or buffer.
-
-    A value without a stage may have readers in several stages: each of them already computes it for itself.
-    """
+    """Whether a value can be an input: a tensor, read in one stage if it depends on a parameter or buffer and has a stage."""
     readers = [user for user in node.users if user not in found]
     if readers and not is_tensor(node):
         return False

@@ -205,17 +205,11 @@ def _call(
         known[result].meta = dict(result.meta)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> list[Any]:
     """The leaves of nested lists, tuples, slices and dicts."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
+    found: list[Any] = []
+    fx.node.map_aggregate(value, found.append)
+    return found
 
 
 def _is_copy_of_buffer(node: fx.Node) -> bool:

@@ -21,10 +21,7 @@ from graphpp.passes.text.render import attribute_of
 
 
 def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = attrgetter("args")) -> str:
-    """A hash of a graph's computation and of the layouts of its inputs, independent of names and equal in all processes.
-
-    `arguments`: the positional arguments of a node that count.
-    """
+    """A hash of a computation, equal in all processes. `arguments`: the positional arguments of a node that count."""
     numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:

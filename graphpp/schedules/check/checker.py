@@ -4,14 +4,12 @@ Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
     each (stage, microbatch) has one F, then one B, or one I and then one W, all on the stage's one rank; no action is out
     of range, doubled or left over; with `training=False` each has F alone;
     parameters are unsharded wherever a computation reads them, and REDUCE_GRAD stands after its stage's last backward
-    (`graphpp.schedules.check.shard_order`);
+    (`order.py`);
     if the table has communication: sends and receives stand exactly where neighbouring stages are on different ranks,
-    a SEND after and a RECV before its computation, and each channel (rank -> rank) has the same order at both ends
-    (`graphpp.schedules.check.channel_order`);
-    no cycle of waits exists, with batched or unbatched point-to-point messages (`graphpp.schedules.check.deadlock`). An
-    overlap waits for the inputs of all its parts, so no part may depend on another part, not even by way of other ranks;
-    if a memory cap is given: no rank ever has more bytes of activations alive than the cap
-    (`graphpp.schedules.check.step_memory`, which counts all other bytes of a rank too where they are known).
+    a SEND after and a RECV before its computation, and both ends of a channel (rank -> rank) have one order (`order.py`);
+    no cycle of waits exists, with batched or unbatched point-to-point messages (`deadlock.py`). An overlap waits for the
+    inputs of all its parts, so no part may depend on another part, not even by way of other ranks;
+    if a memory cap is given: no rank ever has more bytes of activations alive than the cap (`step_memory.py`).
 The proof takes about 15 µs a cell.
 """
 
@@ -21,10 +19,9 @@ from collections.abc import Sequence
 from itertools import product
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.channel_order import check_channels, check_messages
 from graphpp.schedules.check.deadlock import check_progress
+from graphpp.schedules.check.order import check_channels, check_messages, check_reductions, check_sharding
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
-from graphpp.schedules.check.shard_order import check_reductions, check_sharding
 from graphpp.schedules.check.step_memory import MicrobatchCosts, check_memory
 from graphpp.schedules.table.actions import BACKWARDS, PER_STAGE, Action, Kind, has_right_parts
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -166,17 +163,13 @@ def _check_one(subject: ScheduleUnderCheck, stage: int, microbatch: int) -> None
         double = Action(stage, min(have & {Kind.I, Kind.W}), microbatch)
         what = f"{double} beside {Action(stage, Kind.B, microbatch)}, and B is I and W together"
         raise subject.refusal(subject.where[double], what, "keep either B, or I and W")
+    backward = {Kind.I, Kind.W} if have & {Kind.I, Kind.W} else {Kind.B}
+    required = {Kind.F, *(backward if subject.training else ())}
     for kind in (Kind.F, *BACKWARDS):
-        if kind in _required_kinds(subject, have) - have:
+        if kind in required - have:
             missing = Action(stage, kind, microbatch)
             other = " (or I and W)" if kind is Kind.B else ""
             raise subject.refusal(_nearest(subject, missing), f"{missing} is missing from this rank", f"add {missing}{other}")
-
-
-def _required_kinds(subject: ScheduleUnderCheck, have: set[Kind]) -> set[Kind]:
-    if not subject.training:
-        return {Kind.F}
-    return {Kind.F, Kind.I, Kind.W} if have & {Kind.I, Kind.W} else {Kind.F, Kind.B}
 
 
 def _nearest(subject: ScheduleUnderCheck, missing: Action) -> Position:

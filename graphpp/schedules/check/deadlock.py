@@ -18,12 +18,11 @@ same table, and so for no other rank of this table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
-from graphpp.schedules.table.actions import Action, Kind, message, upstream
+from graphpp.schedules.table.actions import Action, message, peer, send_of, upstream
 
 WaitNode = Position | Action
 """The cell of a computation, or a message named by its send."""
@@ -33,13 +32,12 @@ def check_progress(subject: ScheduleUnderCheck) -> None:
     """Raise `ScheduleError` showing the cycle if actions wait for each other."""
     cycle = find_cycle(subject)
     if cycle:
-        places = _Positions.of(subject)
-        shown = _without_steps(cycle, places)
-        lines = [f"    {_wait(subject, places, *hop)}" for hop in pairwise([*shown, shown[0]])]
+        shown = _without_steps(subject, cycle)
+        lines = [f"    {_wait(subject, *hop)}" for hop in pairwise([*shown, shown[0]])]
         note = " (a message is over when both of its ends have come to it)" if subject.schedule.has_communication else ""
         remedy = "\n".join(["reorder one of these ranks so that the cycle opens", *lines])
         what = f"deadlock, each of these waits for the next{note}"
-        raise subject.refusal(places.cells(shown[0])[0], what, remedy)
+        raise subject.refusal(_cells(subject, shown[0])[0], what, remedy)
 
 
 def find_cycle(subject: ScheduleUnderCheck) -> list[WaitNode]:
@@ -57,84 +55,67 @@ def find_cycle(subject: ScheduleUnderCheck) -> list[WaitNode]:
 
 def waits(subject: ScheduleUnderCheck) -> dict[WaitNode, set[WaitNode]]:
     """The graph of waits: each node -> the nodes that must have ended before it."""
-    send_of = {receive: send for _, send, receive in subject.messages} if subject.schedule.has_communication else {}
     graph: dict[WaitNode, set[WaitNode]] = {}
     for rank, row in enumerate(subject.schedule.table):
         computation, messages = list[WaitNode](), list[WaitNode]()  # for which the next action of the rank waits
         for column, action in enumerate(row):
             if action is not None and action.is_communication:
-                nodes: list[WaitNode] = [send_of.get(leaf, leaf) for leaf in action.leaves]
+                nodes: list[WaitNode] = [send_of(leaf) for leaf in action.leaves]
                 for node in nodes:
                     graph.setdefault(node, set()).update(computation, messages)
                 messages = nodes
             elif action is not None:
                 here = Position(rank, column)
-                graph[here] = {*computation, *_nodes_read(subject, action, send_of)}
+                graph[here] = {*computation, *_nodes_read(subject, action)}
                 computation = [here]
     return graph
 
 
-def _nodes_read(subject: ScheduleUnderCheck, action: Action, send_of: dict[Action, Action]) -> Iterator[WaitNode]:
+def _nodes_read(subject: ScheduleUnderCheck, action: Action) -> Iterator[WaitNode]:
     """The nodes that supply a computation's inputs: a neighbour's computation, or all messages of the batch with the input."""
     for leaf in action.leaves:
         for maker in upstream(leaf, subject.stages):
             if maker in subject.where:
                 pair = message(maker, subject.stages)
-                if pair is None or pair[1] not in send_of:
+                if pair is None or pair[1] not in subject.where:
                     yield subject.where[maker]
                 else:
                     batch = subject.at(subject.where[pair[1]])
-                    yield from (send_of.get(each, each) for each in (batch.leaves if batch else ()))
+                    yield from map(send_of, batch.leaves if batch else ())
 
 
 # ---------------------------------------------------------------------------------- a cycle, as text
 
 
-@dataclass(frozen=True)
-class _Positions:
-    """The cells in which nodes stand, for the text of an error."""
-
-    subject: ScheduleUnderCheck
-    receive_of: dict[Action, Action]
-
-    @classmethod
-    def of(cls, subject: ScheduleUnderCheck) -> _Positions:
-        return cls(subject, {send: receive for _, send, receive in subject.messages})
-
-    def cells(self, node: WaitNode) -> tuple[Position, ...]:
-        """The cell of a computation; of a message, the cells of its send and its receive."""
-        if isinstance(node, Position):
-            return (node,)
-        return self.subject.where[node], self.subject.where[self.receive_of[node]]
+def _cells(subject: ScheduleUnderCheck, node: WaitNode) -> tuple[Position, ...]:
+    """The cell of a computation; of a message, the cells of its send and its receive."""
+    return (node,) if isinstance(node, Position) else (subject.where[node], subject.where[peer(node)])
 
 
-def _without_steps(cycle: list[WaitNode], places: _Positions) -> list[WaitNode]:
+def _without_steps(subject: ScheduleUnderCheck, cycle: list[WaitNode]) -> list[WaitNode]:
     """Drop the nodes between the ends of a run of waits that only walks back along one rank's row."""
 
     def passed_by(around: Iterable[WaitNode]) -> bool:
-        before, node, after = (places.cells(each)[0] for each in around)
+        before, node, after = (_cells(subject, each)[0] for each in around)
         return before.rank == node.rank == after.rank and before.column > node.column > after.column
 
     around = zip([cycle[-1], *cycle], cycle, [*cycle[1:], cycle[0]], strict=False)
     return [nodes[1] for nodes in around if not passed_by(nodes)]
 
 
-def _wait(subject: ScheduleUnderCheck, places: _Positions, waiter: WaitNode, waited: WaitNode) -> str:
+def _wait(subject: ScheduleUnderCheck, waiter: WaitNode, waited: WaitNode) -> str:
     reads = isinstance(waiter, Position) and isinstance(waited, Action)
-    cells = [(one, two) for one in places.cells(waiter) for two in places.cells(waited)]
+    cells = [(one, two) for one in _cells(subject, waiter) for two in _cells(subject, waited)]
     after = any(one.rank == two.rank and one.column > two.column for one, two in cells)
     verb = "comes after" if after and not reads else "waits for"
-    return f"{_name(subject, places, waiter)} {verb} {_name(subject, places, waited)}"
+    return f"{_name(subject, waiter)} {verb} {_name(subject, waited)}"
 
 
-def _name(subject: ScheduleUnderCheck, places: _Positions, node: WaitNode) -> str:
+def _name(subject: ScheduleUnderCheck, node: WaitNode) -> str:
     if isinstance(node, Position):
         return f"{subject.at(node)} (rank {node.rank}, column {node.column})"
-    ends = (node, places.receive_of[node])
-    return " -> ".join(_end(subject, action, place) for action, place in zip(ends, places.cells(node), strict=True))
-
-
-def _end(subject: ScheduleUnderCheck, action: Action, place: Position) -> str:
-    whole = subject.at(place)
-    batch = " of a batch" if whole is not None and whole.kind is Kind.P2P else ""
-    return f"{action} (rank {place.rank}, column {place.column}{batch})"
+    ends = []
+    for action, place in zip((node, peer(node)), _cells(subject, node), strict=True):
+        batch = " of a batch" if subject.at(place) != action else ""
+        ends.append(f"{action} (rank {place.rank}, column {place.column}{batch})")
+    return " -> ".join(ends)

@@ -4,7 +4,7 @@ Contract
     in    a row of a table, and a `Reading`: all that lifetimes depend on beside the table
     out   `RowMoments`: what is alive at each distinct moment, and which moments each column has
 
-Lifetimes are those of `live_values.py` and `rank_state.py`. Offloaded bytes are not alive from the end of a window's
+Lifetimes are those of `lifetimes.py`. Offloaded bytes are not alive from the end of a window's
 `evict_after` to the start of its `prefetch_at`. A table of a thousand actions has some dozens of distinct moments on each rank.
 """
 
@@ -18,8 +18,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from graphpp.schedules.check.live_values import LiveValues
-from graphpp.schedules.check.rank_state import CHANGES_STATE, RankState, State
+from graphpp.schedules.check.lifetimes import CHANGES_STATE, LiveValues, RankState, State
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Row, Schedule
@@ -130,10 +129,7 @@ class _Walk:
         return tuple(during), self._number()
 
     def _with_sums(self, first: Sequence[Action]) -> int:
-        """The moment near the end of the first computations that make gradients of their stages.
-
-        Layer by layer saved values go and gradients come, so the most is alive near the start or near the end.
-        """
+        """The moment near the end of first computations that make gradients: saved values go layer by layer, gradients come."""
         for leaf in first:
             self._model.make_sums(leaf)
             self.values.count_as_read(leaf, -1)

@@ -1,12 +1,7 @@
-"""Counts of a table with sharded stages: gathers and reductions of each stage, and how much is whole at once.
+"""How often a rank gathers and reduces its sharded stages in a step of a table (`rewrite/place_shards.py`).
 
-Contract
---------
-    in    a table with UNSHARD, RESHARD and REDUCE_GRAD (`rewrite/place_shards.py`); bytes, or any other size, of each stage
-    out   for each rank what its row does in one step
-
-A stage's parameters are whole from UNSHARD to RESHARD. Its whole gradients stand from its first B or W on until they are
-reduced: at REDUCE_GRAD, and at each RESHARD that follows a B or W.
+Contract: a stage is gathered at each UNSHARD. Its gradients stand from its first B or W on until they are reduced: at
+REDUCE_GRAD, and at each RESHARD that follows a B or W.
 """
 
 from __future__ import annotations
@@ -18,17 +13,13 @@ from dataclasses import dataclass
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Row, Schedule
 
-_MAKES_GRADIENTS = (Kind.B, Kind.W)
-
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """One rank's row. `gathers`, `reductions`: how often in a step, by stage; `whole`, `gradients`: the most at once."""
+    """One rank's row. `gathers`, `reductions`: how often in a step, by stage."""
 
     gathers: Counter[int]
     reductions: Counter[int]
-    whole: float
-    gradients: float
 
     @property
     def gathers_per_stage(self) -> float:
@@ -46,29 +37,19 @@ class ShardCounts:
         return of_gathers + sum(times * reduced[stage] for stage, times in self.reductions.items())
 
 
-def shard_counts(
-    table: Schedule, weights: Sequence[float] | None = None, gradients: Sequence[float] | None = None
-) -> tuple[ShardCounts, ...]:
-    """The counts of each rank. `weights`, `gradients`: the size of each stage's; None: every stage counts 1."""
-    sizes = [[1.0] * table.stages if each is None else each for each in (weights, gradients)]
-    return tuple(_of_row(row, *sizes) for row in table.table)
+def shard_counts(table: Schedule) -> tuple[ShardCounts, ...]:
+    """The counts of each rank."""
+    return tuple(map(_of_row, table.table))
 
 
-def _of_row(row: Row, weights: Sequence[float], gradients: Sequence[float]) -> ShardCounts:
-    gathers, reductions = Counter[int](), Counter[int]()
-    whole, unreduced = set[int](), set[int]()
-    most_whole = most_unreduced = 0.0
+def _of_row(row: Row) -> ShardCounts:
+    gathers, reductions, unreduced = Counter[int](), Counter[int](), set[int]()
     for leaf in (leaf for action in row if action is not None for leaf in action.leaves):
         if leaf.kind is Kind.UNSHARD:
             gathers[leaf.stage] += 1
-            whole.add(leaf.stage)
-            most_whole = max(most_whole, sum(weights[each] for each in whole))
-        elif leaf.kind in _MAKES_GRADIENTS and leaf.stage not in unreduced:
+        elif leaf.kind in (Kind.B, Kind.W):
             unreduced.add(leaf.stage)
-            most_unreduced = max(most_unreduced, sum(gradients[each] for each in unreduced))
         elif leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in unreduced:
             reductions[leaf.stage] += 1
             unreduced.remove(leaf.stage)
-        if leaf.kind is Kind.RESHARD:
-            whole.remove(leaf.stage)
-    return ShardCounts(gathers, reductions, most_whole, most_unreduced)
+    return ShardCounts(gathers, reductions)

@@ -7,7 +7,7 @@ Contract
     out   for each rank the column at which most bytes are alive together, and these bytes by kind; `check_memory` refuses a
           table under which they are more than a cap
 
-Lifetimes are those of `live_values.py` and `rank_state.py`. The finish of the gradients counts at the last column. A table that
+Lifetimes are those of `lifetimes.py`. The finish of the gradients counts at the last column. A table that
 is read once (`StepMemory`) answers for further costs in microseconds: the bytes of all moments are one product of integers.
 """
 
@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from graphpp.arguments import Accepted, checked
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.live_values import item_bytes
-from graphpp.schedules.check.rank_state import KINDS, state_bytes
+from graphpp.schedules.check.lifetimes import KINDS, item_bytes, state_bytes
 from graphpp.schedules.check.row_moments import Reading, RowMoments
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.costs import Costs
@@ -95,19 +94,13 @@ class StepMemory:
     def _ranks(self, costs: Sequence[Costs], held: Sequence[HeldBytes]) -> list[_RankBytes]:
         table, reading = self._table, self._reading
         if held and len(held) != table.ranks:
-            raise ScheduleError(
-                f"held has the bytes of {len(held)} ranks, but {table.ranks} run {table.name!r}: give one for each"
-            )
+            raise ScheduleError(f"held has the bytes of {len(held)} ranks, but {table.ranks} run {table.name!r}")
         for each in costs:
             if len(each.stages) != table.stages:
-                raise ScheduleError(
-                    f"schedule {table.name!r} has {table.stages} stages, the costs are of {len(each.stages)}; "
-                    "give the costs of each stage"
-                )
-        if any(each.flow.kept != reading.kept for each in costs) or any(each.woven for each in costs) != reading.woven:
-            raise ScheduleError(f"schedule {table.name!r} was read for costs with another flow, or with other overlaps")
-        if any(each.layers for each in held) and not reading.layers:
-            raise ScheduleError(f"schedule {table.name!r} was read for ranks that gather no single layers")
+                raise ScheduleError(f"schedule {table.name!r} has {table.stages} stages, the costs are of {len(each.stages)}")
+        like = all(each.flow.kept == reading.kept for each in costs) and any(each.woven for each in costs) == reading.woven
+        if not like or (any(each.layers for each in held) and not reading.layers):
+            raise ScheduleError(f"schedule {table.name!r} was read for another flow, other overlaps, or no single layers")
         states = held or [HeldBytes()] * table.ranks
         return [_RankBytes(row, costs, own) for row, own in zip(self._rows, states, strict=True)]
 
@@ -115,10 +108,7 @@ class StepMemory:
 def step_peaks(
     table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes] = (), offloaded: Sequence[OffloadWindow] = ()
 ) -> tuple[StepPeak, ...]:
-    """The peak of each rank.
-
-    Raises `ScheduleError` if `costs` has another number of stages or microbatches, or `held` of ranks.
-    """
+    """The peak of each rank. Raises `ScheduleError` for costs of other stages or microbatches, or `held` of other ranks."""
     memory, distinct = _read(table, costs, held, offloaded)
     return memory.peaks(distinct, held)
 

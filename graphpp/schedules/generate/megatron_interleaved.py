@@ -53,34 +53,23 @@ def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
 
 
 @checked(ScheduleError, microbatches=COUNT, chunks=COUNT, group=or_none(COUNT), ranks=COUNT, rank=INDEX)
-def rank_microbatches(
-    microbatches: int,
-    chunks: int,
-    group: int | None,
-    ranks: int,
-    rank: int,
-    forward_only: bool = False,
-    overlap_moe_expert_parallel_comm: bool = False,
-) -> tuple[int, bool, int, int]:
+def rank_microbatches(microbatches: int, chunks: int, group: int | None, ranks: int, rank: int) -> tuple[int, bool, int, int]:
     """The forwards of a rank: (in total, True if all of them are warm-up, in the warm-up, after the warm-up).
 
     With one chunk (no virtual pipeline) the warm-up has one forward for each later rank. With several chunks it has two for
-    each later rank, (chunks - 1) groups, and one more for `overlap_moe_expert_parallel_comm`; `group` is unused for one chunk.
+    each later rank, and (chunks - 1) groups; `group` is unused for one chunk.
     4 ranks, 2 chunks, 8 microbatches in groups of 4: 10, 8, 6, 4 of 16. Megatron's `get_pp_rank_microbatches`. Raises
     `ScheduleError` for a rank that does not exist.
     """
     if not 0 <= rank < ranks:
         raise ScheduleError(f"rank {rank} does not exist among {ranks}; take 0..{ranks - 1}")
-    total = microbatches * chunks
-    hops = ranks - 1 - rank
-    if forward_only:
-        warm_up = total
-    elif ranks == 1:
+    total, hops = microbatches * chunks, ranks - 1 - rank
+    if ranks == 1:
         warm_up = 0
     elif chunks == 1:
         warm_up = hops
     else:
-        warm_up = 2 * hops + (chunks - 1) * (group or ranks) + overlap_moe_expert_parallel_comm
+        warm_up = 2 * hops + (chunks - 1) * (group or ranks)
     return total, warm_up >= total, min(warm_up, total), max(0, total - warm_up)
 
 
@@ -119,9 +108,7 @@ def recompute_partially(schedule: Schedule, n: int) -> Schedule:
         first = next((at for at, leaf in enumerate(leaves) if leaf.kind in (Kind.B, Kind.I)), len(leaves))
         window = sum(leaf.kind is Kind.F for leaf in leaves[:first])
         forwards = [leaf for leaf in leaves if leaf.kind is Kind.F]
-        pairs |= {
-            (leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if is_recomputed(at, window - 1, n)
-        }
+        pairs |= {(leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if is_recomputed(at, window - 1, n)}
     return replace(schedule, recomputed=frozenset(pairs))
 
 

@@ -51,7 +51,7 @@ PAIRS = ("send_forward_recv_backward", "send_backward_recv_forward")
 
 @checked(ScheduleError, schedule=SCHEDULE, verbs=ROWS)
 def batch_p2p(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
-    """The schedule with batches, made verb by verb in the order given; a compute-only schedule gets sends and receives first.
+    """The schedule with its sends and receives in batches, made verb by verb in the order given.
 
     Raises `ScheduleError` for an unknown verb, or if `schedule` has a deadlock already.
     """

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 from graphpp.schedules.check.schedule_under_check import Position
-from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer
+from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer, send_of
 from graphpp.schedules.table.schedule import Row
 
 
@@ -37,10 +37,7 @@ Channel = tuple[bool, int]
 
 
 class Batches:
-    """One rank's row with its batches.
-
-    `columns`: by the column of a batch, the columns at which its messages stood originally; `places`: its keys, ascending.
-    """
+    """A row with batches. `columns`: by a batch's column, its messages' original columns; `places`: its keys in order."""
 
     def __init__(self, rank: int, row: Row, rank_of: Mapping[int, int]) -> None:
         self._rank, self.row, self._rank_of = rank, row, rank_of
@@ -83,8 +80,8 @@ class Batches:
     def _parts(self, of: int, at: int) -> Iterator[Edge]:
         """The edges that the messages of the batch at `of` bring along when they stand at `at`."""
         for leaf in self.leaves(of):
-            yield self._post(at), _sent(leaf)
-            yield _sent(leaf), self._post(at, over=True)
+            yield self._post(at), send_of(leaf)
+            yield send_of(leaf), self._post(at, over=True)
             yield from ((self._post(at, over=True), self._reader[each]) for each in readers(leaf) if each in self._reader)
 
     def _post(self, at: int, *, over: bool = False) -> _Posting:
@@ -134,11 +131,6 @@ def readers(receive: Action) -> tuple[Action, ...]:
     return () if receive.kind in SENDS else computations(receive)
 
 
-def _sent(leaf: Action) -> Action:
-    """The send of a message, which names the message in the graph of waits."""
-    return leaf if leaf.kind in SENDS else peer(leaf)
-
-
 def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], new: Sequence[Edge]) -> bool:
     """Replace the edges `old` by `new`; returns False, with the order restored, if that closes a cycle."""
     removed = [edge for edge in dict.fromkeys(old) if order.has(*edge)]
@@ -159,10 +151,7 @@ def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], n
 
 
 class DynamicTopologicalOrder(Generic[N]):
-    """A topological order of a graph, while edges are added and removed (Pearce and Kelly, "A dynamic topological sort", 2006).
-
-    Raises `graphlib.CycleError` if the first edges, (before, after) pairs, have a cycle.
-    """
+    """A topological order of a graph while edges change (Pearce and Kelly 2006). Raises `graphlib.CycleError` for a cycle."""
 
     def __init__(self, edges: Iterable[tuple[N, N]]) -> None:
         self._after: dict[N, set[N]] = defaultdict(set)

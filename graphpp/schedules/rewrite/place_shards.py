@@ -62,7 +62,8 @@ def _placed(
     computed = {at: dict.fromkeys(leaf.stage for leaf in action.leaves) for at, action in enumerate(row) if action.is_compute}
     uses = {at: [stage for stage in stages if stage not in placed] for at, stages in computed.items()}
     before, behind = _moves({at: each for at, each in uses.items() if each}, keep, rank)
-    for stage, at in _last_backwards(row).items():
+    last = {leaf.stage: at for at, action in enumerate(row) for leaf in action.leaves if leaf.kind in BACKWARDS}
+    for stage, at in last.items():
         if stage not in reduced:
             behind[at].insert(0, Action(stage, Kind.REDUCE_GRAD))
     found = list(before)
@@ -72,10 +73,7 @@ def _placed(
 
 
 def _moves(uses: Mapping[int, Sequence[int]], keep: int | None, rank: int) -> tuple[list[Action], dict[int, list[Action]]]:
-    """The UNSHARDs before the first action, and the RESHARDs and UNSHARDs behind each column.
-
-    `uses`: the stages of each computation, by column.
-    """
+    """The UNSHARDs before the first action, and the moves behind each column; `uses`: the stages of each computation."""
     columns: dict[int, list[int]] = defaultdict(list)
     for at, stages in uses.items():
         for stage in stages:
@@ -112,7 +110,3 @@ def _farthest(held: Mapping[int, _Held], needed: Sequence[int], room: int, rank:
         )
     return max(free, key=lambda stage: held[stage].next)
 
-
-def _last_backwards(row: Sequence[Action]) -> dict[int, int]:
-    """The column of each stage's last backward."""
-    return {leaf.stage: at for at, action in enumerate(row) for leaf in action.leaves if leaf.kind in BACKWARDS}

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal
 
-from graphpp.arguments import INDEX, INTEGER, ROWS, checked, or_none, require
+from graphpp.arguments import INTEGER, ROWS, checked, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import SCHEDULE, Row, Schedule
@@ -54,55 +53,39 @@ def merge_backward(schedule: Schedule) -> Schedule:
     return replace(schedule, table=tuple(map(tuple, whole)))
 
 
-@checked(ScheduleError, schedule=SCHEDULE, stages=ROWS, limit=or_none(INDEX))
-def defer_weight_grads(
-    schedule: Schedule,
-    stages: Iterable[int],
-    *,
-    until: Literal["idle", "end"] = "idle",
-    limit: int | None = None,
-) -> Schedule:
+@checked(ScheduleError, schedule=SCHEDULE, stages=ROWS)
+def defer_weight_grads(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     """Delay the weight gradients of some stages into the cool-down, where ranks wait for each other anyway.
 
     r0 0F0 0F1 0B0 .   0B1      ->     r0 0F0 0F1 0I0 0W0 0I1 0W1
     r1 .   1F0 1B0 1F1 1B1             r1 .   1F0 1B0 1F1 1B1
 
-    Above: stage 0. `until` "idle": a W takes the first idle cell after the rank's last forward and after its I; the Ws that
-    find no idle cell come after the rank's last action. "end": all of them come after the rank's last action. `limit`: delay
-    only the first `limit` microbatches of a stage; the others keep their B, which bounds the memory of delayed Ws
-    (Megatron-Core's `wgrad_deferral_limit`, for which 0 means all; its `defer_embedding_wgrad_compute` is the stage with the
-    LM head).
+    Above: stage 0. A W takes the first idle cell after the rank's last forward and after its I; the Ws that find no idle cell
+    come after the rank's last action. Megatron-Core's `defer_embedding_wgrad_compute` is the stage with the LM head.
 
-    Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that does not exist, for another
-    value of `until`, and for a table whose REDUCE_GRAD or RESHARD would come before a delayed W.
+    Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that does not exist, and for a table
+    whose REDUCE_GRAD or RESHARD would come before a delayed W.
     """
     chosen = frozenset(stages)
     for stage in chosen:
         require(ScheduleError, "stages", INTEGER, stage)
-    _check_arguments(schedule, chosen, until)
-
-    def delayed(leaf: Action) -> bool:
-        early = limit is None or (leaf.microbatch or 0) < limit
-        return leaf.stage in chosen and leaf.kind in (Kind.B, Kind.W) and early
-
-    return replace(schedule, table=tuple(_deferred(row, delayed, until) for row in schedule.table))
-
-
-def _check_arguments(schedule: Schedule, stages: frozenset[int], until: str) -> None:
-    strange = sorted(stages - set(range(schedule.stages)))
+    strange = sorted(chosen - set(range(schedule.stages)))
     if strange:
         raise ScheduleError(f"{schedule.name} has no stage {strange[0]}; its stages are 0..{schedule.stages - 1}")
-    if until not in ("idle", "end"):
-        raise ScheduleError(f"weight gradients can be held back until 'idle' or 'end', not {until!r}")
     for rank, column, action in schedule.cells():
-        if action.kind in (Kind.REDUCE_GRAD, Kind.RESHARD) and action.stage in stages:
+        if action.kind in (Kind.REDUCE_GRAD, Kind.RESHARD) and action.stage in chosen:
             raise ScheduleError(
                 f"{schedule.name}, rank {rank}, column {column}: {action} would run before the weight gradients that "
-                "are held back; hold them back first, then add what shards and reduces"
+                "are held back; hold them back first, then add the actions of sharded stages"
             )
 
+    def delayed(leaf: Action) -> bool:
+        return leaf.stage in chosen and leaf.kind in (Kind.B, Kind.W)
 
-def _deferred(row: Row, selected: Selector, until: str) -> Row:
+    return replace(schedule, table=tuple(_deferred(row, delayed) for row in schedule.table))
+
+
+def _deferred(row: Row, selected: Selector) -> Row:
     forwards = [at for at, cell in enumerate(row) if cell and any(leaf.kind is Kind.F for leaf in cell.leaves)]
     last_forward = max(forwards, default=-1)
     cells: list[Action | None] = []
@@ -110,7 +93,7 @@ def _deferred(row: Row, selected: Selector, until: str) -> Row:
     for column, action in enumerate(row):
         rest, weights = _split(action, selected)
         waiting += weights
-        if rest is None and waiting and until == "idle" and column > last_forward:
+        if rest is None and waiting and column > last_forward:
             rest = waiting.popleft()
         cells.append(rest)
     while cells and cells[-1] is None:

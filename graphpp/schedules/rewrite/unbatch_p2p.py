@@ -26,7 +26,7 @@ from graphpp.arguments import checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.deadlock import WaitNode, find_cycle, waits
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
-from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.actions import SENDS, Action, Kind, send_of
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
 SortKey = Callable[[int, Action], int]
@@ -43,8 +43,7 @@ def _by_order(schedule: Schedule) -> SortKey:
     """The position of a message in one total order in which the messages can end one at a time."""
     subject = ScheduleUnderCheck.of(schedule)
     place = {node: number for number, node in enumerate(_one_at_a_time(subject))}
-    send_of = {receive: send for _, send, receive in subject.messages}
-    return lambda rank, leaf: place[send_of.get(leaf, leaf)]
+    return lambda rank, leaf: place[send_of(leaf)]
 
 
 def _one_at_a_time(subject: ScheduleUnderCheck) -> Iterator[WaitNode]:

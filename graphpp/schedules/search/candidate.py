@@ -130,10 +130,7 @@ def operation_costs(problem: Problem, whole: bytes) -> OperationCosts:
 def pair_costs(
     problem: Problem, candidate: Candidate, orders: Sequence[Sequence[int]]
 ) -> tuple[OperationCosts, Mapping[int, int]]:
-    """The costs of all operations where some run in pairs, and the forward of each paired backward.
-
-    The time and the bytes of a pair are those of its backward; its forward, which ends at the same time, takes none.
-    """
+    """The costs where some operations run in pairs, all of a pair's with its backward; the forward of each such backward."""
     alone = operation_costs(problem, bytes(candidate.whole))
     took, busy, more, change = list(alone.took), list(alone.busy), list(alone.more), list(alone.change)
     mates: dict[int, int] = {}

@@ -76,10 +76,7 @@ class _Walk:
         self.fills: list[list[Fill]] = [[] for _ in ranks]
 
     def run(self, mates: Mapping[int, int], limit: float) -> bool:  # noqa: C901
-        """Run each row as far as its inputs are there, until no row can go on; False if the order is refused.
-
-        One long loop: the search spends its time here.
-        """
+        """Run each row as far as its inputs are there; False if the order is refused. The search spends its time here."""
         took, more, change, _, busy = self.costs
         ends, reads, lag, leaves, ranks = self.ends, self.problem.reads, self.problem.lag, self.leaves, self.problem.ranks
         least, longest, mean, count = list(busy), max(busy), sum(busy) / ranks, self.problem.count
@@ -122,10 +119,7 @@ class _Walk:
         return all(map(eq, self.at, map(len, self.orders)))
 
     def _fill(self, rank: int, at: int, now: float, live: int, there: float, more: int) -> tuple[float, int]:
-        """Run weight gradients before the operation at `at`, whose input comes at `there`.
-
-        The time and the bytes after them. `more`: the bytes that the operation needs.
-        """
+        """The time and the bytes after the weight gradients that run before the operation at `at`, which needs `more` bytes."""
         problem, weights, done = self.problem, self.weights[rank], self.done[rank]
         took, more_, change, _, _ = self.costs
         cap, patience = problem.cap[rank], self.patience[rank]

@@ -32,9 +32,7 @@ def fill_waits(problem: Problem, candidate: Candidate, window: int) -> Candidate
 
 
 class _Ranks:
-    """The state of all ranks. `base`: the bytes alive on a rank if all weight gradients that can run had run; `live`: the bytes
-    that are alive.
-    """
+    """All ranks. `live`: the bytes alive on each; `base`: these if all weight gradients that can run had run."""
 
     def __init__(self, problem: Problem, candidate: Candidate, window: int) -> None:
         self.problem, self.candidate, self.whole, self.window = problem, candidate, candidate.whole, window

@@ -172,10 +172,7 @@ def _exchanged(elements: Elements, sequence: list[int], first: int, second: int,
 
 
 def _moved(elements: Elements, sequence: list[int], at: int, rank: int, by: int) -> list[int]:
-    """The sequence with the element at `at` behind the next `by` ones of the rank (before the last -`by` ones, if negative).
-
-    Elements on its way that must stay behind it (before it) move with it.
-    """
+    """The sequence with an element moved over `by` of the rank's, back if negative; those that depend on its order go along."""
     if by < 0:
         return _carried(sequence[::-1], len(sequence) - 1 - at, elements.after, elements.ranks, rank, -by)[::-1]
     return _carried(sequence, at, elements.before, elements.ranks, rank, by)

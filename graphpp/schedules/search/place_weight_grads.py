@@ -34,10 +34,7 @@ _KEPT = 3  # placements whose exact ends are compared
 def place_weight_grads(
     table: Schedule, costs: Costs, memory_cap: int | Sequence[int] | None = None, *, name: str | None = None
 ) -> Schedule:
-    """The table, or one called `name` that ends sooner under the costs within `memory_cap` bytes, for all ranks or for each.
-
-    The result has no sends and receives, except where they occupy ranks (`costs.blocking`).
-    """
+    """The table, or a sooner one called `name` within `memory_cap` bytes, with its messages if they occupy ranks."""
     home, caps = table.rank_of_stage, caps_of(memory_cap, table.ranks)
     problem = Problem.of(costs, home, table.microbatches, caps)
     tables, given = Tables(costs, [home], table.microbatches, caps), rows_of(problem, table)

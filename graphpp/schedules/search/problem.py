@@ -42,9 +42,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The operations to be ordered. `home[stage]` is the stage's rank; times and lags are per operation, bytes per stage, caps
-    per rank.
-    """
+    """The operations to be ordered: times and lags by operation, bytes by stage, caps by rank. `home[stage]`: its rank."""
 
     ranks: int
     stages: int
@@ -169,9 +167,7 @@ def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
     ]
 
 
-def _beside(
-    costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]], unit: float
-) -> dict[tuple[int, int], Pair]:
+def _beside(costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]], unit: float) -> dict[tuple[int, int], Pair]:
     """The times of each rank's pairs; `times`: by `_times`, in shares of `unit`."""
     found, stages = {}, range(len(home))
     for b, f in ((b, f) for b in stages for f in stages if home[b] == home[f]):

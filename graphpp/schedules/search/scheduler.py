@@ -136,10 +136,7 @@ def _searched(
 def _as_sequences(
     problems: Sequence[Problem], orders: Sequence[EvaluatedOrder], given: Sequence[Numbered], costs: Costs
 ) -> Iterator[Sequenced]:
-    """The solutions as sequences; with messages where these occupy ranks, and then the given tables too.
-
-    The times of the solutions only estimate such messages, so the best solution may come from any of them.
-    """
+    """The solutions as sequences; where messages occupy ranks the given tables too, since solutions only estimate messages."""
     for problem in problems:
         if not costs.blocking and problem.count > _MOST_MOVED:
             continue

@@ -67,10 +67,7 @@ class Elements:
         return rows
 
     def sequence(self, rows: Sequence[Sequence[int]], candidate: Candidate) -> list[int]:
-        """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it.
-
-        The messages of a pair follow the pair, the forward's first.
-        """
+        """The sequence of rows of computations; a message follows its maker, or its maker's pair, as in `add_send_recv`."""
         found, done = list[int](), bytearray(len(self.before))
         cells = (_cells(candidate, row) for row in rows)
         for _, cell in in_order(cells, lambda _, cell: all(done[need] for op in cell for need in self.reads[op])):

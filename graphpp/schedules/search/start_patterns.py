@@ -30,9 +30,7 @@ def start_patterns(problem: Problem, whole: bytearray, random: Random) -> Iterat
     """Candidates of all kinds; one of them runs a microbatch after the other, and so fits into memory if any order does."""
     chunks = -(-problem.stages // problem.ranks)
     unit = problem.period() / (3 * chunks)
-    streams = [
-        [stage for stage in range(problem.stages) if problem.home[stage] == rank] for rank in range(problem.ranks)
-    ]
+    streams = [problem.on(rank) for rank in range(problem.ranks)]
     seen: set[tuple[int, ...]] = set()
     left = max(_FEWEST, _EFFORT // problem.count)
     none = (0.0,) * (2 * chunks)

@@ -82,9 +82,7 @@ def apart(problem: Problem, candidate: Candidate) -> Candidate:
 def candidate_of(problem: Problem, table: Numbered) -> Candidate:
     """The order of a table's forwards and backwards; a whole backward stays whole where that saves time or bytes."""
     given, rows, _ = table
-    whole = bytearray(
-        flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole)
-    )
+    whole = bytearray(flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole))
     orders = [[op for op in row if op < 2 * problem.count] for row in rows]
     return Candidate(orders, whole, given.patience, given.beside if problem.pairs else bytearray())
 
@@ -149,11 +147,8 @@ class Tables:
         self.costs, self.homes, self.microbatches, self.caps = costs, homes, microbatches, caps
         self._elements: dict[tuple[int, ...], Elements] = {}
         self._problems: dict[tuple[int, ...], Problem] = {}
-        self._silent: dict[tuple[int, ...], Problem] = {}
-        silent = replace(costs, blocking=False, sends_forward=(), sends_backward=())
         for problem in (Problem.of(costs, home, microbatches, caps) for home in homes):
             self._problems[problem.home] = with_messages(problem, costs) if costs.blocking else problem
-            self._silent[problem.home] = Problem.of(silent, dict(enumerate(problem.home)), microbatches, caps)
 
     def named(self) -> list[Numbered]:
         """The named schedules, and one microbatch after the other, that take these counts and fit into memory."""
@@ -173,13 +168,9 @@ class Tables:
 
     def soonest(self, tables: Iterable[Numbered], name: str) -> Schedule:
         """Of the tables that end first, up to rounding, the one with the fewest bytes, then with the fewest actions."""
-        ends, least = list[tuple[float, Numbered]](), inf
-        for table in sorted(tables, key=self._lacks_messages):
-            if not self._lacks_messages(table) or self._earliest_end(table, least) <= least:
-                complete = self.complete(table)
-                ends.append((self.end(complete), complete))
-                least = min(least, ends[-1][0] * (1 + 1e-9))
-        soonest = [table for end, table in ends if end <= least]
+        complete = [self.complete(table) for table in sorted(tables, key=self._lacks_messages)]
+        ends = [self.end(table) for table in complete]
+        soonest = [table for end, table in zip(ends, complete, strict=True) if end <= min(ends) * (1 + 1e-9)]
         best = min(soonest, key=lambda table: (sum(self._peaks(table)), table.actions))
         return schedule_of(self._problems[best.home], best, name)
 
@@ -200,12 +191,6 @@ class Tables:
     def _lacks_messages(self, table: Numbered) -> bool:
         messages = 3 * len(table.candidate.whole)
         return self.costs.blocking and not any(op >= messages for row in table.rows for op in row)
-
-    def _earliest_end(self, table: Numbered, limit: float) -> float:
-        """The makespan of a table if its messages took no time; infinite if that is above `limit`."""
-        problem = self._silent[table.home]
-        solution = evaluate_rows(problem, table.candidate, table.rows, 2 * limit / problem.unit)
-        return solution.end[0] if solution else inf
 
     def _fits(self, table: Numbered) -> bool:
         """True if no rank ever has more bytes alive than its cap."""

@@ -149,6 +149,11 @@ def peer(message: Action) -> Action:
     return message._replace(stage=message.stage + step, kind=kind)
 
 
+def send_of(message: Action) -> Action:
+    """The send of a message: the action itself, or the other end of a receive."""
+    return message if message.kind in SENDS else peer(message)
+
+
 def has_right_parts(action: Action) -> bool:
     """Whether an action has parts exactly if its kind asks for parts, and only single actions of the kinds allowed there."""
     if not action.parts:
@@ -157,10 +162,7 @@ def has_right_parts(action: Action) -> bool:
 
 
 def parse(text: str) -> Action:
-    """Read one action, strictly, unlike torch's `_Action.from_str`: no blanks, no leading zeros, nothing left over.
-
-    Raises `ScheduleError` naming the column in `text`, counted from 1.
-    """
+    """Read one action, with nothing left over. Raises `ScheduleError` naming the column in `text`, counted from 1."""
     action, end = _compound(text) if text.startswith("(") else _plain(text, 0)
     if end != len(text):
         _fault(text, end, f"{text[end:]!r} is left over")

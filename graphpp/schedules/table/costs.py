@@ -122,30 +122,19 @@ class Costs:
 
     def __post_init__(self) -> None:
         require(ScheduleError, "stages", _STAGES, self.stages)
-        boundaries = max(len(self.stages) - 1, 0)
-        by_boundary = {"sends_forward": self.sends_forward, "sends_backward": self.sends_backward}
-        by_stage = {"gathers": self.gathers, "reductions": self.reductions}
-        for name, times in (by_boundary | by_stage).items():
-            require(ScheduleError, name, _TIMES, times)
         for name in ("overlap", "overhead"):
             require(ScheduleError, name, _TIME, getattr(self, name))
-        for name, times in by_boundary.items():
-            if len(times) not in (0, boundaries):
-                raise ScheduleError(
-                    f"{name} has the times of {len(times)} messages, but {len(self.stages)} stages have {boundaries} "
-                    "boundaries; give one for each, or none"
-                )
-        for name, times in by_stage.items():
-            if len(times) not in (0, len(self.stages)):
-                raise ScheduleError(f"{name} has the times of {len(times)} stages, and there are {len(self.stages)}: give all")
+        for name in ("sends_forward", "sends_backward", "gathers", "reductions"):
+            times, stages = getattr(self, name), len(self.stages)
+            kind, count = ("messages", max(stages - 1, 0)) if name.startswith("sends") else ("stages", stages)
+            require(ScheduleError, name, _TIMES, times)
+            if len(times) not in (0, count):
+                raise ScheduleError(f"{name} has the times of {len(times)} {kind}, and there are {count}: give all, or none")
 
     @classmethod
     @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
-        """F = I = W = 1 for each *rank* and microbatch, shared out evenly among a rank's stages.
-
-        The activations of one microbatch on all stages of a rank count 1000 bytes.
-        """
+        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, shared out evenly among its stages."""
         per_rank = stages / (stages if ranks is None else ranks)
         each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
         return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))

@@ -69,10 +69,9 @@ def check_counts(ranks: int, stages: int, microbatches: int) -> None:
 
 
 def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, several: str) -> bool:
-    """True if a schedule of one stage per rank is asked for several stages on a single rank, which is allowed.
+    """True for several stages on a single rank, under a schedule of one stage per rank; raises for other unequal numbers.
 
-    `several`: the schedules that the error recommends for more than one stage per rank. Raises `ScheduleError` for any other
-    number of stages than ranks.
+    `several`: the schedules that the error recommends for more than one stage per rank.
     """
     check_counts(ranks, stages, microbatches)
     if ranks > 1 and stages != ranks:
@@ -101,10 +100,7 @@ def two_per_rank(name: str, ranks: int, stages: int, microbatches: int) -> None:
 
 
 def round_length(name: str, ranks: int, microbatches: int) -> int:
-    """The microbatches in one round of an interleaved schedule: `ranks` or a little more, in rounds of equal length.
-
-    Raises `ScheduleError` if `microbatches` admits no equal rounds, naming the nearest numbers that do.
-    """
+    """The microbatches in a round of an interleaved schedule: `ranks` or a few more. Raises if no equal rounds are possible."""
 
     def fits(count: int) -> bool:
         return count % max(1, count // ranks) == 0

@@ -111,10 +111,7 @@ class Schedule:
         return frozenset(leaf.kind for _, _, action in self.cells() if action.is_compute for leaf in action.leaves)
 
     def forward_only(self) -> Schedule:
-        """The table of evaluation: the forwards and their messages, everything else left out.
-
-        The messages of a batch stay in one batch, since single messages could wait for each other.
-        """
+        """The table of evaluation: forwards and their messages, batches in one since single messages could wait in a cycle."""
         rows = [[part for action in row if action for part in _forwards(action)] for row in self.table]
         return Schedule.of(rows, name=self.name, stages=self.stages, microbatches=self.microbatches)
 
@@ -142,10 +139,7 @@ class Schedule:
     @classmethod
     @checked(ScheduleError, text=TEXT)
     def parse(cls, text: str) -> Schedule:
-        """Read the text that `str` prints; the first line with name and counts may be missing, blank lines are ignored.
-
-        Raises `ScheduleError` naming the line and the cell, both counted from 1.
-        """
+        """Read the text of `str`, with or without its first line. Raises `ScheduleError` naming line and cell (from 1)."""
         text, pairs = _without_recomputed(text, "schedule text")
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         header = _HEADER.fullmatch(lines[0][1]) if lines else None
@@ -157,10 +151,7 @@ class Schedule:
 
     @checked(ScheduleError, path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as CSV in torch's format: one line per rank, one cell per action, an empty cell for idle.
-
-        The recompute line, if there is one, comes last; torch's reader does not know it.
-        """
+        """Write as CSV in torch's format, with an empty cell for idle, and last the recompute line, which torch cannot read."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
         text.writelines(f"{line}\n" for line in self._recomputed())
@@ -170,24 +161,18 @@ class Schedule:
             raise ScheduleError(f"path: {os.fspath(path)!r} cannot be written: {fault}") from fault
 
     @classmethod
-    @checked(ScheduleError, path=PATH, name=or_none(TEXT), stages=or_none(INDEX), microbatches=or_none(INDEX))
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        name: str | None = None,
-        stages: int | None = None,
-        microbatches: int | None = None,
-    ) -> Schedule:
-        """Read a CSV in torch's format, with or without communication; the name is the path unless given.
+    @checked(ScheduleError, path=PATH)
+    def load(cls, path: str | os.PathLike[str]) -> Schedule:
+        """Read a CSV in torch's format, with or without communication; the name is the path, and the counts those of `of`.
 
-        The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest index in the file plus
-        one. Raises `ScheduleError` naming file, line and cell (from 1) and the text that cannot be read.
+        The `WAIT_...` cells of torch 2.15 become idle cells. Raises `ScheduleError` naming file, line and cell (from 1) and the
+        text that cannot be read.
         """
-        text, pairs = _without_recomputed(_text_of(path), os.fspath(path))
-        rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path, text)]
-        made = cls.of(rows, name=name or os.fspath(path), stages=stages, microbatches=microbatches)
-        return replace(made, recomputed=pairs)
+        file = os.fspath(path)
+        text, pairs = _without_recomputed(_text_of(file), file)
+        lines = enumerate(io.StringIO(text), 1)  # an empty line is a rank without actions
+        rows = [_row(_split(line, f"{file}, line {at}"), f"{file}, line {at}") for at, line in lines]
+        return replace(cls.of(rows, name=file), recomputed=pairs)
 
 
 SCHEDULE = one_of(Schedule, takes="a graphpp.Schedule")
@@ -204,18 +189,12 @@ def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
         raise ScheduleError(f"{where}, line {len(lines)}: {fault}") from None
 
 
-def _text_of(path: str | os.PathLike[str]) -> str:
+def _text_of(file: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as fault:  # ValueError: not UTF-8, or an impossible path
         remedy = "; save it as UTF-8" if isinstance(fault, UnicodeDecodeError) else ""
-        raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}{remedy}") from fault
-
-
-def _read(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of each line; an empty line is a rank without actions."""
-    lines = enumerate(io.StringIO(text), 1)
-    return [(number, _split(line, f"{os.fspath(path)}, line {number}")) for number, line in lines]
+        raise ScheduleError(f"schedule file {file} cannot be read: {fault}{remedy}") from fault
 
 
 def _split(line: str, where: str) -> list[str]:
@@ -228,12 +207,12 @@ def _split(line: str, where: str) -> list[str]:
 
 
 def _row(cells: Iterable[Cell], where: str) -> Row:
-    if isinstance(cells, Action) or not isinstance(cells, Iterable):
-        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should")
     try:
-        listed = cells.split() if isinstance(cells, str) else list(cells)
-    except TypeError as fault:  # a tensor without dimensions
-        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should") from fault
+        listed = None if isinstance(cells, Action) else cells.split() if isinstance(cells, str) else list(cells)
+    except TypeError:  # no iterable, or a tensor without dimensions
+        listed = None
+    if listed is None:
+        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should")
     return tuple(_cell(cell, f"{where}, cell {number}") for number, cell in enumerate(listed, 1))
 
 

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
-from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.check.step_memory import StepMemory, check_memory, step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.schedules.table.state_bytes import HeldBytes, LayerBytes, StateBytes, held_bytes, sent_by_stage
+from graphpp.schedules.table.state_bytes import HeldBytes, LayerBytes, StateBytes, held_bytes
 from tests.exhaustive import examples
 from tests.schedules.tables import Rows, tables
 
@@ -115,16 +114,13 @@ def test_averages_take_parts_by_the_ranks_that_have_the_same_parameters(own: int
 @given(tables())
 @settings(deadline=None, max_examples=examples(60))
 def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
-    """Whole parameters and gradients are those of the counts of shards."""
+    """The kinds of bytes have their most at different times, so their sum is no less than the peak."""
     rows, stages, microbatches, random = table
     plain = Schedule.of(rows, stages=stages, microbatches=microbatches)
     costs = saving(*(random.randint(0, 9) for _ in range(stages)))
     state = [StateBytes((s,), (s,), weights=random.randint(0, 9), sums=random.randint(0, 9)) for s in range(stages)]
     placed = place_shards(plain, None)
-    found = step_peaks(placed, costs, held_bytes(state, placed.rank_of_stage, placed.ranks, 3, frees=True))
-    counts = shard_counts(placed, [each.weights for each in state], [2 * sent for sent in sent_by_stage(state, stages, 2)[1]])
-    for peak, count in zip(found, counts, strict=True):
-        assert (peak.most["weights"], peak.most["gradients"]) == (count.whole, count.gradients)
+    for peak in step_peaks(placed, costs, held_bytes(state, placed.rank_of_stage, placed.ranks, 3, frees=True)):
         assert max(peak.most.values()) <= peak.nbytes <= sum(peak.most.values())
 
 
@@ -158,9 +154,9 @@ def test_a_table_that_is_read_once_serves_further_costs_of_its_kind() -> None:
     for costs in (saving(3, 4), saving(300, 4)):
         assert memory.peaks([costs], state) == step_peaks(table, costs, state)
     for other in (replace(saving(3, 4), flow=MessageFlow(kept=1)), replace(saving(3, 4), woven=False)):
-        with pytest.raises(ScheduleError, match="read for costs with another flow, or with other overlaps"):
+        with pytest.raises(ScheduleError, match="read for another flow"):
             memory.peaks([other], state)
-    with pytest.raises(ScheduleError, match="read for ranks that gather no single layers"):
+    with pytest.raises(ScheduleError, match="or no single layers"):
         memory.peaks([saving(3, 4)], [HeldBytes(layers={(0, Kind.F): LayerBytes(1)})])
     with pytest.raises(ScheduleError, match="has 2 stages, the costs are of 3"):
         memory.peaks([saving(1, 2, 3)])

@@ -38,26 +38,20 @@ def test_schedule_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "per_rank"),
+    ("arguments", "per_rank"),
     [
-        ((8, 1, None, 4), {}, [(8, False, 3, 5), (8, False, 2, 6), (8, False, 1, 7), (8, False, 0, 8)]),
-        ((8, 2, 4, 4), {}, [(16, False, 10, 6), (16, False, 8, 8), (16, False, 6, 10), (16, False, 4, 12)]),
-        (
-            (8, 2, 4, 4),
-            {"overlap_moe_expert_parallel_comm": True},
-            [(16, False, 11, 5), (16, False, 9, 7), (16, False, 7, 9), (16, False, 5, 11)],
-        ),
-        ((4, 1, 1, 2), {"overlap_moe_expert_parallel_comm": True}, [(4, False, 1, 3), (4, False, 0, 4)]),
-        ((5, 2, 3, 2), {}, [(10, False, 5, 5), (10, False, 3, 7)]),
-        ((4, 2, 4, 4), {}, [(8, True, 8, 0), (8, True, 8, 0), (8, False, 6, 2), (8, False, 4, 4)]),
-        ((2, 2, 2, 2), {"forward_only": True}, [(4, True, 4, 0)] * 2),
-        ((3, 2, 3, 1), {}, [(6, False, 0, 6)]),
+        ((8, 1, None, 4), [(8, False, 3, 5), (8, False, 2, 6), (8, False, 1, 7), (8, False, 0, 8)]),
+        ((8, 2, 4, 4), [(16, False, 10, 6), (16, False, 8, 8), (16, False, 6, 10), (16, False, 4, 12)]),
+        ((4, 1, 1, 2), [(4, False, 1, 3), (4, False, 0, 4)]),
+        ((5, 2, 3, 2), [(10, False, 5, 5), (10, False, 3, 7)]),
+        ((4, 2, 4, 4), [(8, True, 8, 0), (8, True, 8, 0), (8, False, 6, 2), (8, False, 4, 4)]),
+        ((3, 2, 3, 1), [(6, False, 0, 6)]),
     ],
 )
 def test_rank_microbatches(
-    arguments: tuple[int, int, int | None, int], options: dict[str, bool], per_rank: list[tuple[int, bool, int, int]]
+    arguments: tuple[int, int, int | None, int], per_rank: list[tuple[int, bool, int, int]]
 ) -> None:
-    assert [rank_microbatches(*arguments, rank, **options) for rank in range(arguments[3])] == per_rank
+    assert [rank_microbatches(*arguments, rank) for rank in range(arguments[3])] == per_rank
 
 
 def test_table_to_order() -> None:

@@ -42,10 +42,16 @@ def test_pictures_in_the_documentation_are_true() -> None:
     assert split_backward(Schedule.of(["0F0 . 0B0"])) == Schedule.of(["0F0 . 0I0 0W0"])
 
 
-def test_limit_leaves_later_microbatches_whole() -> None:
-    deferred = defer_weight_grads(make_table("1F1B", 2, 2, 3), [1], limit=1)
-    assert str(deferred).splitlines()[2] == "r1 .   1F0 1I0 1F1 1B1 1F2 1B2 1W0"
-    assert defer_weight_grads(make_table("1F1B", 2, 2, 3), [0, 1], limit=0) == make_table("1F1B", 2, 2, 3)
+def test_idle_cells_of_the_cool_down_are_filled_in_order() -> None:
+    deferred = defer_weight_grads(make_table("1F1B", 3, 3, 4), [0])
+    assert deferred == Schedule.parse(
+        "r0 0F0 0F1 . . 0F2 0I0 0F3 0I1 0W0 0I2 0W1 0I3 0W2 0W3\n"
+        "r1 .   1F0 . 1F1 1B0 1F2 1B1 1F3 1B2 . 1B3\n"
+        "r2 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    )
+
+
+def test_without_stages_nothing_moves() -> None:
     assert defer_weight_grads(make_table("1F1B", 2, 2, 3), []) == make_table("1F1B", 2, 2, 3)
 
 
@@ -65,19 +71,17 @@ def test_what_other_ranks_wait_for_comes_earlier(name: str, ranks: int, microbat
     assert replayed(everything)[1] >= replayed(schedule)[1]
 
 
-@given(named(), st.sampled_from(["idle", "end"]), st.none() | st.integers(0, 4), st.data())
+@given(named(), st.data())
 @settings(deadline=None, max_examples=examples(100))
-def test_nothing_but_weight_gradients_moves(
-    schedule: Schedule, until: Any, limit: int | None, data: st.DataObject
-) -> None:
+def test_nothing_but_weight_gradients_moves(schedule: Schedule, data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.integers(0, schedule.stages - 1)))
-    for deferred in (defer_weight_grads(schedule, chosen, until=until, limit=limit), split_backward(schedule)):
+    for deferred in (defer_weight_grads(schedule, chosen), split_backward(schedule)):
         accept(deferred)
         accept(add_send_recv(deferred))
         assert [*map(flow, deferred.table)] == [*map(flow, schedule.table)]
     split = split_backward(schedule)
     assert not [leaf for _, _, action in split.cells() for leaf in action.leaves if leaf.kind is Kind.B]
-    deferred = defer_weight_grads(schedule, chosen, until=until)
+    deferred = defer_weight_grads(schedule, chosen)
     for row in deferred.table:
         for stage in chosen:
             columns = [at for at, cell in enumerate(row) if cell and (cell.stage, cell.kind) == (stage, Kind.W)]
@@ -96,18 +100,17 @@ def test_any_legal_table_stays_legal(table: tuple[Rows, int, int, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "stages", "options", "fault"),
+    ("table", "stages", "fault"),
     [
-        ("0F0 0B0", [1], {}, r"custom has no stage 1; its stages are 0..0"),
-        ("0F0 0B0", [-1], {}, "has no stage -1"),
-        ("0F0 0B0", [0], {"until": "later"}, "until 'idle' or 'end', not 'later'"),
-        ("0UNSHARD 0F0 0B0 0RESHARD", [0], {}, "rank 0, column 3: 0RESHARD would run before the weight gradients"),
-        ("0F0 0B0 0REDUCE_GRAD", [0], {}, "rank 0, column 2: 0REDUCE_GRAD would run before the weight gradients"),
+        ("0F0 0B0", [1], r"custom has no stage 1; its stages are 0..0"),
+        ("0F0 0B0", [-1], "has no stage -1"),
+        ("0UNSHARD 0F0 0B0 0RESHARD", [0], "rank 0, column 3: 0RESHARD would run before the weight gradients"),
+        ("0F0 0B0 0REDUCE_GRAD", [0], "rank 0, column 2: 0REDUCE_GRAD would run before the weight gradients"),
     ],
 )
-def test_what_cannot_be_held_back(table: str, stages: list[int], options: dict[str, Any], fault: str) -> None:
+def test_what_cannot_be_held_back(table: str, stages: list[int], fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault):
-        defer_weight_grads(Schedule.of([table]), stages, **options)
+        defer_weight_grads(Schedule.of([table]), stages)
 
 
 # ------------------------------------------------------------------------------------------ split and merged

@@ -233,7 +233,7 @@ def test_costs_that_mean_nothing_are_refused() -> None:
         StageCosts(weight_grad=float("nan"))
     with pytest.raises(ScheduleError, match="finite"):
         StageCosts(backward=float("inf"))
-    with pytest.raises(ScheduleError, match="sends_forward has the times of 1 messages, but 4 stages have 3 boundaries"):
+    with pytest.raises(ScheduleError, match="sends_forward has the times of 1 messages, and there are 3"):
         Costs((StageCosts(),) * 4, (1.0,), (1.0,))
     with pytest.raises(ScheduleError, match="0 or more"):
         Costs((StageCosts(),) * 2, (-0.5,))
