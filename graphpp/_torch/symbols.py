@@ -348,7 +348,6 @@ class Symbols:
 
 
 def _fits(shape: Sequence[int], closed: Sequence[int | None]) -> bool:
-    """Whether a shape has the sizes that are not open."""
     return len(shape) == len(closed) and all(fixed in (None, size) for size, fixed in zip(shape, closed, strict=True))
 
 

@@ -96,7 +96,6 @@ def _metas(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorMeta]:
 
 
 def _written_parameters(graph: fx.Graph, model: nn.Module, names: dict[str, str]) -> frozenset[str]:
-    """The frozen parameters that the forward writes in place."""
     described = graph.output_node().meta["desc"]
     inputs = [desc.mutated_input for desc in described if isinstance(desc, descriptors.InputMutationAOTOutput)]
     targets = [each.target.removeprefix(MODEL + ".") for each in inputs if isinstance(each, descriptors.ParamAOTInput)]
@@ -189,7 +188,6 @@ def _output_role(desc: Any, state: _State, results: Sequence[OutputRole]) -> Out
 
 
 def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
-    """Insert the sum of the gradients of two aliases of one parameter."""
     with graph.inserting_before(graph.output_node()):
         total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
     total.meta = {**right.meta}

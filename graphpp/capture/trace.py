@@ -77,6 +77,7 @@ class CapturedGraph:
     seconds: float = field(default=0.0, compare=False)
 
 
+@traces_in_this_thread()  # from the first look at the model: another capture gives the model fake parameters
 def capture(
     model: nn.Module,
     loss: LossFunction | None,
@@ -96,21 +97,9 @@ def capture(
     for which sizes it holds. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError`
     with the user's source line if the model cannot be captured.
     """
-    with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
-        step = _TracedStep(model, loss, example, training)
-        return _capture(step, device, on_export, varying or {}, param_dtype)
-
-
-def _capture(
-    wrapper: _TracedStep,
-    device: torch.device,
-    on_export: Callable[[fx.GraphModule], None],
-    varying: Mapping[str, Collection[int]],
-    param_dtype: torch.dtype | None,
-) -> CapturedGraph:
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
-    model, (loss, example, training) = wrapper.model, wrapper.inputs
+    wrapper, varying = _TracedStep(model, loss, example, training), varying or {}
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
     spread = SpreadTensors.of(model)

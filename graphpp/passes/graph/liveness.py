@@ -69,7 +69,6 @@ def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _size(node: fx.Node) -> int:
-    """The bytes that a node allocates, as far as the peak counts them."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
     if node.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
