@@ -18,7 +18,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
 - `torch.fx._lazy_graph_module`: `_use_lazy_graph_module`, `_make_graph_module`: a graph's Python code is made when it runs,
   not at each change
-- `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverload`, `OpOverloadPacket`: the classes of the operators that
+- `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverloadPacket`: the classes of the operators that
   graphs call
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
   second trace keeps
@@ -60,7 +60,6 @@ DispatchMode = TorchDispatchMode
 HigherOrderOperator = torch._ops.HigherOrderOperator
 Operator = torch._ops.OperatorBase
 OperatorPacket = torch._ops.OpOverloadPacket
-OperatorWithSchema = torch._ops.OpOverload
 
 
 def fake_mode() -> FakeTensorMode:

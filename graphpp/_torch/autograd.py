@@ -82,7 +82,6 @@ def _body_is_differentiated() -> bool:
     return _HIGHER_ORDER in innermost
 
 
-
 class _Lookup:
     """Answers, in this thread, the attribute `name` of every `autograd.Function`; other threads get the attribute itself.
 
@@ -148,7 +147,6 @@ def functions_watched(begun: Callable[[type], None], forward: Callable[[type, An
 
     with _Lookup("_backward_cls", backward_cls).open(), _Lookup("forward", forward).open():
         yield
-
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._inductor.decomposition.select_decomp_table`: the operators that Inductor decomposes
 - `torch._inductor.cpu_vec_isa`: `pick_vec_isa` finds the vector instructions, once per process, by `VecISA.check_build`;
   `_get_isa_dry_compile_fingerprint`: torch, compiler and its options; `torch._inductor.exc.InvalidCxxCompiler`
-- `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor calls (checked on 2.13.0)
 - `torch._inductor.config`: its options, `get_type` of an option; `torch._inductor.list_mode_options`: those of a mode
 - `torch._inductor.lowering`: `lowerings`, `fallback_handler`: to lower an operator to a call of it
 - `torch._dispatch.python.enable_python_dispatcher`: operators are decomposed by torch's Python code
@@ -104,16 +103,6 @@ def try_options(options: Mapping[str, Any]) -> None:
             continue
         if not isinstance(value, expected):
             raise TypeError(f"{name} is of type {expected.__name__}, not {type(value).__name__}")
-
-
-def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor calls; None where it finds none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        return get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return None
 
 
 def find_vector_units(known: MutableMapping[str, str]) -> None:

@@ -44,7 +44,6 @@ def read_expression(written: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _functions() -> Mapping[str, Callable[..., Any]]:
-    """The functions that may stand in an expression, by name."""
     import sympy
     from torch.utils._sympy import functions
 

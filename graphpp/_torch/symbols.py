@@ -149,15 +149,6 @@ class Values:
     of_symbols: Mapping[Any, Any]
     _known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
-    @contextlib.contextmanager
-    def considered(self) -> Iterator[None]:
-        """A context in which `hint` gives these numbers, so that bytes are counted for them."""
-        token = _CONSIDERED.set(self)
-        try:
-            yield
-        finally:
-            _CONSIDERED.reset(token)
-
     def __call__(self, size: Any) -> Any:
         """The number of a size; a plain number as it is."""
         if not isinstance(size, SYMBOLIC):
@@ -168,9 +159,14 @@ class Values:
         return self._known[key]
 
 
-def considering(values: Values | None) -> contextlib.AbstractContextManager[None]:
-    """A context in which `hint` gives these numbers; with None, one that does nothing."""
-    return contextlib.nullcontext() if values is None else values.considered()
+@contextlib.contextmanager
+def considering(values: Values | None) -> Iterator[None]:
+    """A context in which `hint` gives these numbers, so that bytes are counted for them; with None, one that does nothing."""
+    token = _CONSIDERED.set(values or _CONSIDERED.get())
+    try:
+        yield
+    finally:
+        _CONSIDERED.reset(token)
 
 
 _LATEST: list[weakref.ref[Any]] = []  # the shape environment of the latest trace with symbols; one thread at a time traces
@@ -348,7 +344,6 @@ class Symbols:
 
 
 def _fits(shape: Sequence[int], closed: Sequence[int | None]) -> bool:
-    """Whether a shape has the sizes that are not open."""
     return len(shape) == len(closed) and all(fixed in (None, size) for size, fixed in zip(shape, closed, strict=True))
 
 

@@ -25,25 +25,16 @@ _PROPERTIES = (
     *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "grad_dtype"),
     *("_backward_hooks", "_version", "_post_accumulate_grad_hooks"),
 )
+_METHODS = (
+    *("size", "stride", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous"),
+    *("__len__", "get_device", "requires_grad_"),
+)
 FACTS: frozenset[Callable[..., Any]] = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
         torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        torch.Tensor.requires_grad_,
-        torch.Tensor.size,
-        torch.Tensor.stride,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.nelement,
-        torch.Tensor.element_size,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.__len__,
-        torch.Tensor.get_device,
-        torch.numel,
-        torch.is_floating_point,
-        torch.is_complex,
+        *(torch.numel, torch.is_floating_point, torch.is_complex),
     }
 )
 """The functions that tell shape, layout, dtype and place of a tensor, and whether it needs a gradient."""

@@ -111,8 +111,6 @@ def caller() -> CodeType:
 
 
 class _Choice:
-    """The replacement in this thread, and `elsewhere` in all other threads."""
-
     def __init__(self, replacement: Any, elsewhere: Any) -> None:
         self.here, self.replacement, self.elsewhere = InThisThread(), replacement, elsewhere
 

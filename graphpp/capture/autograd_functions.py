@@ -139,7 +139,6 @@ class FunctionCalls:
 
 
 def _lost_backward(function: str, place: str) -> CaptureError:
-    """The error for a Function inside a sub-graph, whose backward the exported graph has lost."""
     return CaptureError(
         f"{function} is applied at {place} inside a region that is one operator in the graph (a branch of torch.cond, a loop): "
         "its backward would be lost there. Apply it outside of the region."

@@ -25,7 +25,6 @@ def explain_errors() -> Iterator[None]:
 
 
 def _explain(error: Exception) -> GraphPPError:
-    """The refusal among the causes, or a `CaptureError` with torch's message, the user's line and a remedy."""
     chain = list(causes(error))
     refusal = next((cause for cause in chain if isinstance(cause, GraphPPError)), None)
     if refusal is not None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,11 +36,11 @@ def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             *arguments, body = node.args[:5]
             enter = aot.enter_autocast, tuple(arguments)
-            _inline(module, node, _Region(body, node.args[5:], enter, inside=grad_enabled, outside=grad_enabled))
+            _inline(module, node, body, node.args[5:], enter, (grad_enabled, grad_enabled))
         elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             enabled, body, *operands = node.args
             enter = aot.set_grad_enabled, (bool(enabled),)
-            _inline(module, node, _Region(body, operands, enter, inside=bool(enabled), outside=grad_enabled))
+            _inline(module, node, body, operands, enter, (bool(enabled), grad_enabled))
     module.recompile()
     return module
 
@@ -126,33 +126,25 @@ def _checks(target: Any) -> bool:
     return of_torch and schema is not None and not schema.returns and not schema.is_mutable
 
 
-class _Region(NamedTuple):
-    """A region: the call that enters its mode, and the grad mode in it and around it."""
-
-    body: fx.Node
-    operands: Sequence[fx.Node]
-    enter: tuple[Callable[..., Any], tuple[Any, ...]]
-    inside: bool
-    outside: bool
-
-
-def _inline(module: fx.GraphModule, call: fx.Node, region: _Region) -> None:
-    """Copy a region's body into the graph of `module` in place of its call."""
-    inner: Any = module.get_submodule(str(region.body.target))
-    body = inline_modes(inner, region.inside)
+def _inline(
+    module: fx.GraphModule, call: fx.Node, held: Any, operands: Sequence[Any], enter: Any, grad_enabled: tuple[bool, bool]
+) -> None:
+    """Copy the region `held` into the graph of `module` in place of its call; `grad_enabled`: in the region and around it."""
+    inner: Any = module.get_submodule(str(held.target))
+    body = inline_modes(inner, grad_enabled[0])
     inputs = body.graph.find_nodes(op="placeholder")
-    copies: dict[fx.Node, Any] = dict(zip(inputs, region.operands, strict=True))
+    copies: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
     with module.graph.inserting_before(call):
-        entered = module.graph.call_function(*region.enter)
+        entered = module.graph.call_function(*enter)
         for node in body.graph.nodes:
             if node.op == "get_attr":
-                name = f"{region.body.target}.{node.target}"
+                name = f"{held.target}.{node.target}"
                 copies[node] = module.graph.create_node("get_attr", name)
                 copies[node].meta = dict(node.meta)
             elif node.op not in ("placeholder", "output"):
                 copies[node] = module.graph.node_copy(node, copies.__getitem__)
         autocast = entered.target is aot.enter_autocast
-        leave = (aot.exit_autocast, (entered,)) if autocast else (aot.set_grad_enabled, (region.outside,))
+        leave = (aot.exit_autocast, (entered,)) if autocast else (aot.set_grad_enabled, (grad_enabled[1],))
         left = module.graph.call_function(*leave)
     for node in (entered, left):
         node.meta |= around_all(body.graph.nodes)
@@ -161,7 +153,6 @@ def _inline(module: fx.GraphModule, call: fx.Node, region: _Region) -> None:
 
 
 def _replace(graph: fx.Graph, call: fx.Node, results: Any) -> None:
-    """Let the users of the call read the inlined body's results, and erase the call."""
     for user in list(call.users):
         if user.target is operator.getitem:
             user.replace_all_uses_with(results[user.args[1]])

@@ -28,9 +28,6 @@ from graphpp.runtime.program import OutputRole
 LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 
 
-_LEAST_BYTES = 2  # of a number of a floating-point type in which torch can divide
-
-
 def check_signature(loss: LossFunction) -> None:
     """Raise `CaptureError` for a function that can be called neither with the output nor with output and target."""
     called = loss.forward if isinstance(loss, nn.Module) else loss
@@ -122,7 +119,6 @@ def _loss_of_output(output: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> torch.Tensor:
-    """A reported number as a 0-dim tensor without a gradient."""
     if isinstance(value, numbers.Real):
         whole = isinstance(value, numbers.Integral)
         return torch.full((), float(value), dtype=torch.int64 if whole else torch.get_default_dtype())
@@ -145,6 +141,6 @@ def _scalar(value: Any) -> torch.Tensor:
         )
     if value.is_complex():
         raise CaptureError(f"the loss is of {value.dtype}, and a gradient needs a real number: return e.g. its `.abs()`")
-    if value.is_floating_point() and value.dtype.itemsize < _LEAST_BYTES:
+    if value.is_floating_point() and value.dtype.itemsize == 1:
         raise CaptureError(f"the loss is of {value.dtype}, in which no gradient can be scaled: return it in float32")
     return value if value.dim() == 0 else value.reshape(())

@@ -121,7 +121,6 @@ def _set_python_state(state: Any) -> None:
 
 
 def _generators_of(root: Any) -> Iterator[_RandomState]:
-    """The generators in attributes of modules."""
     numpy = sys.modules.get("numpy.random")
     for fqn, module in root.named_modules() if isinstance(root, nn.Module) else ():
         for key, value in vars(module).items():
@@ -162,7 +161,6 @@ def refuse_random_bodies(joint: JointGraph) -> None:
 
 
 def _draws(body: fx.GraphModule) -> bool:
-    """Whether a graph, or a graph inside it, draws random numbers."""
     graphs = [module.graph for module in body.modules() if isinstance(module, fx.GraphModule)]
     return any(draws_random_numbers(node.target, node.args, node.kwargs) for graph in graphs for node in graph.nodes)
 

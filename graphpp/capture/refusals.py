@@ -102,7 +102,6 @@ def _refuse_unlisted(model: nn.Module) -> None:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """Raise `CaptureError` for gradient hooks on parameters."""
     for fqn, parameter in model.named_parameters():
         if parameter._backward_hooks:
             raise CaptureError(
@@ -113,7 +112,6 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Raise `CaptureError` if two parameters have one address."""
     found: dict[int, str] = {}
     for fqn, parameter in model.named_parameters():
         if parameter.is_meta or type(parameter) is not nn.Parameter or not parameter.numel():

@@ -35,7 +35,8 @@ def assign_roles(
     names = canonical_fqns(model)
     state = _State(names, _written_parameters(traced.graph, model, names))
     joint = JointGraph(traced, training, *state.metas(model))
-    if training and not any(isinstance(node.meta["desc"], descriptors.TangentAOTInput) for node in _placeholders(joint.graph)):
+    inputs = joint.graph.find_nodes(op="placeholder")
+    if training and not any(isinstance(node.meta["desc"], descriptors.TangentAOTInput) for node in inputs):
         raise CaptureError(
             "the loss does not depend on any parameter that requires grad: nothing could be trained. "
             "Check for detach(), no_grad(), frozen parameters, and that the loss reads the model's output. To evaluate only, "
@@ -62,10 +63,6 @@ def canonical_fqns(model: nn.Module) -> dict[str, str]:
         places = ((f"{path}.{name}" if path else name, tensor) for name, tensor in own_tensors(module))
         names |= {place: first[id(tensor)] for place, tensor in places}
     return names
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.find_nodes(op="placeholder"))
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,6 @@ def _metas(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorMeta]:
 
 
 def _written_parameters(graph: fx.Graph, model: nn.Module, names: dict[str, str]) -> frozenset[str]:
-    """The frozen parameters that the forward writes in place."""
     described = graph.output_node().meta["desc"]
     inputs = [desc.mutated_input for desc in described if isinstance(desc, descriptors.InputMutationAOTOutput)]
     targets = [each.target.removeprefix(MODEL + ".") for each in inputs if isinstance(each, descriptors.ParamAOTInput)]
@@ -123,7 +119,7 @@ def _annotate(graph: fx.Graph) -> None:
 def _name_inputs(graph: fx.Graph, state: _State, paths: Sequence[str]) -> None:
     """Write roles on placeholders; the placeholders of one tensor's aliases are merged."""
     first: dict[InputRole, fx.Node] = {}
-    for node in _placeholders(graph):
+    for node in list(graph.find_nodes(op="placeholder")):
         role = _input_role(node.meta["desc"], state, paths)
         if role in first:
             node.replace_all_uses_with(first[role])
@@ -189,7 +185,6 @@ def _output_role(desc: Any, state: _State, results: Sequence[OutputRole]) -> Out
 
 
 def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
-    """Insert the sum of the gradients of two aliases of one parameter."""
     with graph.inserting_before(graph.output_node()):
         total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
     total.meta = {**right.meta}

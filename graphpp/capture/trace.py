@@ -27,7 +27,6 @@ from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
 from graphpp._torch.parallel.in_place_collectives import as_functional
 from graphpp._torch.parallel.sharded_tensor import gathered, part_of_dtensor
-from graphpp._torch.quick_tracing import tracing_quickly
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
@@ -78,6 +77,7 @@ class CapturedGraph:
     seconds: float = field(default=0.0, compare=False)
 
 
+@traces_in_this_thread()  # from the first look at the model: another capture gives the model fake parameters
 def capture(
     model: nn.Module,
     loss: LossFunction | None,
@@ -97,21 +97,9 @@ def capture(
     for which sizes it holds. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError`
     with the user's source line if the model cannot be captured.
     """
-    with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
-        step = _TracedStep(model, loss, example, training)
-        return _capture(step, device, on_export, varying or {}, param_dtype)
-
-
-def _capture(
-    wrapper: _TracedStep,
-    device: torch.device,
-    on_export: Callable[[fx.GraphModule], None],
-    varying: Mapping[str, Collection[int]],
-    param_dtype: torch.dtype | None,
-) -> CapturedGraph:
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
-    model, (loss, example, training) = wrapper.model, wrapper.inputs
+    wrapper, varying = _TracedStep(model, loss, example, training), varying or {}
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
     spread = SpreadTensors.of(model)
@@ -130,7 +118,7 @@ def _capture(
             return direct_trace(wrapper, spread, given, mode, device, updates)
         return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
 
-    with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
+    with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         exported = same_in_every_call(export(()), export)
         module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
         updates = found.writes.updates.values()

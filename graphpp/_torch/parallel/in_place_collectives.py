@@ -94,8 +94,6 @@ def _all_reduce(refusal: Callable[..., NoReturn]) -> Callable[..., dist.Work]:
 
 
 class _Done(dist.Work):
-    """The work of a collective that the graph has."""
-
     def wait(self, timeout: Any = None) -> bool:
         return True
 

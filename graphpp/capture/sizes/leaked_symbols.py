@@ -68,7 +68,6 @@ def _is_of_program(holder: Any) -> bool:
 
 
 def _put_numbers(holder: Any, values: set[int]) -> None:
-    """Replace these values in an object by their numbers."""
     if isinstance(holder, CellType):
         holder.cell_contents = _number(holder.cell_contents)
     elif isinstance(holder, list | deque):

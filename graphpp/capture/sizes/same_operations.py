@@ -33,7 +33,6 @@ def difference(several: JointGraph, values: Values, one: JointGraph) -> str | No
 
 
 def _operations(joint: JointGraph, values: Values | None) -> dict[str, list[fx.Node]]:
-    """The operations by all that is compared of them."""
     found: dict[str, list[fx.Node]] = {}
     for node in joint.computed():
         works = node.target not in _NO_WORK and not is_view(node) and not _is_of_whole_slice(node)

@@ -46,7 +46,6 @@ def check_meshes(model: nn.Module, layers: dist.ProcessGroup | None, experts: di
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of a group; None: this rank alone."""
     if group is None:
         return [dist.get_rank() if dist.is_initialized() else 0]
     return dist.get_process_group_ranks(group)

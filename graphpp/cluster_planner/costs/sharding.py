@@ -41,7 +41,7 @@ from graphpp.cluster_planner.costs.dims import (
     unchanged,
 )
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.op_costs import flops_of
+from graphpp.passes.graph.op_costs import flops
 
 VIEWS = ("view", "_unsafe_view", "reshape")
 _OF_FORWARD = (  # results of plain sizes: as large as a value of the forward operation
@@ -107,11 +107,11 @@ class Sharding:
         sizes = self._sizes.union(*(growing_sizes(source.meta["val"], powers) for source, powers in grown.items()))
         for operands in (grown, *_cut(grown, sizes)):
             try:
-                found, flops = self._once(node, operands)
+                found, divided = self._once(node, operands)
             except _UNFIT:
                 continue
-            if flops:
-                self.flops[node] = flops
+            if divided:
+                self.flops[node] = divided
             self._note_sums(node, operands, found)
             return found
         return None
@@ -138,7 +138,7 @@ class Sharding:
         with self._mode, _quiet():
             made = {source: twice(source.meta["val"], powers) for source, powers in grown.items()}
             result = target(*fx.node.map_arg(args, made.__getitem__), **fx.node.map_arg(node.kwargs, made.__getitem__))
-            return powers_of(value, result), power_of(flops_of(node), flops_of(node, made, result))
+            return powers_of(value, result), power_of(flops(node), flops(node, made, result))
 
     def _twin(self, node: fx.Node) -> Dims | None:
         """The division of a value of the forward operation that has the shape of this gradient; None: there is none."""

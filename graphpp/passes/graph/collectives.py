@@ -49,7 +49,6 @@ def names_group(node: fx.Node, argument: int | str) -> bool:
 
 
 def _group_at(target: Any) -> int | None:
-    """The index of the operator's argument that names a process group."""
     return _group_of_operator(target) if hasattr(target, "_schema") else None
 
 

@@ -9,7 +9,6 @@ inside an operator, and gathered parameters (`meta["gathers"]`, which `Program.l
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -17,16 +16,10 @@ import torch
 from torch import fx
 
 from graphpp._torch.numbers_of_data import known
-from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import is_tensor, results_of
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
-
-
-def peak_live_bytes(graph: fx.Graph) -> int:
-    """The most bytes alive at any time while the program of a phase graph runs."""
-    return max(itertools.accumulate(map(hint, live_bytes(graph))), default=0)
 
 
 def live_bytes(graph: fx.Graph) -> tuple[int, ...]:
@@ -76,7 +69,6 @@ def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _size(node: fx.Node) -> int:
-    """The bytes that a node allocates, as far as the peak counts them."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
     if node.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients

@@ -76,13 +76,11 @@ class OpCosts:
         return 2 * self.launch + _FLOPS_PER_DRAW * _elements(node) / self.flops
 
 
-def flops(node: fx.Node) -> float:
-    """Floating-point operations of a contraction, as torch counts them; 0 for anything else."""
-    return flops_of(node)
+def flops(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: Any = None) -> float:
+    """Floating-point operations of a contraction, as torch counts them; 0 for anything else.
 
-
-def flops_of(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: Any = None) -> float:
-    """`flops` of a node, or of the same operation on other `operands` with this `result`."""
+    `operands`, `result`: the values of the same operation on other operands (None: the values of the graph).
+    """
     # Where Triton is installed, this import loads it, which `import graphpp` need not.
     from torch.utils.flop_counter import flop_registry
 

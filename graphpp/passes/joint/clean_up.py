@@ -22,21 +22,10 @@ from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unuse
 aten = torch.ops.aten
 
 _IDENTITY = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh_copy.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.to.dtype,
-    aten.squeeze.dims,
-    aten.permute.default,
-    aten.transpose.int,
-}
+    aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.view.default, aten.reshape.default,
+    aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor, aten.clone.default, aten._to_copy.default,
+    aten.to.dtype, aten.squeeze.dims, aten.permute.default, aten.transpose.int,
+}  # fmt: skip
 
 
 def clean_up(joint: JointGraph) -> JointGraph:

@@ -101,7 +101,6 @@ def _edge(network: nx.DiGraph, start: int, end: int, number: int | None, price: 
 
 
 def _alone(problem: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
-    """`solve` for a single value, without a network."""
     (nbytes,), (cost,) = problem.nbytes, problem.costs
     recomputed = cost is not None and (nbytes is None or cost * cost_price < nbytes * byte_price)
     return CutSolution((recomputed,), 0 if recomputed else nbytes or 0, cost or 0 if recomputed else 0)

@@ -99,7 +99,6 @@ class _Regions:
 
 
 def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
-    """Copy operations to right before `reader`, as backward nodes."""
     with joint.graph.inserting_before(reader):
         for node in members:
             copies[node] = joint.graph.node_copy(node, lambda source: copies.get(source, source))

@@ -114,7 +114,6 @@ def _used(staged: StagedGraphs, stage: int) -> set[object]:
 def _owned(
     used: list[set[object]], fqns: Iterable[str], kind: Callable[[str], object], calls: dict[str, int]
 ) -> list[tuple[str, ...]]:
-    """The FQNs that each stage owns, in the model's order."""
     owned: list[list[str]] = [[] for _ in used]
     for fqn in fqns:
         stages = [stage for stage, roles in enumerate(used) if kind(fqn) in roles]

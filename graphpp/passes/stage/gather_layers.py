@@ -194,8 +194,6 @@ def _starts(layers: Sequence[_Layer]) -> Iterator[tuple[int, int, bool, _Layer]]
 
 
 class _Copy:
-    """A copy of a phase graph with gathers."""
-
     def __init__(self, source: PhaseGraph, sharded: ShardedLayers) -> None:
         self._source, self._sharded = source, sharded
         self._graph = fx.Graph()
@@ -289,7 +287,6 @@ def _check(source: PhaseGraph, graph: fx.Graph) -> None:
 
 
 def _most_whole(graph: fx.Graph) -> int:
-    """The most bytes of gathered parameters alive at once."""
     last: dict[fx.Node, fx.Node] = {}  # what a gather gives -> its last reader
     for node in graph.nodes:
         for memory in map(root, (node, *node.all_input_nodes)):

@@ -197,7 +197,6 @@ def _symbols_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def _call(
     graph: fx.Graph, call: RegionCall, inputs: Iterable[fx.Node], results: Sequence[fx.Node], known: dict[fx.Node, fx.Node]
 ) -> None:
-    """Add a call of a region to `graph`, and an item for each of its results."""
     node = graph.call_function(call, tuple(known[source] for source in inputs))
     node.meta = {**results[-1].meta, "val": tuple(result.meta["val"] for result in results)}
     for index, result in enumerate(results):

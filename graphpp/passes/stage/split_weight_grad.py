@@ -60,7 +60,6 @@ def split_weight_grad(joint: JointGraph, staged: StagedGraphs, may_recompute: Ma
 
 
 def _names(roles: Iterable[InputRole | OutputRole]) -> list[str]:
-    """The names of the saved values among some roles."""
     return [role.name for role in roles if isinstance(role, program.Saved)]
 
 

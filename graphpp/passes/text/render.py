@@ -184,7 +184,6 @@ def _region_call(node: fx.Node, names: PythonNames, ending: Sequence[fx.Node], n
 
 
 def _statement(node: fx.Node, names: PythonNames) -> str:
-    """`name = target(arguments)`."""
     name = names.values[node]
     if node.op == "get_attr":
         return f"{name} = {names.bound(attribute_of(node), f'_{name}')}"
@@ -237,8 +236,6 @@ def _last_uses(graph: fx.Graph, taken: Mapping[fx.Node, int]) -> dict[fx.Node, l
 
 
 class _Notes:
-    """The comments at the ends of a text's lines."""
-
     def __init__(self, graph: fx.Graph) -> None:
         stages = {node.meta.get("stage") for node in graph.nodes if node.op != "placeholder"} - {None}
         self.many_stages = len(stages) > 1

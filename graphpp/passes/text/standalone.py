@@ -78,8 +78,6 @@ class Origin:
 
 @dataclass
 class _Bound:
-    """Definitions of the objects that a text binds, and the objects that cannot be defined."""
-
     definitions: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
