@@ -17,7 +17,7 @@ from tests.test_documents import ROOT, blocks
 
 PAGE = (ROOT / "docs/compiler_in_an_hour.md").read_text()
 WALK, _, NOT_RUN = PAGE.partition("\n## What the example does not run\n")
-NUMBERS = re.compile(r"([\d,]+) lines of functions run, in (\d+) files")
+NUMBERS = re.compile(r"([\d,]+) lines of functions run, in\s(\d+) files")
 FILES = re.compile(r"`([\w/]+\.py)`")
 MOST_LINES = 6_000  # what an engineer reads in an hour
 NAMED_FROM = 12  # executed lines of a file that the page must name
