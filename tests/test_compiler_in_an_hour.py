@@ -1,4 +1,4 @@
-"""docs/compiler_in_an_hour.md: the files that README's first example runs, and the number of lines that run in them.
+"""docs/compiler_in_an_hour.md: the files that README's first example runs, the functions named, the number of lines that run.
 
 One run of the example under `coverage` serves all tests. A line counts if it is in a function's body: an import runs the lines
 that define functions in every file that it loads, and these say nothing about the example.
@@ -19,6 +19,7 @@ PAGE = (ROOT / "docs/compiler_in_an_hour.md").read_text()
 WALK, _, NOT_RUN = PAGE.partition("\n## What the example does not run\n")
 NUMBERS = re.compile(r"([\d,]+) lines of functions run, in\s(\d+) files")
 FILES = re.compile(r"`([\w/]+\.py)`")
+FUNCTIONS = re.compile(r"^\*\*`([\w/]+\.py)`\*\*, ((?:`[\w.]+`(?:,\s)?)+)\.", re.MULTILINE)
 MOST_LINES = 6_000  # what an engineer reads in an hour
 NAMED_FROM = 12  # executed lines of a file that the page must name
 PROGRAM = """
@@ -72,3 +73,14 @@ def test_files_that_do_not_run_exist() -> None:
     named = FILES.findall(NOT_RUN)
     assert named
     assert [file for file in named if not (ROOT / "graphpp" / file).exists()] == []
+
+
+def test_named_functions_and_classes_stand_in_their_files() -> None:
+    paragraphs, wrong = FUNCTIONS.findall(WALK), []
+    assert len(paragraphs) == WALK.count("\n**`")
+    for file, names in paragraphs:
+        tree = ast.walk(ast.parse((ROOT / "graphpp" / file).read_text()))
+        defined = {each.name for each in tree if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+        named = re.findall(r"\w+", names)  # `A.b` names both
+        wrong += [f"{file}: {name}" for name in named if name not in defined]
+    assert wrong == []
