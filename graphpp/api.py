@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphpp.arguments import NUMBER, Accepted, or_none, positive_up_to, require
-from graphpp.backends.compilers import compiler_of
+from graphpp.backends.choose_backend import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
 from graphpp.capture.loss import LossFunction

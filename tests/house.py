@@ -21,7 +21,7 @@ _PROGRAMS = (  # what passes emit for, symbolic sizes, and numbers that only the
     "graphpp._torch.symbols",
     "graphpp.runtime.program",
     "graphpp.runtime.gradients",
-    "graphpp.runtime.randomness",
+    "graphpp.runtime.random_keys",
 )
 
 # package -> the packages below it that its files may import, from the lowest floor to the highest. A package may always import

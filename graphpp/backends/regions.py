@@ -19,7 +19,7 @@ from typing import Any
 
 from graphpp._torch.symbols import Symbols, Values
 from graphpp._torch.this_thread import alone
-from graphpp.backends.compilers import RegionCompiler
+from graphpp.backends.choose_backend import RegionCompiler
 from graphpp.backends.region_results import CompiledRegion, WithCapturedInputs
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region, RegionCall

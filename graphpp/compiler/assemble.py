@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from graphpp.backends.compilers import compiler_of
+from graphpp.backends.choose_backend import compiler_of
 from graphpp.backends.record_programs import RecordedPrograms, recorder_for
 from graphpp.compiler.build import Lowered
 from graphpp.compiler.compile_graph import CompiledGraph

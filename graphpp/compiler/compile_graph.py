@@ -31,9 +31,10 @@ from graphpp.passes.provenance import ProgramGraphs
 from graphpp.planner import offload_windows as offload
 from graphpp.planner.layers import module_calls
 from graphpp.planner.memory_plan import MemoryPlan
+from graphpp.planner.microbatch_count import stages_of
 from graphpp.planner.plan import Plan
 from graphpp.planner.shard_plan import ShardPlan, layer_bytes, layer_plan
-from graphpp.planner.tables import CheckedTable, stages_of
+from graphpp.planner.tables import CheckedTable
 from graphpp.progress import working
 from graphpp.runtime.offloader import eviction_frees_memory
 from graphpp.runtime.program import Input, PipelineProgram, StageProgram

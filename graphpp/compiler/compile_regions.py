@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from graphpp.backends.compilers import RegionCompiler
+from graphpp.backends.choose_backend import RegionCompiler
 from graphpp.backends.regions import Regions, SizedCall
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.passes.graph.region import RegionCall

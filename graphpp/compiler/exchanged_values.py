@@ -16,7 +16,7 @@ from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments, unlike_numbers
 from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.program import BufferUpdate, Gradient, Loss, Parameter
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 _GATHER, _ADD = "all_gather", "aten::add"
 _REMEDY = "Redistribute the values before, as the styles of torch.distributed.tensor.parallel do"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from graphpp._torch.symbols import Values
-from graphpp.backends.compilers import workspace_of
+from graphpp.backends.choose_backend import workspace_of
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.compiler.request import CompileRequest
 from graphpp.options.recompute import Recompute

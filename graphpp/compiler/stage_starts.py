@@ -21,9 +21,10 @@ from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.planner.auto_split import CutSearch
+from graphpp.planner.microbatch_count import stages_of
 from graphpp.planner.resolve_split import resolve
 from graphpp.planner.segments import Pricing, places, seconds_by_operations, segments_of
-from graphpp.planner.tables import CheckedTable, stages_of
+from graphpp.planner.tables import CheckedTable
 from graphpp.progress import working
 from graphpp.runtime.program import StageProgram
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes

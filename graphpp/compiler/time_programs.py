@@ -37,7 +37,7 @@ from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.region_key import graph_key
 from graphpp.planner.segments import ProgramSeconds
 from graphpp.runtime.program import Gradient, Phase, PipelineProgram, Program
-from graphpp.runtime.randomness import dropout_mask, seeded
+from graphpp.runtime.random_keys import dropout_mask, seeded
 
 T = TypeVar("T")
 

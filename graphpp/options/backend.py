@@ -1,7 +1,7 @@
 """`backend=`: who runs the operations of a stage program.
 
-Contract: a backend is data here; `backends/compilers.py` makes the compiler that the data means. To add one: a frozen
-dataclass like `Inductor` in this file and a row in `backends/compilers.py`.
+Contract: a backend is data here; `backends/choose_backend.py` makes the compiler that the data means. To add one: a frozen
+dataclass like `Inductor` in this file and a row in `backends/choose_backend.py`.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.pipeline.step_record import StepRecord
+from graphpp.planner.microbatch_count import usual_microbatches
 from graphpp.planner.plan import Plan
-from graphpp.planner.tables import usual_microbatches
 from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState

@@ -15,7 +15,7 @@ from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microba
 from graphpp.capture.loss import takes_target
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError
-from graphpp.planner.tables import microbatches_for
+from graphpp.planner.microbatch_count import microbatches_for
 
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.gather_parameters import FlatShard
 from graphpp.runtime.fsdp.sharded_gradients import ShardedGradients
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox, Message

@@ -41,7 +41,7 @@ from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import Mover, Offloader, mover_for
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
-from graphpp.runtime.randomness import step_keys
+from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import OverlappedActions, StepInputs

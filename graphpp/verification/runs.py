@@ -30,7 +30,7 @@ from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.model_state import ModelState, state_restored
 from graphpp.runtime.program import PipelineProgram
-from graphpp.runtime.randomness import seeded, step_keys
+from graphpp.runtime.random_keys import seeded, step_keys
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from graphpp.schedules.table.schedule import Schedule
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphpp.arguments import positive_up_to, require, type_name
-from graphpp.backends.compilers import compiler_of
+from graphpp.backends.choose_backend import compiler_of
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.compiler.build import checked_programs
@@ -32,7 +32,8 @@ from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.lower import PassResult
-from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables, microbatches_for
+from graphpp.planner.microbatch_count import microbatches_for
+from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram

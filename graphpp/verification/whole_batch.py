@@ -29,7 +29,7 @@ from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.options.gradients import Reduction
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 from graphpp.verification.first_difference import first_line, tensors_of
 from graphpp.verification.report import Comparison, Difference, FirstDifference, difference
 from graphpp.verification.runs import Numbers, Step, run_eager, run_uncut

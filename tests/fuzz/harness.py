@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from graphpp.backends.compilers import FunctionCompiler
+from graphpp.backends.choose_backend import FunctionCompiler
 from graphpp.backends.regions import Regions, SizedCall
 from graphpp.batch import microbatch as signature
 from graphpp.batch.microbatch import Microbatch
@@ -38,7 +38,7 @@ from graphpp.planner.layers import layers_of, module_calls
 from graphpp.runtime import program as p
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram
-from graphpp.runtime.randomness import step_keys
+from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES

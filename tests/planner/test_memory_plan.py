@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import graphpp
 from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.runtime.dtensors import local_tensor
-from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.gather_parameters import FlatShard
 from graphpp.runtime.fsdp.sharded_gradients import ShardedGradients
 from graphpp.runtime.gradients.accumulate import Accumulator
 from graphpp.schedules.generate.read import default_stages

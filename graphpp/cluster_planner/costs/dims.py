@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphpp._torch.symbols import hint
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 Dims = tuple[int, ...]
 Powers = Any  # Dims of a tensor, or a tuple of them

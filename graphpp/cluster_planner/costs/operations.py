@@ -25,7 +25,7 @@ from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import root, shares_memory
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.op_costs import is_cheap
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 aten = torch.ops.aten
 

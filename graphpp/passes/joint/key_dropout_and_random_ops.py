@@ -1,7 +1,7 @@
 """Key dropout and all other random operators: each draws from a key of the microbatch, not from a generator's state.
 
 Contract: afterwards every operator that draws random numbers is a call of `seeded(key, index, operator, ...)`: `key` is the
-input `RandomKey`, which `runtime/randomness.py` fills in, `index` counts the random operators of the joint graph. So the
+input `RandomKey`, which `runtime/random_keys.py` fills in, `index` counts the random operators of the joint graph. So the
 numbers do not depend on the split, the schedule or the number of ranks, and a recomputed operator repeats its numbers.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.program import RandomKey
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 
 def key_random_ops(joint: JointGraph) -> JointGraph:

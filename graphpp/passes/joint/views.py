@@ -27,7 +27,7 @@ from torch import fx
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 aten = torch.ops.aten
 _RESHAPING = (aten.view.default, aten._unsafe_view.default)

@@ -27,7 +27,7 @@ from graphpp.passes.graph.joint_graph import JointGraph, is_of_torch, is_tensor,
 from graphpp.passes.graph.op_costs import Cost, nbytes
 from graphpp.passes.recompute.min_cut import CutProblem
 from graphpp.runtime import program
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 PICOSECONDS = 1e12  # in a second; minimum cuts take whole numbers
 MayRecompute = Callable[[fx.Node], bool]

@@ -14,7 +14,7 @@ from torch import fx
 from graphpp.passes.graph.joint_graph import copied
 from graphpp.passes.graph.name_sizes import SizeInputs, with_inputs
 from graphpp.passes.graph.stage_graphs import PhaseGraph
-from graphpp.runtime.randomness import dropout_mask, seeded
+from graphpp.runtime.random_keys import dropout_mask, seeded
 
 _aten = torch.ops.aten
 

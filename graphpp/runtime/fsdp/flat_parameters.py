@@ -18,7 +18,7 @@ from torch import nn
 
 from graphpp._torch.parallel.sharded_tensor import with_local
 from graphpp.runtime.dtensors import local_tensor
-from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.gather_parameters import FlatShard
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import Sharding
 from graphpp.runtime.dtensors import keep_part, local_tensor, note_sharded, spread_tensor
 from graphpp.runtime.fsdp.flat_parameters import FlatParameter, FlatParameters
-from graphpp.runtime.fsdp.flat_shard import FlatShard
+from graphpp.runtime.fsdp.gather_parameters import FlatShard
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.released import forget

@@ -12,7 +12,7 @@ from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.views import relax_views
 from graphpp.passes.lower import PassResult, lower
 from graphpp.runtime.program import PipelineProgram
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 from tests.passes.graphs import captured, run, starts, targets, traced
 
 D = 4

@@ -18,7 +18,7 @@ from graphpp.passes.stage.split_dropout import split_dropout
 from graphpp.passes.text.render import render
 from graphpp.planner.layers import layers_of, module_calls
 from graphpp.runtime.program import Phase, RandomKey
-from graphpp.runtime.randomness import dropout_mask, seeded
+from graphpp.runtime.random_keys import dropout_mask, seeded
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from graphpp.passes.text.naming import python_name
 from graphpp.passes.text.render import define, render
 from graphpp.runtime import program
-from graphpp.runtime.randomness import seeded
+from graphpp.runtime.random_keys import seeded
 
 aten = torch.ops.aten
 

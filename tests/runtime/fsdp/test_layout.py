@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphpp
-from graphpp.runtime.fsdp.flat_shard import FlatShard, Layout
+from graphpp.runtime.fsdp.gather_parameters import FlatShard, Layout
 from tests.distributed import run_ranks
 
 SHAPES = [(10, 4), (7, 3), (4,), (1, 5), (33, 8), (2, 3, 5), (0, 3), (3, 0), (5, 6, 2, 2)]
