@@ -119,30 +119,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 52_420,
-    "graphpp/_torch": 2_370,
+    "graphpp": 48_260,
+    "graphpp/_torch": 2_170,
     "graphpp/backends": 1_160,
-    "graphpp/batch": 580,
+    "graphpp/batch": 500,
     "graphpp/cache": 280,
-    "graphpp/capture": 7_290,
-    "graphpp/checkpoint": 1_580,
-    "graphpp/cli": 1_590,
-    "graphpp/cluster_planner": 4_940,
-    "graphpp/compiler": 2_360,
+    "graphpp/capture": 4_730,
+    "graphpp/checkpoint": 1_550,
+    "graphpp/cli": 1_550,
+    "graphpp/cluster_planner": 4_510,
+    "graphpp/compiler": 2_250,
     "graphpp/integrations": 20,
-    "graphpp/options": 1_070,
-    "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_310,
-    "graphpp/passes": 5_320,
-    "graphpp/pipeline": 2_630,
-    "graphpp/planner": 1_910,
-    "graphpp/report": 880,
+    "graphpp/options": 990,
+    "graphpp/ownership": 1_280,
+    "graphpp/parallel": 2_300,
+    "graphpp/passes": 5_160,
+    "graphpp/pipeline": 2_540,
+    "graphpp/planner": 1_870,
+    "graphpp/report": 870,
     "graphpp/runtime": 4_070,
-    "graphpp/schedules": 7_740,
-    "graphpp/verification": 1_470,
-    "tests": 47_120,
+    "graphpp/schedules": 7_490,
+    "graphpp/verification": 1_400,
+    "tests": 42_000,
 }
-MOST_FILES = 425  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 396  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
