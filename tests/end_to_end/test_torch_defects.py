@@ -1,10 +1,4 @@
-"""One test per defect of `torch.distributed.pipelining` 2.13 that graphpp must not have; each name says which.
-
-Elsewhere already: zero bubble with recomputed blocks, frozen first stages and a weight used twice (`test_every_schedule.py`);
-tied weights and skip connections over ranks (`pipeline/test_step.py`), an evaluation without a target
-(`pipeline/test_eval.py`), Hugging Face Llama (`test_numbers.py`), the last rank of 1F1B
-(`schedules/generate/test_names.py`), faulty schedule files (`test_bad_input.py`).
-"""
+"""One test per defect of `torch.distributed.pipelining` 2.13 that graphpp must not have; `graphpp doctor` names all tests."""
 
 from typing import Any
 

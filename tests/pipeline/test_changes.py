@@ -267,11 +267,11 @@ def memorise(module: Any, y: Tensor) -> Tensor:
 
 
 ASSIGNMENTS: list[tuple[Callable[[Any, Tensor], Any], str]] = [
-    (lambda m, y: increase(m, "n") or y * m.n, r"number inner\.n.* buffer"),
-    (lambda m, y: increase(m, "share"), r"number inner\.share.* buffer"),
-    (lambda m, y: increase(m, "made") or y * (m.made > 9), r"number inner\.made.* buffer"),
-    (lambda m, y: (m.share, setattr(m, "share", y.sum()))[0], r"number inner\.share.* buffer"),
-    (lambda m, y: m.counts.update(n=m.counts["n"] + 1) or y * m.counts["n"], r"number inner\.counts\.n.* buffer"),
+    (lambda m, y: increase(m, "n") or y * m.n, r"changes inner\.n.* buffer"),
+    (lambda m, y: increase(m, "share"), r"changes inner\.share.* buffer"),
+    (lambda m, y: increase(m, "made") or y * (m.made > 9), r"changes inner\.made.* buffer"),
+    (lambda m, y: (m.share, setattr(m, "share", y.sum()))[0], r"changes inner\.share.* buffer"),
+    (lambda m, y: m.counts.update(n=m.counts["n"] + 1) or y * m.counts["n"], r"changes inner\.counts\.n.* buffer"),
     (lambda m, y: setattr(m, "h", y.detach().sum()), r"buffer inner\.h is None"),
     (remember, r"reads the tensor inner\.states\.0 and replaces it"),
     (append, r"reads the tensor inner\.states\.0 and replaces it"),

@@ -58,6 +58,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     try:
-        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+        start = tensor.data_ptr()
     except RuntimeError:  # a tensor of functorch's has no memory of its own
         return 0, 0
+    return (start, start + reach * tensor.element_size()) if start else (0, 0)  # a DTensor says 0

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphpp
 from graphpp.parallel import ordered_sums
 from graphpp.runtime.dtensors import whole_tensor
+from graphpp.runtime.fsdp import sharded_gradients
 from graphpp.runtime.fsdp.sharded_gradients import LayerReducer, LayerSink
 from tests.distributed import run_ranks
 from tests.exhaustive import further
@@ -70,18 +71,17 @@ class Counted(TorchDispatchMode):
         self.expected = expected
         self.ranks, self.gathers, self.sent, self.most, self.largest, self.gradients = ranks, 0, 0.0, 0, 0, 0
         self.alive: list[tuple[StorageWeakRef, int]] = []
-        scatter, start = dist.all_to_all_single, LayerReducer._start
+        scatter, summed = dist.all_to_all_single, sharded_gradients.scattered
 
         def all_to_all_single(received: Any, sent: Any, *args: Any, **kwargs: Any) -> Any:
             self.sent += sent.nbytes * (ranks - 1) / ranks
             return scatter(received, sent, *args, **kwargs)
 
-        def started(reducer: LayerReducer, sink: LayerSink, totals: dict[str, Tensor]) -> None:
+        def scattered(totals: dict[str, Tensor], *args: Any) -> Any:
             self.gradients = max(self.gradients, sum(total.nbytes for total in totals.values()))
-            assert not any(reducer._waiting.values())  # of other layers
-            start(reducer, sink, totals)
+            return summed(totals, *args)
 
-        monkeypatch.setattr(LayerReducer, "_start", started)
+        monkeypatch.setattr(sharded_gradients, "scattered", scattered)
         monkeypatch.setattr(ordered_sums.dist, "all_to_all_single", all_to_all_single)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,8 +75,8 @@ def test_numbers_of_layers_need_a_word_and_every_stage() -> None:
             replace(SETTING, **{"recomputed": (1, 1), **wrong})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("word", ["selective", "full"])
-def test_a_pipeline_that_runs_by_such_a_plan_holds_the_predicted_bytes(word: str) -> None:
+def test_a_pipeline_that_runs_by_such_a_plan_holds_the_predicted_bytes() -> None:
+    word = "full"  # "selective" saves no bytes of this model
     options = {"machines": "2xCPU", "pp": 2, "param_dtype": None, "schedules": ["1F1B"], "rows": 4, "batch": 32, "work": 20_000}
     whole = [plans(**options, memory_cap=2**33, recompute=[each]).best.peak for each in (None, word)]
     found = plans(**options, memory_cap=round(0.6 * whole[0] + 0.4 * whole[1]), recompute=[None, word])
