@@ -95,7 +95,7 @@ class Artifact:
             "parallel.param_dtype": str(self._request.options.parallel.param_dtype),
             "the parameters and buffers": [line for tree in trees for line in tensor_lines(tree)],
             "training or evaluation": [training, *flags],
-            "the microbatch": [*example.signature, varying],
+            "the microbatch": [*example.signature, varying, self._request.options.debug.dynamic is True],
             "an attribute, a global variable or code of the model or the loss": self._digest.hex(),
             **{f"the source file of {name}": text for name, text in sorted(_sources(model, loss))},
         }
@@ -137,7 +137,13 @@ def _sources(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     for name in {each.__module__ for each in own if hasattr(each, "__module__")}:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None and os.path.isfile(file):
-            yield name, hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            yield name, _source_digest(file)
+
+
+@functools.cache
+def _source_digest(file: str) -> str:
+    """The digest of a source file when it was first asked for: a later edit does not change the code of this process."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @functools.cache

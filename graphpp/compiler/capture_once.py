@@ -183,7 +183,7 @@ class _Capturing:
     @property
     def _artifact(self) -> Artifact | None:
         folder = self.request.options.artifact
-        return None if folder is None else Artifact(folder, self.request, self.digest)
+        return None if folder is None else Artifact(folder, self.request, self.held.in_order)
 
 
 def _compared(request: CompileRequest, several: bool) -> tuple[ModelDigest | None, bytes]:

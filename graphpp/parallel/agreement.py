@@ -179,6 +179,7 @@ class Round:
 
     def compare(self, *facts: Facts) -> None:
         """Compare facts in each group at the end of the body; groups without facts only tell each other of failures."""
+        assert len(facts) <= max(1, len(self._groups)), "facts of which no group would know"
         self._facts = facts
 
     def __enter__(self) -> Round:

@@ -92,7 +92,6 @@ class Calls:
         `alike`: lines that all ranks must have alike when the work is done, to which the work may add. The timeout is that of
         the start, for files and values take longer than a step.
         """
-        self.check_whole()
         with self.watched(), self._timeouts.starting(), self.agreeing(what, alike) as lines:
             yield lines
 

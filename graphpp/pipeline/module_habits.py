@@ -21,6 +21,7 @@ _REMEDIES = {
     "train training": "the model has the flags: call model.train() or model.eval() before pipe.step; pipe.eval(x) runs a batch",
     "save save_checkpoint save_pretrained load_checkpoint": "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a "
     "training; pipe.gather() has the whole state dict",
+    "module": _MODULE,
     "compile": 'a pipeline is compiled: give backend="inductor" to graphpp.compile',
     "no_sync": "gradients add up from step to step until zero_grad: give pipe.step(..., accumulation_steps=...)",
     "to_empty reset_parameters init_weights from_pretrained": "pipe.materialize(init) or "

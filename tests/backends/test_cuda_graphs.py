@@ -212,9 +212,6 @@ def test_tensors_elsewhere_and_other_classes() -> None:
     assert "is on cpu" in program.run.describe()  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------------------------ whole pipelines
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -38,9 +38,6 @@ def interpreted(module: fx.GraphModule, examples: list[Tensor]) -> Callable[...,
 EXACT = {"backend": interpreted, "gradients": graphpp.Gradients(fused=False)}
 
 
-# ---------------------------------------------------------------------------------------------- the caller's function
-
-
 OUTLINED = ("llama", "norms", "skip", "tied")
 
 
@@ -319,9 +316,6 @@ def test_verify_finds_a_backend_that_computes_something_else() -> None:
     assert not graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=scaled(1.00005)).ok
 
 
-# ------------------------------------------------------------------------------------------------------------ Inductor
-
-
 def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
     """Assert that a step's gradients equal eager's to 1e-5 of their largest element, and its losses to a relative 1e-5."""
     expected = eager_steps(case.model, case.loss, [case.batch], microbatches, 1)
@@ -420,9 +414,6 @@ def test_code_for_the_processor_alone_needs_vector_instructions(
     monkeypatch.setattr("graphpp._torch.inductor.inductor_compile", lambda *rest: (lambda values: values, None))
     InductorCompiler(graphpp.Inductor(cache=tmp_path))(Region("a region", graph, "a key"))
     assert bool(searches) is asked
-
-
-# ------------------------------------------------------------------------------------------------- cache and products
 
 
 def test_an_entry_is_whole_or_made_again(tmp_path: Path) -> None:

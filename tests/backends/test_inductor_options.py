@@ -115,9 +115,6 @@ def test_no_refused_option_is_read_from_the_decompositions_on(
     assert inductor.WITHOUT_EFFECT & read == set()
 
 
-# ---------------------------------------------------------------------------------------------------------- convolutions
-
-
 def convolving(*inputs: Tensor) -> Region:
     """A region: the first input convolved with each other one in turn, each with a ReLU; or a ReLU of the first plus 1."""
     from torch.fx.experimental.proxy_tensor import make_fx

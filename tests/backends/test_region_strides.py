@@ -106,14 +106,14 @@ def its_forward(module: fx.GraphModule, examples: list[Tensor]) -> Callable[...,
 
 def test_the_turned_kernel_breaks_its_promise() -> None:
     """Else the tests below show nothing."""
-    seen, _ = stepped(None)
+    seen, _ = stepped("eager")
     assert any(name == "aten.mul.Tensor" and ((4, 6), (1, 4)) in read for name, *read in seen)
 
 
 @pytest.mark.parametrize("backend", [as_it_is, its_forward])
 def test_regions_left_as_they_were_read_the_strides_of_the_program_without_regions(backend: Any) -> None:
     seen, found = stepped(backend)
-    expected, wanted = stepped(None)
+    expected, wanted = stepped("eager")
     assert seen == expected
     for name, value in wanted.items():
         assert value is not None and torch.equal(found[name], value), name

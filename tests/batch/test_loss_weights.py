@@ -43,9 +43,6 @@ def reporting(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return value, {**numbers, "loss": value, "scale": 0.5, "largest": output.abs().max()}
 
 
-# ------------------------------------------------------------------------------------------------ numbers to report
-
-
 def reported(rank: int, schedule: str) -> dict[str, Tensor]:
     x, target = batch()
     split = ["2"] if schedule == "1F1B" else ["1", "2", "3"]
@@ -78,9 +75,6 @@ def test_what_is_no_number_is_refused(value: Any, words: str) -> None:
     pipe = graphpp.compile(net(), lambda output, y: (loss(output, y), {"what": value}))
     with pytest.raises(CaptureError, match=words):
         pipe.step(x, target=target)
-
-
-# ------------------------------------------------------------------------------------------------ weights
 
 
 def token_weights(microbatches: int) -> list[float]:
@@ -119,9 +113,6 @@ def test_a_weight_of_zero_leaves_a_microbatch_out() -> None:
     assert torch.equal(result.loss, result.losses[0])
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
-
-
-# ------------------------------------------------------------------------------------------------ loss scaling
 
 
 def training(rank: int, kind: str) -> tuple[dict[str, Tensor], list[float]]:

@@ -115,9 +115,6 @@ def text(joint: JointGraph) -> list[str]:
     return [f"{node.format_node()} {node.meta.get('calls')} {node.meta.get('checkpoint')}" for node in joint.graph.nodes]
 
 
-# ------------------------------------------------------------------------- what another thread does during a capture
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -318,9 +315,6 @@ def test_dynamo_knows_what_a_trace_replaced() -> None:
     assert torch.equal(power(the_input()), the_input() * math.pow(2.0, 0.5))
 
 
-# ------------------------------------------------------------------------------------------------- the same model
-
-
 def test_a_call_of_the_captured_model_in_another_thread_is_refused() -> None:
     refused: list[str] = []
 
@@ -350,9 +344,6 @@ def test_a_step_of_the_captured_model_in_another_thread_is_refused() -> None:
     graphpp.compile(model, nn.functional.mse_loss).step(x, target=x)
     assert refused
     other.step(x, target=x)
-
-
-# ------------------------------------------------------------------------------------------------------ two captures
 
 
 def both(first: Callable[[], Any], second: Callable[[], Any], inside: threading.Event) -> tuple[Any, Any]:

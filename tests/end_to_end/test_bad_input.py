@@ -70,7 +70,7 @@ SETTINGS = {
     "loss of another type": Fault(make(loss="mse"), CaptureError, "loss must be a function .* got str"),
     "loss with parameters": Fault(make(loss=nn.Linear(2, 1)), CaptureError, "trainable parameters of its own .weight"),
     "example of another type": Fault(make(example=(X, Y)), BatchError, "must be a graphpp.Microbatch.* got tuple"),
-    "reduction": Fault(make(gradients="avg"), GraphPPError, "'mean', 'sum' or 'rows', got 'avg'"),
+    "reduction": Fault(make(gradients="avg"), GraphPPError, "'mean' or 'sum' or 'rows', got 'avg'"),
     "no microbatches": Fault(make(microbatches=0), BatchError, "positive integer .* got 0"),
     "costs that are a number": Fault(
         lambda model: graphpp.Parallel(op_costs=3), GraphPPError, "parallel.op_costs: take a function"

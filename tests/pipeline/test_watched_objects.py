@@ -98,6 +98,10 @@ def as_global(m: Any) -> float:
     return SCALE
 
 
+class Plain:
+    scale = 1.0
+
+
 class Holding(nn.Module):
     """Scales its output by a number that `number` finds in what the module holds."""
 
@@ -120,7 +124,7 @@ class Holding(nn.Module):
         self.act: Callable[[Tensor], Tensor] = torch.tanh
         self.options, self.hidden, self.mapping = Options(), [nn.Dropout(0.25)], collections.UserDict(scale=1.0)
         self.last.register_forward_hook(scaling(IN_HOOK))
-        self.number = number
+        self.number, self.plain, self.derived = number, Plain(), type("Derived", (Plain,), {})()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.inner(x))) * self.number(self)
@@ -144,6 +148,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "object in an object": (lambda m: m.config.inner.scale, lambda m: setattr(m.config.inner, "scale", 3.0)),
     "exchanged object": (lambda m: m.config.scale, lambda m: setattr(m, "config", Config(3.0))),
     "slots": (lambda m: m.slotted.scale, lambda m: setattr(m.slotted, "scale", 3.0)),
+    "number of a class, hidden": (lambda m: m.plain.scale, lambda m: setattr(m.plain, "scale", 3.0)),
+    "number of a base, hidden": (lambda m: m.derived.scale, lambda m: setattr(type(m.derived), "scale", 3.0)),
     "another name": (lambda m: m.mapped.scale, lambda m: setattr(m.mapped, "n_scale", 3.0)),
     "property of an object": (lambda m: m.computing.scale, lambda m: setattr(m.computing, "_half", 1.5)),
     "getattr": (lambda m: getattr(m.config, "new", 1.0), lambda m: setattr(m.config, "new", 3.0)),
@@ -188,6 +194,7 @@ def as_before() -> Any:
 LEADING = (
     *("number", "tensor in a list", "object in an object", "slots", "another name", "property of an object", "array", "set"),
     *("number of the class", "closure of a hook", "context variable", "forward", "queue", "dict in a global"),
+    *("number of a class, hidden", "number of a base, hidden"),
 )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp.parallel import ordered_sums
-from graphpp.runtime.fsdp import flat_shard
+from graphpp.runtime.fsdp import gather_parameters
 from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
@@ -55,8 +55,8 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
         self.sent, self.whole, self.most = 0.0, 0, 0
-        gather, scatter = flat_shard.all_gather_many, dist.all_to_all_single
-        unshard, reshard = flat_shard.FlatShard.unshard, flat_shard.FlatShard.reshard
+        gather, scatter = gather_parameters.all_gather_many, dist.all_to_all_single
+        unshard, reshard = gather_parameters.FlatShard.unshard, gather_parameters.FlatShard.reshard
 
         def all_gather_many(gathered: Any, parts: Any, group: Any) -> Any:
             self.sent += (ranks - 1) * sum(part.nbytes for part in parts)
@@ -71,10 +71,10 @@ class Counted:
             self.whole += sign * sum(shard.whole(fqn).nbytes for fqn in shard.layout.regions)
             self.most = max(self.most, self.whole)
 
-        monkeypatch.setattr(flat_shard, "all_gather_many", all_gather_many)
+        monkeypatch.setattr(gather_parameters, "all_gather_many", all_gather_many)
         monkeypatch.setattr(ordered_sums.dist, "all_to_all_single", all_to_all_single)
-        monkeypatch.setattr(flat_shard.FlatShard, "unshard", lambda shard: moved(unshard, 1, shard))
-        monkeypatch.setattr(flat_shard.FlatShard, "reshard", lambda shard: moved(reshard, -1, shard))
+        monkeypatch.setattr(gather_parameters.FlatShard, "unshard", lambda shard: moved(unshard, 1, shard))
+        monkeypatch.setattr(gather_parameters.FlatShard, "reshard", lambda shard: moved(reshard, -1, shard))
 
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of parameters, of messages, of sums

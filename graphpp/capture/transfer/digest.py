@@ -6,6 +6,7 @@ Contract
   `Watch.items` without its limits, in any order of dicts and sets, and the settings of torch.
 - Values of registered parameters and buffers do not count, for a trace does not read them. Neither do indices of devices,
   addresses, and code and state of installed libraries.
+- `ModelDigest.in_order` also counts the order of dicts, which a saved graph depends on.
 - `UnreadableError` is raised for an object that cannot be looked into: then two processes cannot be compared.
 - `per_process` names the first function of the user whose code asks which process runs it, or for the environment. Ranks with
   such code may have other graphs although their digests are equal.
@@ -53,14 +54,17 @@ class ModelDigest:
         self.per_process: str | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.groups: dict[str, str] = {}
-        lines = [repr(_settings()), *map(repr, facts), *_ties(model)]
+        lines, orders = [repr(_settings()), *map(repr, facts), *_ties(model)], []
         for item in watch.items(_EVERYTHING):
             name = self._name(item.path)
             if item.first is not None:
                 lines.append(f"{name}\tas\t{self._name(item.first)}")
             else:
                 lines += [f"{name}\t{item.kind}\t{text}" for text in self._texts(name, item)]
+                if item.kind == "mapping":
+                    orders.append(f"{name}\t{[key for key in item.value if type(key) in PLAIN]}")
         self.digest = hashlib.sha256("\n".join(sorted(lines)).encode(errors="surrogatepass")).digest()
+        self.in_order = hashlib.sha256(self.digest + "\n".join(orders).encode(errors="surrogatepass")).digest()
 
     def name_of_tensor(self, tensor: torch.Tensor) -> str | None:
         """The name of a tensor of the model or the loss that `tensor` is, or is an alias of; None if there is none."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from graphpp._torch.tensor_subclass import without_subclasses
-from graphpp.capture.objects.names import in_cell
+from graphpp.capture.objects.names import in_cell, is_of_library
 from graphpp.capture.objects.walk import REGISTRIES, Item, attributes
 
 _ABSENT: Any = object()
@@ -99,8 +99,9 @@ class Snapshot:
             self.mapping(value.keywords)
 
     def _object(self, value: Any) -> None:
-        held = attributes(value) or {}
-        self.namespaces.append((held, tuple(held)))
+        held = attributes(value)
+        if held is not None:
+            self.namespaces.append((held, tuple(held)))
         self._class(value)
 
     def _module(self, module: Any) -> None:
@@ -108,6 +109,11 @@ class Snapshot:
         self._class(module)
         for name in REGISTRIES:
             self.mapping(getattr(module, name))
+
+    def _members(self, kind: type) -> None:
+        """Note the names of a class and its bases: a new name may hide a member of a base."""
+        spaces = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
+        self.namespaces += [(space, tuple(space)) for space in spaces]
 
     def _class(self, value: Any) -> None:
         self.objects.append(value)
@@ -126,6 +132,7 @@ _NOTES: Mapping[str, Callable[[Snapshot, Any], None]] = {
     "variable": lambda snapshot, value: snapshot.variables.append((value, value.get(None))),
     "array": lambda snapshot, value: snapshot.arrays.append((value, value.tobytes())),
     "object": Snapshot._object,
+    "class": Snapshot._members,
     "module": Snapshot._module,
     "parameter": Snapshot._tensor,
     "buffer": Snapshot._tensor,

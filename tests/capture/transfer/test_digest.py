@@ -193,3 +193,19 @@ def test_the_settings_of_torch_count() -> None:
         assert ModelDigest(Model().float(), None).digest != before
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Listed(nn.Linear):
+    """Applies operators in the order of a dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.ops:
+            x = getattr(torch, name)(x)
+        return super().forward(x)
+
+
+def test_the_order_of_a_dict_counts_for_saved_graphs_alone() -> None:
+    one, other = Listed(2, 2), Listed(2, 2)
+    one.ops, other.ops = {"relu": 1, "tanh": 1}, {"tanh": 1, "relu": 1}
+    first, second = ModelDigest(one, None), ModelDigest(other, None)
+    assert first.digest == second.digest and first.in_order != second.in_order

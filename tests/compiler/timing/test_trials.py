@@ -98,7 +98,7 @@ def test_random_states_and_modes_are_those_of_a_step(cache: Path, counted: list[
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses.append(compiled(nn.Sequential(*(Noisy() for _ in range(3)))).step(X).loss)
         assert set(AUTOCAST) == {False}
-    assert counted[0] > counted[1] == 0
+    assert len(counted) == 1 and counted[0] > 0
     assert torch.equal(*losses)
 
 
@@ -106,8 +106,8 @@ def test_random_states_and_modes_are_those_of_a_step(cache: Path, counted: list[
 def test_branches_of_another_length_are_timed_anew(cache: Path, counted: list[int]) -> None:
     for length in (1, 1, 9):
         compiled(nn.Sequential(Branches(length), nn.Linear(8, 8))).step(X)
-    first, again, longer = counted
-    assert first > 0 and again == 0 and longer > 0
+    first, longer = counted  # the second pipeline times nothing
+    assert first > 0 and longer > 0
 
 
 def test_a_cell_that_is_no_seconds_is_measured_anew(cache: Path, counted: list[int]) -> None:
