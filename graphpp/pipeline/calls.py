@@ -193,7 +193,7 @@ class Calls:
             return replace(call, parts=filled(call.parts, holdings, self._agreement))
 
     def _facts_of_replica(self, prepared: PreparedStep, asked: str, values: Mapping[str, Sequence[str]]) -> Facts:
-        """What replicas compare: their stages, their shards, the call, and their initial values."""
+        """The facts that replicas compare: their stages, their shards, the call, and their initial values."""
         sharded = self._cache.ownership.sharded
         layout = {} if sharded is None else {"the shards of the parameters": sharded.layout}
         return prepared.lowered.replica_facts.adding({"the call": [asked], **layout, **values})

@@ -54,7 +54,7 @@ def alike(one: Exported, other: Exported) -> bool:
 
 
 def _outside(exported: Exported) -> Iterator[Any]:
-    """What no node has: plain data in the output, and custom Functions with their arguments that are no tensors."""
+    """Plain data in the output, and custom Functions with their arguments that are no tensors: no node has them."""
     yield from exported.found.output_leaves
     for call in exported.functions.applied:
         yield from (call.function, call.grad_enabled, str(call.spec))

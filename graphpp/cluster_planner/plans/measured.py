@@ -36,7 +36,7 @@ from graphpp.schedules.table.state_bytes import StateBytes, held_bytes, sent_by_
 
 @dataclass(frozen=True)
 class MeasuredPipeline:
-    """What was measured. `bandwidth`: bytes per second that a rank sends along `dp_shard`; None: `costs` has these seconds."""
+    """Costs and state that were measured. `bandwidth`: bytes per second that a rank sends along `dp_shard`; None: `costs` has these seconds."""
 
     costs: Costs
     state: Sequence[StateBytes]
