@@ -113,7 +113,7 @@ class GraphCache:
         self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
 
     def facts(self, call: StepCall) -> tuple[Facts, Facts]:
-        """The facts that the ranks of a pipeline compare before a call, and the facts that ranks along `ep` and `cp` compare."""
+        """The facts that the ranks of a pipeline compare before a call, and those of ranks along `ep` and `cp`."""
         step = self._prepared.get(call.key)
         return self._facts(call, self._kept(call)) if step is None else step.facts
 

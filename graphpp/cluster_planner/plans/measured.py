@@ -36,7 +36,7 @@ from graphpp.schedules.table.state_bytes import StateBytes, held_bytes, sent_by_
 
 @dataclass(frozen=True)
 class MeasuredPipeline:
-    """Costs and state that were measured. `bandwidth`: bytes per second that a rank sends along `dp_shard`; None: `costs` has these seconds."""
+    """Measured costs and state. `bandwidth`: bytes per second along `dp_shard` from a rank; None: `costs` has these seconds."""
 
     costs: Costs
     state: Sequence[StateBytes]
