@@ -1,17 +1,15 @@
-"""The private names of torch that an eager forward passes through: custom Functions, activation checkpoints, backward calls.
+"""The private names of torch for custom autograd Functions, activation checkpoints and backward calls.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch._functorch.autograd_function`: the class `ApplyTemplate`, by name
 - `torch._dynamo.symbolic_convert`: the file whose frames are on the stack while Dynamo reads code
-- `torch.autograd._engine_run_backward`: the function that `autograd.grad`, `backward` and
-  `torch.func.grad` call; `torch._higher_order_ops`: the folder of the operators that differentiate their bodies with it
-- `torch.utils.checkpoint`: `_checkpoint_hook`, the context around the forward of a checkpointed call;
-  `_CachingTorchDispatchMode`, which asks the policy of a selective checkpoint; `_is_compiling`, `_get_debug_context_and_cb`,
-  `SAC_IGNORED_OPS`
-- `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
-  `apply` reads
-- `torch.Tensor._post_accumulate_grad_hooks`: the hooks that autograd calls with a parameter whose gradient is complete
+- `torch.autograd._engine_run_backward`: called by `autograd.grad`, `backward` and `torch.func.grad`
+- `torch._higher_order_ops`: the folder of the operators that differentiate their bodies by autograd
+- `torch.utils.checkpoint`: `_checkpoint_hook`, the context around a checkpointed forward; `_CachingTorchDispatchMode`, which
+  calls the policy of a selective checkpoint; `_is_compiling`, `_get_debug_context_and_cb`, `SAC_IGNORED_OPS`
+- `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: attributes that `Function.apply` reads
+- `torch.Tensor._post_accumulate_grad_hooks`: called with a parameter when its gradient is complete
 - `torch.nn.modules.module`: `_global_forward_hooks_with_kwargs`: which hooks on all module calls take keyword arguments
 """
 
@@ -36,25 +34,24 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _HERE = os.path.join(os.path.dirname(__file__), "")
 _HIGHER_ORDER = os.path.join("torch", "_higher_order_ops", "")
 _READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
-# Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
+# Functions of torch itself that change no gradient, or that implement registered and higher-order operators, which export keeps
 KEPT_FUNCTIONS = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
-FUNCTION_OF_A_REGION = "ApplyTemplate"  # Dynamo's stand-in for a custom Function in the branch of torch.cond and the like
+FUNCTION_OF_A_REGION = "ApplyTemplate"  # Dynamo's replacement of a custom Function inside torch.cond and the like
 _FunctionMeta = torch.autograd.function.FunctionMeta
 UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks of `register_post_accumulate_grad_hook` stand on a parameter."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
 def with_gradient_hooks(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """The names of the tensors on which such hooks stand."""
+    """The names of the tensors with hooks of `register_post_accumulate_grad_hook`."""
     return frozenset([name for name, tensor in tensors.items() if tensor._post_accumulate_grad_hooks])
 
 
 def call_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Call the hooks of `register_post_accumulate_grad_hook` of the parameters that have a gradient."""
+    """Call the post-accumulate hooks of the parameters that have a gradient."""
     for parameter in parameters:
         if parameter.grad is not None and has_gradient_hooks(parameter):
             for hook in list(parameter._post_accumulate_grad_hooks.values()):
@@ -62,10 +59,7 @@ def call_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def backward_replaced(run: Callable[..., Any]) -> Context:
-    """A context in which `run` is called where the user's code would have autograd run a backward.
-
-    Higher-order operators with a body, `scan` for instance, trace the body's own backward by running autograd on it.
-    """
+    """Replace autograd's backward by `run` for user code; operators such as `scan` still differentiate their bodies."""
     original: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
 
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +69,7 @@ def backward_replaced(run: Callable[..., Any]) -> Context:
 
 
 def _body_is_differentiated() -> bool:
-    """Whether a higher-order operator asks for a backward: it is on the stack before any file outside of torch."""
+    """Whether a higher-order operator asked for the backward: its frame is on the stack before any frame outside torch."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
     others = (file for file in files if not file.startswith(_HERE))
     innermost = next((file for file in others if _HIGHER_ORDER in file or not file.startswith(_TORCH)), "")
@@ -83,10 +77,7 @@ def _body_is_differentiated() -> bool:
 
 
 class _Lookup:
-    """Answers, in this thread, the attribute `name` of every `autograd.Function`; other threads get the attribute itself.
-
-    Values set inside the context remain set afterwards.
-    """
+    """Overrides attribute `name` of every `autograd.Function` in this thread; values set meanwhile stay set afterwards."""
 
     def __init__(self, name: str, answer: Callable[[type, Any], Any]) -> None:
         self._name, self._answer, self._here = name, answer, InThisThread()
@@ -107,7 +98,6 @@ class _Lookup:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """The context in which the attribute is answered."""
         setattr(_FunctionMeta, self._name, self)
         try:
             yield
@@ -119,10 +109,9 @@ class _Lookup:
 
 @contextlib.contextmanager
 def module_calls_watched(leave: Callable[[nn.Module, Any, Any, Any], None]) -> Iterator[None]:
-    """A context in which `leave(module, args, kwargs, output)` is called at the end of every module call of the process.
+    """Call `leave(module, args, kwargs, output)` at the end of every module call of the process.
 
-    A handle that removes such a hook leaves its entry among those with keyword arguments. From then on every call of a module
-    of `torch.compile` would warn of global hooks, so the entry goes here.
+    `RemovableHandle.remove` leaves an entry of the hook behind, because of which `torch.compile` would warn of global hooks.
     """
     handle = module.register_module_forward_hook(leave, with_kwargs=True)
     try:
@@ -135,10 +124,10 @@ def module_calls_watched(leave: Callable[[nn.Module, Any, Any, Any], None]) -> I
 
 @contextlib.contextmanager
 def functions_watched(begun: Callable[[type], None], forward: Callable[[type, Any], Any]) -> Iterator[None]:
-    """A context that calls `begun(function)` when an `autograd.Function` is applied, and runs `forward(function, its forward)`.
+    """Call `begun(function)` when an `autograd.Function` is applied, and run `forward(function, its forward)` as its forward.
 
-    Models often keep `apply` under another name (`f = MyFunction.apply`), so `apply` cannot be replaced. But torch reads
-    `_backward_cls` and `forward` from the class at each application, and the metaclass answers first.
+    Models often alias `apply` (`f = MyFunction.apply`), so it cannot be replaced. But each call reads `_backward_cls` and
+    `forward` from the class, where the metaclass can override them.
     """
 
     def backward_cls(function: type, own: Any) -> Any:
@@ -155,10 +144,10 @@ def checkpoints_replaced(
     call: Callable[[], Context],
     select: Callable[[Callable[..., Any]], None],
 ) -> Iterator[None]:
-    """A context in which `torch.utils.checkpoint` saves all values that autograd saves, and reports the user's choices.
+    """Make `torch.utils.checkpoint` save all values that autograd saves, and report the user's choices.
 
-    `run(function, preserve_rng_state, *args)` runs a reentrant checkpoint. `call()` is the context around the forward of any
-    other checkpoint, in which `select(policy)` is called if it is a selective one.
+    `run(function, preserve_rng_state, *args)` runs a reentrant checkpoint. `call()` is the context around any other
+    checkpoint's forward; a selective one calls `select(policy)` inside.
     """
     caching = checkpoint._CachingTorchDispatchMode
     replacements: tuple[tuple[Any, str, Any], ...] = (
@@ -176,12 +165,12 @@ def checkpoints_replaced(
 
 
 def selective_context(output: Any) -> checkpoint.SelectiveCheckpointContext:
-    """The first argument of a selective checkpoint's policy, before an operator and its arguments."""
+    """The first argument of a selective checkpoint's policy; the operator and its arguments follow."""
     context = checkpoint.SelectiveCheckpointContext(is_recompute=False)
     context.op_output = output  # torch 2.11 has no such attribute
     return context
 
 
 def dynamo_is_reading() -> bool:
-    """Whether Dynamo, which reads the branches of `torch.cond` and the like, caused the present call."""
+    """Whether Dynamo, which traces the branches of `torch.cond` and similar operators, is on the call stack."""
     return any(frame.f_code.co_filename.endswith(_READER) for frame, _ in traceback.walk_stack(None))

@@ -2,19 +2,17 @@
 
 Checked on torch 2.13.0 and 2.15.0, the first two also on 2.11.0:
 
-- `torch._foreach_norm`, `torch._foreach_copy_`: the calls that torch's own clipping and optimizers make
-- `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
-- `distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
-- `distributed_c10d._hash_ranks_to_str`: the name of a group that `new_group(use_local_synchronization=True)` makes; it counts
-  the groups of the process, so members that are in different other groups would wait under different names
-- `distributed_c10d._set_pg_timeout`, `ProcessGroup._get_backend`, `options._timeout`: the timeout of a process group, which
-  torch 2.15 sets by `set_timeout`
-- `Store.clone`: a connection of its own to the same store (missing from torch's stubs)
+- `torch._foreach_norm`, `torch._foreach_copy_`
+- `torch.distributed.distributed_c10d._get_default_store`: the key-value store that all ranks share
+- `distributed_c10d._resolve_process_group`: a process group by the name that a collective in a graph has
+- `distributed_c10d._hash_ranks_to_str`: names a group of `new_group(use_local_synchronization=True)`; torch's name counts the
+  groups of the process, which may differ among the ranks of the new group
+- `distributed_c10d._set_pg_timeout`, `ProcessGroup._get_backend`, `options._timeout`; torch 2.15 has `dist.set_timeout`
+- `Store.clone`: a second connection to the same store (missing from torch's stubs)
 - `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call; not on gloo (`gloo_gathers.py`)
-- `ProcessGroup._allgather_base`, `ProcessGroup.reduce_scatter_tensor_coalesced`: the public functions have other names in torch
-  2.13 than in 2.11, and warn of the old ones
-- `torch.distributed.nn.functional`: its functions have the world group of the module's first import as a default argument,
-  which keeps the group alive for good
+- `ProcessGroup._allgather_base`, `ProcessGroup.reduce_scatter_tensor_coalesced`: torch renamed the public functions
+  between 2.11 and 2.13, and warns about the old names
+- `torch.distributed.nn.functional`: default arguments have the world group of the module's first import, which keeps it alive
 """
 
 from __future__ import annotations
@@ -40,24 +38,23 @@ foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
 
 
-for _function in vars(torch.distributed.nn.functional).values():  # None is the world group too, whichever is alive
+for _function in vars(torch.distributed.nn.functional).values():  # None also means the world group, the current one
     if isinstance(_function, FunctionType) and _function.__defaults__:
         _kept = (None if isinstance(each, dist.ProcessGroup) else each for each in _function.__defaults__)
         _function.__defaults__ = tuple(_kept)
 
 
-_ALONE = 2**16  # bytes of a rank's part from which on a tensor is gathered alone over gloo, without a copy
+_ALONE = 2**16  # bytes of a rank's part; larger tensors are gathered over gloo one by one, without a copy
 
 
 def runs_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group exchanges tensors on such a device over gloo."""
     return f"{device.type}:gloo" in dist.get_backend_config(group)
 
 
 def all_gather_many(
     gathered: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
-    """Start to gather each tensor of `parts` from all ranks into the tensor of `gathered` at its place."""
+    """Start an all-gather of each tensor of `parts` into the tensor of `gathered` at the same index."""
     whole, own = ([each.view(-1).view(torch.uint8) for each in tensors] for tensors in (gathered, parts))
     if len(own) == 1:
         return group._allgather_base(whole[0], own[0])
@@ -71,32 +68,27 @@ def all_gather_many(
 
 
 class _Several(dist.Work):
-    """Several works, waited for in their order. A caller may only call `wait`."""
+    """Waits for several works in order. A caller may only call `wait`."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all of them."""
         return all([work.wait(timeout) for work in self._works])
 
 
 class _Packed(dist.Work):
-    """All-gathers of small tensors in one: the tensors of a rank travel as one, which `wait` takes apart.
-
-    A caller may only call `wait`.
-    """
+    """Packs all-gathers of small tensors into one, which `wait` unpacks. A caller may only call `wait`."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> None:
-        """`pairs`: (the tensor that is gathered, this rank's part of it)."""
+        """`pairs`: (gathered tensor, this rank's part)."""
         super().__init__()
         self._whole, sent = [whole for whole, _ in pairs], torch.cat([own for _, own in pairs])
         self._arrived = sent.new_empty(group.size(), sent.numel())
         self._work: dist.Work | None = group._allgather_base(self._arrived.view(-1), sent)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the tensors of all ranks have arrived, and put each tensor in its place."""
         if self._work is not None:
             self._work.wait(timeout)
             ranks = len(self._arrived)
@@ -108,16 +100,16 @@ class _Packed(dist.Work):
 
 
 def reduce_scatter(part: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to add this rank's part of `parts`, which has those of all ranks in order, over the ranks, into `part`."""
+    """Start a reduce-scatter (sum) of `parts`, the concatenated parts of all ranks, into this rank's `part`."""
     work: dist.Work = group.reduce_scatter_tensor_coalesced([part], [parts])
     return work
 
 
-_made: tuple[Store, Counter[tuple[int, ...]]] | None = None  # the world's store, and how many groups of equal ranks were made
+_made: tuple[Store, Counter[tuple[int, ...]]] | None = None  # the world's store; number of groups made, by ranks
 
 
 def group_of(ranks: Sequence[int], backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new process group of these ranks of the world. Called by its members alone, in one order for equal ranks."""
+    """A new process group. Only its members call this; groups of equal ranks must be made in the same order on all of them."""
     global _made  # noqa: PLW0603 - one world in a process
     if _made is None or _made[0] is not default_store():
         _made = default_store(), Counter()
@@ -130,19 +122,17 @@ def group_of(ranks: Sequence[int], backend: str | None = None, timeout: timedelt
 
 
 def own_connection(store: Store) -> Store:
-    """A connection to the same store that another thread may use while `store` waits."""
+    """A second connection to the store, for another thread to use while `store` waits."""
     found: Store = store.clone()  # type: ignore[attr-defined]
     return found
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the time after which an operation of a process group fails for want of an answer."""
     public = getattr(dist, "set_timeout", None)
     (public or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The time after which an operation of a process group fails for want of an answer."""
     device = torch.device("cpu" if "cpu:gloo" in dist.get_backend_config(group) else "cuda")
     found: timedelta = group._get_backend(device).options._timeout
     return found

@@ -1,16 +1,14 @@
-"""Keep the changes that torch's own tracers make to the process to the thread that traces.
+"""Restrict the process-wide changes of torch's tracers to the thread that traces.
 
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch._dynamo.convert_frame.compile_lock`: the lock under which Dynamo compiles; `torch._dynamo.trace_rules`:
-  `_numpy_function_ids`, `get_tensor_method`, `get_torch_obj_rule_map`: tables that Dynamo makes at its first use, and anew
-  after `init_process_group`
-- `torch.export._trace`: `_ignore_backend_decomps`, `_override_builtin_ops`: contexts that export opens around a trace;
-  `torch._export.non_strict_utils._tensor_min_max`: the `max` and `min` of the second one
-- `torch._functorch.aot_autograd.patch`: the function of `unittest.mock`, with which the joint trace replaces
-  `torch.cuda.set_rng_state`
-- `torch.fx._symbolic_trace`: `_Patcher.patch_method`, by which the tracer replaces methods of `nn.Module`;
-  `_is_fx_tracing_flag`, whether the process is tracing (until torch 2.14)
+  `_numpy_function_ids`, `get_tensor_method`, `get_torch_obj_rule_map`: tables built at first use and after `init_process_group`
+- `torch.export._trace`: `_ignore_backend_decomps`, `_override_builtin_ops`: contexts that export opens around a trace
+- `torch._export.non_strict_utils._tensor_min_max`: `max` and `min` of `_override_builtin_ops`
+- `torch._functorch.aot_autograd.patch`: `unittest.mock.patch`, used by the joint trace on `torch.cuda.set_rng_state`
+- `torch.fx._symbolic_trace`: `_Patcher.patch_method`, which replaces methods of `nn.Module`; `_is_fx_tracing_flag`, whether the
+  process is tracing (until torch 2.14)
 """
 
 from __future__ import annotations
@@ -36,20 +34,17 @@ _DYNAMO = os.path.join("torch", "_dynamo", "")
 
 @contextlib.contextmanager
 def traces_in_this_thread() -> Iterator[None]:
-    """A context for `torch.export` and the joint trace, in which torch's own changes to the process act in this thread only.
-
-    Dynamo compiles nothing in other threads meanwhile. Torch's other changes have no effect on the numbers of other threads.
-    """
+    """Restrict patches of `torch.export` and the joint trace to this thread; Dynamo compiles nothing in other threads."""
     from torch._dynamo import convert_frame, trace_rules  # `fake_mode` has loaded Dynamo
     from torch._functorch import aot_autograd
     from torch.export import _trace
 
-    # Dynamo remembers functions in tables at its first use, which must not be replacements.
+    # Dynamo keeps functions in tables at first use: build the tables now, before functions are replaced.
     for table in (trace_rules._numpy_function_ids, trace_rules.get_tensor_method, trace_rules.get_torch_obj_rule_map):
         table()
     is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
     replacements: tuple[tuple[Any, ...], ...] = (
-        # Export switches off MKLDNN and cuDNN, and so other kernels run. A trace on fake tensors runs no kernel.
+        # Export disables MKLDNN and cuDNN, which would change the kernels of other threads. A fake trace runs no kernel.
         (_trace, "_ignore_backend_decomps", contextlib.nullcontext),
         (_trace, "_override_builtin_ops", _builtins_for_tensors),
         (torch.random, "set_rng_state", _unless_by_dynamo(torch.random.set_rng_state)),
@@ -67,13 +62,10 @@ def traces_in_this_thread() -> Iterator[None]:
 
 
 def _unless_by_dynamo(set_state: Callable[..., None]) -> Callable[..., None]:
-    """A function that sets a random state, and does nothing for Dynamo, whose code the joint trace runs too.
-
-    Dynamo draws nothing, and sets the state in which the generator was before: that would take back other threads' draws.
-    """
+    """Ignore calls from Dynamo, which restores an earlier random state and would undo other threads' draws."""
 
     def set_unless_by_dynamo(*args: Any, **kwargs: Any) -> None:
-        code = caller()  # of a call from Dynamo's C++ it is code that does not name the function
+        code = caller()  # for a call from Dynamo's C++, code that does not name the function
         if _DYNAMO not in code.co_filename and set_state.__name__ in code.co_names:
             set_state(*args, **kwargs)
 
@@ -82,7 +74,7 @@ def _unless_by_dynamo(set_state: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _builtins_for_tensors() -> Iterator[None]:
-    """Export's `max`, `min` and `math.pow`, which accept tensors and symbolic numbers."""
+    """Export's `max`, `min` and `math.pow` for tensors and symbolic numbers."""
     from torch._export import non_strict_utils  # export has loaded this module
 
     choose = partial(partial, non_strict_utils._tensor_min_max)
@@ -95,13 +87,12 @@ def _builtins_for_tensors() -> Iterator[None]:
 
 
 def _patched(target: str, new: Any) -> Context:
-    """`unittest.mock.patch` for this thread only."""
     owner, name = target.rsplit(".", 1)
     return replaced(pkgutil.resolve_name(owner), name, new)
 
 
 def _patch_method(patcher: Any, owner: type, name: str, new: Callable[..., Any], deduplicate: bool = True) -> None:
-    """`patch_method` of torch's tracer, which replaces methods of `nn.Module`, for this thread only."""
+    """Replacement of the tracer's `patch_method`, for this thread only."""
     patched = _PatchedMethod(owner, name, new)
     patched.patch()
     patcher.patches_made.append(patched)
@@ -110,7 +101,7 @@ def _patch_method(patcher: Any, owner: type, name: str, new: Callable[..., Any],
 
 
 class _PatchedMethod:
-    """A replaced method in the list of torch's tracer, which takes its replacements back and makes them again."""
+    """An entry of the tracer's list of patches, which the tracer reverts and applies again."""
 
     def __init__(self, owner: type, name: str, new: Any) -> None:
         self._replaced = partial(replaced, owner, name, new)

@@ -1,17 +1,14 @@
-"""All-gathers of tensors on the CPU that leave gloo's memory whole: importing this file changes operators of torch.
+"""Work around a double free in gloo's coalesced all-gather. Importing this file replaces two CPU operators of torch.
 
-Contract: `all_gather_into_tensor` and `all_gather_into_tensor_coalesced` of `_c10d_functional` give the same results as before.
-Of tensors on the CPU, over a group that has gloo for them, each is gathered by a call of its own. Other groups run torch's.
+`all_gather_into_tensor` and `all_gather_into_tensor_coalesced` of `_c10d_functional` give the same results as torch's. For CPU
+tensors of a gloo group, each tensor is gathered by its own call; other groups run torch's kernels.
 
-Both operators of torch call `ProcessGroup.allgather_into_tensor_coalesced`. The two threads of a gloo group write the name of
-the collective that they completed last into one string, without a lock. A name of up to 15 characters stands in the string
-itself. `ALLGATHER_COALESCED` has memory of its own, which both threads free: sooner or later a process with another collective
-under way dies of a double free, seen in 4 of 7 runs of 20 s on torch 2.13.0 and 2.15.0.
+Both of torch's operators call `ProcessGroup.allgather_into_tensor_coalesced`. The two threads of a gloo group write the name of
+their last collective into one string without a lock. A name of more than 15 characters, such as `ALLGATHER_COALESCED`, is
+on the heap, and both threads may free it: 4 of 7 runs of 20 s crashed on torch 2.13.0 and 2.15.0.
 
-Private names of torch, checked on 2.13.0 and 2.15.0:
-
-- `torch.ops._c10d_functional`: its two operators, for which torch has no kernel of the CPU's own, and
-  `all_gather_into_tensor_out`, which calls `ProcessGroup._allgather_base`
+Private names of torch, checked on 2.13.0 and 2.15.0: `torch.ops._c10d_functional`: these two operators, and
+`all_gather_into_tensor_out`, which calls `ProcessGroup._allgather_base`.
 """
 
 from __future__ import annotations
@@ -53,6 +50,6 @@ _ONE, _SEVERAL = (
     torch.library.get_kernel(each.default, "CPU")
     for each in (_OPERATORS.all_gather_into_tensor, _OPERATORS.all_gather_into_tensor_coalesced)
 )  # torch's own
-_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # the kernels are there as long as this object
+_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # its kernels are unregistered when this object dies
 _LIBRARY.impl("all_gather_into_tensor", _gather, "CPU", with_keyset=True)
 _LIBRARY.impl("all_gather_into_tensor_coalesced", _gather_several, "CPU", with_keyset=True)

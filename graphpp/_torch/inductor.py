@@ -2,15 +2,14 @@
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
-- `torch._inductor.compile_fx.compile_fx_inner`: compiles one graph of operators to a function of a list, through Inductor's
-  own cache of graphs; `current_callable` of its result
+- `torch._inductor.compile_fx.compile_fx_inner`: compiles a graph, with Inductor's own cache; `current_callable` of its result
 - `torch._inductor.decomposition.select_decomp_table`: the operators that Inductor decomposes
-- `torch._inductor.cpu_vec_isa`: `pick_vec_isa` finds the vector instructions, once per process, by `VecISA.check_build`;
+- `torch._inductor.cpu_vec_isa`: `pick_vec_isa` selects the vector instructions, once per process, by `VecISA.check_build`;
   `_get_isa_dry_compile_fingerprint`: torch, compiler and its options; `torch._inductor.exc.InvalidCxxCompiler`
-- `torch._inductor.config`: its options, `get_type` of an option; `torch._inductor.list_mode_options`: those of a mode
-- `torch._inductor.lowering`: `lowerings`, `fallback_handler`: to lower an operator to a call of it
-- `torch._dispatch.python.enable_python_dispatcher`: operators are decomposed by torch's Python code
-- `torch._guards`: `TracingContext`, `tracing`: where Inductor finds the fake mode of a graph
+- `torch._inductor.config`: its options, `get_type` of an option; `torch._inductor.list_mode_options`
+- `torch._inductor.lowering`: `lowerings`, `fallback_handler`
+- `torch._dispatch.python.enable_python_dispatcher`: decompositions run in Python
+- `torch._guards`: `TracingContext`, `tracing`: give Inductor the fake mode of a graph
 - `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`
 - `torch.fx.experimental.symbolic_shapes.ShapeEnv`, `torch.fx.experimental.proxy_tensor.make_fx`
 """
@@ -40,8 +39,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphpp._torch.aot import quick
 from graphpp._torch.symbols import Symbols, in_new_mode
 
-# Options that only the parts of `torch.compile` read which come before Inductor's decompositions: passes over the graph of
-# TorchDynamo and over the joint graph, the partitioner, freezing.
+# Options for passes before Inductor's decompositions: on the Dynamo graph and the joint graph, partitioner, freezing
 WITHOUT_EFFECT = frozenset(
     [
         "add_pre_grad_passes", "auto_chunker.amplify_ratio_threshold", "auto_chunker.enable", "auto_chunker.num_chunk",
@@ -61,9 +59,8 @@ def inductor_compile(
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], Symbols]:
     """Compile a graph of operators with Inductor; `choose` may replace operators of the decomposed graph.
 
-    `examples` are fake tensors or numbers, one per input. The function takes a list of inputs and empties it. Where sizes of
-    the examples are symbolic, the function holds for the sizes for which the returned symbols' facts hold. Raises the errors of
-    Inductor.
+    `examples`: a fake tensor or number per input. The function takes a list of inputs and empties it; it is valid for the sizes
+    for which the returned symbols' guards hold. Raises Inductor's errors.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes, symbols = in_new_mode(examples, mode)
@@ -73,45 +70,44 @@ def inductor_compile(
         module.recompile()
         end = module.graph.output_node()
         results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
-        end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are those of the graph
+        end.meta["user_visible_output_idxs"] = list(range(len(results)))  # keep the strides of the graph
         with torch.no_grad(), tracing(TracingContext(mode)), contextlib.ExitStack() as stack:
             for operator in _CALLED:
                 stack.enter_context(_called(operator))
             made: Any = compile_fx_inner(module, fakes)
-    run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # the wrapper around it takes as long as a small region
+    run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # skip its wrapper, as slow as a small region
     return run, symbols
 
 
 def _decomposed(graph: fx.Graph, fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
-    with quick(), torch.no_grad(), mode, enable_python_dispatcher():  # some kernels read sizes, which their meta twins do not
+    with quick(), torch.no_grad(), mode, enable_python_dispatcher():  # some kernels read sizes that their meta kernels do not
         return make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """The options of a mode of `torch.compile`, without its CUDA graphs. Raises torch's error for unknown modes."""
+    """The options of a mode of `torch.compile`, without CUDA graphs. Raises torch's error for unknown modes."""
     options: dict[str, Any] = list_mode_options(mode) if mode is not None else {}
     return {name: value for name, value in options.items() if name != "triton.cudagraphs"}
 
 
 def try_options(options: Mapping[str, Any]) -> None:
-    """Raise torch's error if Inductor has no option of such a name, and TypeError for a value of another type."""
+    """Raise torch's error for an unknown option, and TypeError for a value of another type."""
     with config.patch(dict(options)):
         pass
     for name, value in options.items():
         expected = config.get_type(name)  # type: ignore[attr-defined]
-        if expected is NoneType or not isinstance(expected, type):  # None stands there for an option without a type
+        if expected is NoneType or not isinstance(expected, type):  # NoneType: an option without a declared type
             continue
         if not isinstance(value, expected):
             raise TypeError(f"{name} is of type {expected.__name__}, not {type(value).__name__}")
 
 
 def find_vector_units(known: MutableMapping[str, str]) -> None:
-    """Let Inductor find, once per process, the vector instructions that compiler and processor have.
+    """Let Inductor detect the vector instructions of compiler and processor, once per process.
 
-    Inductor builds a library for each set of instructions and loads it in a process of its own. `known` has the sets that
-    worked in earlier runs, by a hash of compiler, options and source: these are not tried any more, and new ones are added. A
-    set that failed is tried at every start, because a full disk or a slow machine makes it fail too. The processor's features
-    are read each time.
+    For each instruction set Inductor builds a library and loads it in a subprocess, except for sets in `known`: these
+    worked before, by a hash of compiler, options and source. New ones are added. Failed sets
+    are tried again: a full disk or a slow machine also makes them fail.
     """
     check = VecISA.check_build
 
@@ -127,7 +123,7 @@ def find_vector_units(known: MutableMapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _called(operator: Any) -> Iterator[None]:
-    """A context in which Inductor calls an operator as it is; Inductor's own lowering would copy a transposed input."""
+    """Let Inductor call `operator` without lowering it: Inductor's own lowering would copy a transposed input."""
     usual = lowering.lowerings.get(operator)
     lowering.lowerings[operator] = lowering.fallback_handler(operator, add_to_fallback_set=False)
     try:

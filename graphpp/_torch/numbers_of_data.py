@@ -1,17 +1,15 @@
-"""The private names of torch for numbers that only the data decides, as the number of rows in `x[mask]`.
+"""The private names of torch for data-dependent numbers, such as the number of rows in `x[mask]`.
 
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.fx.experimental.symbolic_shapes.ShapeEnv`: `var_to_range`, `create_unbacked_symint`, `create_unbacked_symfloat`,
   `create_symintnode`, `create_symfloatnode`, `create_symboolnode`, `ignore_fresh_unbacked_symbols`, `size_like`,
   `deferred_runtime_asserts`, `unbacked_symint_counter`, `unbacked_symfloat_counter`
-- `torch.utils._sympy`: `numbers.int_oo`, `value_ranges.ValueRanges`; `interp.sympy_interp` and
-  `reference.PythonReferenceAnalysis`, which compute an expression by operations
-- `torch.fx.experimental.sym_node.SymNode`: the arithmetic of numbers in a trace
-- `torch._subclasses.fake_tensor.FakeTensorMode`
-- `SymInt.node`: `expr`, `_expr` (the expression as it was made), `shape_env`
+- `torch.utils._sympy`: `numbers.int_oo`, `value_ranges.ValueRanges`, `interp.sympy_interp`, `reference.PythonReferenceAnalysis`
+- `torch.fx.experimental.sym_node.SymNode`: symbolic arithmetic; `torch._subclasses.fake_tensor.FakeTensorMode`
+- `SymInt.node`: `expr`, `_expr` (the expression before replacements), `shape_env`
 
-A trace has a symbol for each such number, which torch calls unbacked: no input has it as a size.
+A trace has an unbacked symbol for each such number.
 """
 
 from __future__ import annotations
@@ -32,22 +30,19 @@ from graphpp._torch.this_thread import replaced
 
 
 def known(size: Any) -> Any:
-    """A size as it is, but for one that only the data decides the largest number that it can be."""
+    """The upper bound of a data-dependent size; any other size unchanged."""
     return largest(size) if is_unknown(size) else size
 
 
 def has_unknown_size(value: Any) -> bool:
-    """Whether only the data decides a size of a tensor, or of a tensor in a tuple, or a number."""
+    """Whether a number, or a size of a tensor or of a tensor in a tuple, is data-dependent."""
     if isinstance(value, list | tuple):
         return any(map(has_unknown_size, value))
     return any(map(is_unknown, value.shape if isinstance(value, torch.Tensor) else (value,)))
 
 
 def is_of_data(value: Any) -> bool:
-    """Whether a number, or a size of a tensor or of a tensor in a tuple, was made from a symbol that only the data decides.
-
-    The trace may have found since that the symbol has one value alone.
-    """
+    """Like `has_unknown_size`, also for symbols that the trace has since found to have only one value."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if isinstance(value, list | tuple):
@@ -57,13 +52,13 @@ def is_of_data(value: Any) -> bool:
 
 
 def as_constant(value: Any) -> Any:
-    """The plain number for a number of which a trace knows the value; any other value as it is."""
+    """A symbolic number with a known value as a plain number; any other value unchanged."""
     constant = isinstance(value, SYMBOLIC) and not value.node.expr.free_symbols
     return plain_number(value, value.node.expr) if constant else value
 
 
 def own_symbol(size: Any) -> Any:
-    """The symbol that stands for a number which only the data decides; None for all other numbers and for expressions."""
+    """The symbol of a data-dependent number; None for other numbers and for compound expressions."""
     if not isinstance(size, SYMBOLIC) or not is_of_data(size):
         return None
     made = size.node._expr
@@ -73,13 +68,13 @@ def own_symbol(size: Any) -> Any:
 
 
 def assumptions(mode: FakeTensorMode) -> list[Any]:
-    """The comparisons of numbers of data that traces in a fake mode have assumed, as sympy expressions."""
+    """The deferred runtime asserts on data-dependent numbers in a fake mode, as sympy expressions."""
     env: Any = mode.shape_env
     return list(dict.fromkeys(each.expr for found in env.deferred_runtime_asserts.values() for each in found))
 
 
 def compute(graph: fx.Graph, expr: Any, numbers: Mapping[Any, fx.Node]) -> list[fx.Node]:
-    """Add the operations that compute an expression, with their values; the last node has the result."""
+    """Add nodes with `meta["val"]` that compute `expr`; the last one has the result."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -95,10 +90,7 @@ def compute(graph: fx.Graph, expr: Any, numbers: Mapping[Any, fx.Node]) -> list[
 
 @contextlib.contextmanager
 def refused_float_arithmetic(refuse: Callable[[], NoReturn]) -> Iterator[None]:
-    """A context in which `refuse` is called for arithmetic with a floating-point number that only the data decides.
-
-    Torch computes with such numbers as in algebra, `(a + 1e16) - 1e16` as `a`. Python rounds after each operation.
-    """
+    """Refuse arithmetic with data-dependent floats: torch simplifies `(a + 1e16) - 1e16` to `a`, Python rounds."""
     with contextlib.ExitStack() as stack:
         for name in _ARITHMETIC:
             stack.enter_context(replaced(SymNode, name, _refusing(getattr(SymNode, name), refuse)))
@@ -121,7 +113,7 @@ def _refusing(original: Callable[..., Any], refuse: Callable[[], NoReturn]) -> C
 
 
 def bounds(size: Any) -> dict[str, list[int | None]]:
-    """The least and the largest number of each symbol in a size; None where torch knows of no bound."""
+    """The lower and upper bound of each symbol in a size; None where torch knows no bound."""
     ranges = {symbol: size.node.shape_env.var_to_range[symbol] for symbol in size.node.expr.free_symbols}
 
     def number(bound: Any) -> int | None:
@@ -131,14 +123,14 @@ def bounds(size: Any) -> dict[str, list[int | None]]:
 
 
 class DecidedByData:
-    """Reads the numbers that only the data decides, of one written graph, into a fake mode."""
+    """Reads the data-dependent numbers of one serialized graph into a fake mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._env: Any = mode.shape_env
         self._names: dict[str, Any] = {}
 
     def read(self, kind: str, written: Any, bounds: Mapping[str, Sequence[int | None]]) -> Any:
-        """A number of a class `SymInt`, `SymFloat` or `SymBool` from its written expression and the bounds of its symbols."""
+        """A `SymInt`, `SymFloat` or `SymBool` from its serialized expression and the bounds of its symbols."""
         for name, (lower, upper) in bounds.items():
             if name not in self._names:
                 self._names[name] = self._symbol(name, lower, upper)
@@ -154,7 +146,7 @@ class DecidedByData:
 
         env, number = self._env, int(name.lstrip("zuf"))
         floating = name.startswith("zuf")
-        with env.ignore_fresh_unbacked_symbols():  # no trace waits for the operation that makes this symbol
+        with env.ignore_fresh_unbacked_symbols():  # no operation of a trace makes this symbol
             if floating:
                 env.unbacked_symfloat_counter = number
                 symbol = env.create_unbacked_symfloat().node.expr
@@ -170,7 +162,7 @@ class DecidedByData:
 
 
 def divide(numerator: float, denominator: float) -> float:
-    """The quotient as C++ computes it: infinite or NaN where Python raises `ZeroDivisionError`."""
+    """Divide as C++ does: infinite or NaN where Python raises `ZeroDivisionError`."""
     if denominator:
         return numerator / denominator
     infinite = bool(numerator) and not math.isnan(numerator)
@@ -178,6 +170,5 @@ def divide(numerator: float, denominator: float) -> float:
 
 
 def fake_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A fake tensor without dimensions."""
     with FakeTensorMode():
         return torch.empty((), dtype=dtype, device=device)

@@ -2,13 +2,11 @@
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
-- `torch.distributed.pipelining.schedules._PipelineScheduleRuntime`: holds a rank's actions and walks them in
-  `_step_microbatches`, which `runtime/action_loop.py` overrides: torch's looks up, names and logs every action in every
-  step, 6 to 9 us each
+- `torch.distributed.pipelining.schedules._PipelineScheduleRuntime`: executes a rank's actions in `_step_microbatches`, which
+  `runtime/action_loop.py` overrides: torch's looks up, names and logs every action in every step, 6 to 9 us each
 - `torch.distributed.pipelining.schedules._Action`: one instruction (`parts` of `Action` are its `sub_actions`)
-- `torch.distributed.pipelining.schedules._ComputationType`: kinds of instructions; it has none for a batch of sends and
-  receives
-- `torch.autograd._profiler_enabled`: whether anything records named ranges
+- `torch.distributed.pipelining.schedules._ComputationType`: kinds of instructions, none for batched sends and receives
+- `torch.autograd._profiler_enabled`: whether a profiler records named ranges
 """
 
 from __future__ import annotations

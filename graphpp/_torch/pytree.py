@@ -1,9 +1,9 @@
-"""Nested inputs and outputs of a model as flat lists of leaves with a structure: torch's pytree, as `torch.export` uses it.
+"""Torch's pytree, as `torch.export` uses it: nested inputs and outputs of a model as flat leaves with a structure.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
-- `torch.utils._pytree`: flattens and unflattens registered classes; `SUPPORTED_NODES`, the registered classes;
-  `TreeSpec._context` and `TreeSpec._children` (2.11: `context`, `children_specs`)
+- `torch.utils._pytree`: `SUPPORTED_NODES`, the registered classes; `TreeSpec._context` and `TreeSpec._children` (2.11:
+  `context`, `children_specs`)
 """
 
 from __future__ import annotations
@@ -23,20 +23,17 @@ tree_unflatten = _pytree.tree_unflatten
 
 
 def leaf_spec() -> TreeSpec:
-    """The structure of a single leaf."""
     return _pytree.tree_structure(0)
 
 
 def context(spec: TreeSpec) -> Any:
-    """The data with which the class of a structure puts an object together, such as the keys of a dict."""
+    """The data from which the class of a structure rebuilds an object, such as the keys of a dict."""
     return spec._context if hasattr(spec, "_context") else spec.context
 
 
 def children(spec: TreeSpec) -> list[TreeSpec]:
-    """The structures inside a structure."""
     return list(spec._children if hasattr(spec, "_children") else spec.children_specs)
 
 
 def registered_classes() -> Iterable[type]:
-    """The classes that are registered with torch's pytree."""
     return _pytree.SUPPORTED_NODES

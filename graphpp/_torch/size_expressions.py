@@ -1,7 +1,6 @@
-"""Expressions of sizes as plain data.
+"""Sympy expressions of sizes as plain data: `read_expression(write_expression(expr))` equals `expr`.
 
-Private names of torch, checked on torch 2.13.0 and 2.15.0: `torch.utils._sympy.functions`, the functions in expressions of
-sizes. Contract: `read_expression(write_expression(expr))` equals `expr`, and reading calls no function but those.
+Private name, checked on torch 2.13.0 and 2.15.0: `torch.utils._sympy.functions`. Reading calls only `_functions`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 
 def write_expression(expr: Any) -> Any:
-    """A sympy expression as lists: the name of a function and its arguments. Raises `ValueError` for unknown functions."""
+    """A sympy expression as nested lists [function name, *arguments]. Raises `ValueError` for unknown functions."""
     if expr.is_Symbol:
         return expr.name
     if expr.is_Boolean and not expr.args:
@@ -27,7 +26,6 @@ def write_expression(expr: Any) -> Any:
 
 
 def read_expression(written: Any, names: Mapping[str, Any]) -> Any:
-    """The expression of `write_expression`; `names`: the symbols."""
     import sympy
 
     match written:

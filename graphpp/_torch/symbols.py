@@ -1,19 +1,18 @@
-"""The private names of torch for sizes that vary: symbols, the facts that a trace assumed of them, their values.
+"""The private names of torch for symbolic sizes: the symbols, the guards that a trace assumed, their values.
 
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.fx.experimental.symbolic_shapes.ShapeEnv`: `guards`, `replacements`, `var_to_range`, `var_to_sources`,
-  `backed_var_to_val`, `create_symbol`, `create_symintnode`, `create_symfloatnode`, `bound_sympy`; `DimDynamic`,
-  `free_unbacked_symbols`
-- `torch._dynamo.source.ConstantSource`: a name for a symbol
+  `backed_var_to_val`, `create_symbol`, `create_symintnode`, `create_symfloatnode`, `bound_sympy`
+  - `torch.fx.experimental.symbolic_shapes`: `DimDynamic`, `free_unbacked_symbols`; `torch._dynamo.source.ConstantSource`
 - `torch._functorch.aot_autograd`: loads what a trace needs
 - `torch._subclasses.fake_tensor.FakeTensorMode`
 - `torch._guards`: `TracingContext`, `tracing`: an export in a given fake mode
 - `torch.utils._sympy.numbers.int_oo`
 - `SymInt.node`: `expr`, `hint`, `shape_env`
 
-A symbol stands for the size of one dimension of one input; `numbers_of_data.py` has the symbols of numbers that only the data
-decides. Sympy takes a second to import, so this file imports it with the first graph that has symbols.
+A symbol stands for one dimension of one input; `numbers_of_data.py` has the symbols of data-dependent numbers. Sympy takes a
+second to import, so functions import it.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ _PLACE = re.compile(r"^L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]$")
 
 
 def hint(size: Any) -> Any:
-    """The number of a size: for the `Values` that are considered, or else in the trace. A plain number as it is.
-
-    For a number that only the data decides, the largest number that it can be.
-    """
+    """A size as a number: its value within `considering`, else in the trace, or its upper bound if it is data-dependent."""
     if not isinstance(size, SYMBOLIC):
         return size
     if is_unknown(size):
@@ -57,24 +53,23 @@ def hint(size: Any) -> Any:
 
 
 def expression(size: Any) -> Any:
-    """The sympy expression of a symbolic size."""
     return size.node.expr
 
 
 def is_of_latest_trace(size: Any) -> bool:
-    """Whether a symbolic size belongs to the latest trace with symbols. That of a nested tensor belongs to no trace."""
+    """Whether a symbolic size belongs to the latest trace with symbols (sizes of nested tensors belong to no trace)."""
     own = getattr(size.node, "shape_env", None)
     return own is not None and any(own is env() for env in _LATEST)
 
 
 def plain_number(size: Any, value: Any) -> Any:
-    """The Python number of a sympy number, of the kind of `size`."""
+    """Convert a sympy number to the Python type of `size`."""
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return next(kind for symbolic, kind in kinds.items() if isinstance(size, symbolic))(value)
 
 
 def name_of(size: Any) -> str:
-    """The formula of a symbolic size as text, with all digits: `2*s1`."""
+    """The formula of a symbolic size as text, such as `2*s1`; floats keep all digits."""
     import sympy
 
     expr = size.node.expr
@@ -82,24 +77,23 @@ def name_of(size: Any) -> str:
 
 
 def formula(size: Any) -> Any:
-    """The size, or the expression of a symbolic one: comparing formulas assumes nothing of the symbols."""
+    """The size, or the sympy expression of a symbolic one. Comparing formulas adds no guard."""
     return size.node.expr if isinstance(size, SYMBOLIC) else size
 
 
 def symbols_of(size: Any) -> list[str]:
-    """The names of the symbols in a size."""
     return [symbol.name for symbol in size.node.expr.free_symbols] if isinstance(size, SYMBOLIC) else []
 
 
 def symbol_sizes(size: Any) -> dict[str, Any]:
-    """The symbols in a symbolic size, by name, as sizes."""
+    """The symbols of a symbolic size, by name, each as a `SymInt`."""
     env = size.node.shape_env
     symbols = size.node.expr.free_symbols
     return {each.name: env.create_symintnode(each, hint=int(env.backed_var_to_val[each])) for each in symbols}
 
 
 def is_unknown(value: Any) -> bool:
-    """Whether only the data decides a number: it depends on more than the sizes of the inputs."""
+    """Whether a number is data-dependent: an expression of more than the input sizes."""
     if not isinstance(value, SYMBOLIC):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -108,13 +102,12 @@ def is_unknown(value: Any) -> bool:
 
 
 def largest(size: Any) -> float:
-    """The largest number that a size can be which only the data decides; infinite if torch knows of no bound."""
+    """The upper bound of a data-dependent number; infinite if torch knows no bound."""
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper
     return int(bound) if bound.is_Integer else float(bound)
 
 
 def mode_with_symbols() -> FakeTensorMode:
-    """A fake mode in which an export may make sizes of inputs symbols."""
     from torch._functorch import aot_autograd  # noqa: F401  (`aot.fake_mode` says why)
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -125,18 +118,17 @@ def mode_with_symbols() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def export_in(mode: FakeTensorMode) -> Iterator[None]:
-    """A context in which `torch.export` makes its fake tensors in `mode`."""
+    """Within this context `torch.export` makes its fake tensors in `mode`."""
     with tracing(TracingContext(mode)):
         yield
 
 
 def varying(dims: Sequence[Sequence[int]]) -> dict[str, tuple[dict[int, Any], ...]]:
-    """The argument `dynamic_shapes` of an export of `forward(*tensors)`; `dims`: of each tensor, the dimensions that vary."""
+    """The `dynamic_shapes` of an export of `forward(*tensors)`; `dims`: the dynamic dimensions of each tensor."""
     return {"tensors": tuple({dim: torch.export.Dim.AUTO for dim in each} for each in dims)}
 
 
 def inputs_of(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...]:
-    """The fake tensors with which an export has run `forward(*tensors)`."""
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     return tuple(values[str(name)] for name in names)
@@ -144,13 +136,12 @@ def inputs_of(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...
 
 @dataclass(frozen=True)
 class Values:
-    """Numbers for the symbols of one graph. Evaluates the graph's sizes; equal sizes are computed once."""
+    """Evaluates sizes of one graph for given numbers of its symbols; results are cached by expression."""
 
     of_symbols: Mapping[Any, Any]
     _known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def __call__(self, size: Any) -> Any:
-        """The number of a size; a plain number as it is."""
         if not isinstance(size, SYMBOLIC):
             return size
         key = type(size), size.node.expr
@@ -161,7 +152,7 @@ class Values:
 
 @contextlib.contextmanager
 def considering(values: Values | None) -> Iterator[None]:
-    """A context in which `hint` gives these numbers, so that bytes are counted for them; with None, one that does nothing."""
+    """Within this context `hint` evaluates sizes with `values`; None changes nothing."""
     token = _CONSIDERED.set(values or _CONSIDERED.get())
     try:
         yield
@@ -174,7 +165,7 @@ _CONSIDERED: ContextVar[Values | None] = ContextVar("sizes considered", default=
 
 
 def at_values(value: Any, values: Values) -> Any:
-    """A value of a graph with numbers for symbolic sizes; fake tensors in a fake mode of their own."""
+    """A value of a graph with all symbolic sizes replaced by numbers; each fake tensor gets its own fake mode."""
     if isinstance(value, list | tuple):
         return type(value)(at_values(each, values) for each in value)
     if not isinstance(value, torch.Tensor):
@@ -185,10 +176,7 @@ def at_values(value: Any, values: Values) -> Any:
 
 
 def in_new_mode(values: Sequence[Any], mode: FakeTensorMode) -> tuple[list[Any], Symbols]:
-    """Values of a graph, fake tensors and numbers, in a new fake mode with symbols of the same names; and these symbols.
-
-    What a trace in the new mode assumes of sizes stays in the new mode.
-    """
+    """Copies of fake tensors and numbers in a new fake mode, and its symbols; new guards stay in the new mode."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -215,10 +203,9 @@ def in_new_mode(values: Sequence[Any], mode: FakeTensorMode) -> tuple[list[Any],
 
 
 class Symbols:
-    """The symbols of one graph and the facts under which the graph holds.
+    """The symbols of one graph and its guards: the graph is valid for other sizes exactly if all guards are true.
 
-    A trace that compares sizes takes the branch of its example's sizes, and notes the comparison. A graph holds for
-    other sizes exactly if every comparison has the same answer. Passes over the graph may add comparisons.
+    A trace branches on its example's sizes and records each comparison as a guard. Graph passes may add guards.
     """
 
     def __init__(
@@ -228,10 +215,7 @@ class Symbols:
         facts: Sequence[Any] = (),
         names: Mapping[Any, Any] | None = None,
     ) -> None:
-        """`shapes`: those of the inputs, with symbols. `facts`: comparisons that were read with a written graph.
-
-        `names`: the symbols of another graph, for each of which `mode` has one of its own.
-        """
+        """`shapes`: symbolic input shapes. `facts`: guards read from a file. `names`: another graph's symbols -> `mode`'s."""
         self._env: Any = mode.shape_env
         self._names = names
         self._closed = [[None if isinstance(size, SYMBOLIC) else size for size in shape] for shape in shapes]
@@ -239,7 +223,7 @@ class Symbols:
 
     @property
     def places(self) -> dict[Any, Place]:
-        """The symbols, each with the dimension of the input for which it stands."""
+        """The input index and dimension of each symbol."""
         found = {}
         for symbol, sources in self._env.var_to_sources.items():
             for source in sources or [self._sources_of_read[symbol]]:
@@ -255,7 +239,7 @@ class Symbols:
 
     @property
     def facts(self) -> list[Any]:
-        """The comparisons that must hold, as sympy expressions."""
+        """The guards, as sympy expressions, with the range of each symbol."""
         import sympy
         from torch.utils._sympy.numbers import int_oo
 
@@ -271,7 +255,7 @@ class Symbols:
 
     @property
     def compares_floats(self) -> bool:
-        """Whether a comparison has a floating-point number in it, which sympy rounds in another way than Python."""
+        """Whether a guard has a floating-point number. Sympy rounds floats differently from Python."""
         import sympy
 
         return any(fact.atoms(sympy.Float) or _FLOATING & {each.func.__name__ for each in fact.atoms(sympy.Function)}
@@ -279,12 +263,12 @@ class Symbols:
 
     @property
     def free(self) -> set[Place]:
-        """The dimensions that may vary: those whose size the trace has not fixed."""
+        """The dimensions that the trace did not specialize to one size."""
         replaced = self._env.replacements
         return {place for symbol, place in self.places.items() if not replaced.get(symbol, symbol).is_number}
 
     def equalities(self) -> list[tuple[str, FrameSummary | None]]:
-        """The comparisons that found sizes equal, as text with the names of the symbols, and the code line of each."""
+        """The guards that two sizes are equal, as text, each with the source line that added the guard."""
         found = []
         for guard in self._env.guards:
             if guard.expr.func.__name__ == "Equality":
@@ -293,7 +277,7 @@ class Symbols:
         return found
 
     def values(self, shapes: Sequence[Sequence[int]]) -> Values | None:
-        """Numbers for the symbols from the inputs' shapes; None if the graph does not hold for these shapes."""
+        """The symbols' values for these input shapes; None if the graph is not valid for them."""
         import sympy
 
         if not all(_fits(shape, closed) for shape, closed in zip(shapes, self._closed, strict=True)):
@@ -302,16 +286,14 @@ class Symbols:
         return values if self.hold(values) else None
 
     def hold(self, values: Values) -> bool:
-        """Whether every comparison has the answer of the trace for these numbers."""
+        """Whether all guards hold for these numbers."""
         numbers = values.of_symbols
         if self._names is not None:
             numbers = {own: numbers[symbol] for symbol, own in self._names.items()}
         return all(fact.xreplace(numbers) == True for fact in self.facts)  # noqa: E712  (sympy's, or Python's)
 
-    # -------------------------------------------------------------------------------------------------- as data
-
     def written(self) -> dict[str, Any]:
-        """Symbols and facts as plain data."""
+        """Symbols and guards as plain data."""
         env = self._env
         symbols = [
             [symbol.name, f"L['tensors'][{index}].size()[{dim}]", int(env.backed_var_to_val[symbol])]
@@ -321,7 +303,7 @@ class Symbols:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], mode: FakeTensorMode) -> Symbols:
-        """Symbols and facts of `written` in a new fake mode. Raises `ValueError` if a symbol gets another name here."""
+        """Inverse of `written`, in a new fake mode. Raises `ValueError` if a symbol gets another name in this process."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -336,7 +318,7 @@ class Symbols:
         return read
 
     def read_size(self, written: Any, size: float) -> Any:
-        """A symbolic size from its written expression; `size`: its number in the trace."""
+        """A symbolic size from its serialized expression; `size`: its value in the trace."""
         names = {symbol.name: symbol for symbol in self._env.var_to_sources}
         expr = read_expression(written, names)
         make = self._env.create_symfloatnode if isinstance(size, float) else self._env.create_symintnode

@@ -1,12 +1,12 @@
-"""The private names of torch by which a tensor subclass answers some questions and refuses all else.
+"""The private names of torch for a tensor subclass that answers questions about metadata and refuses everything else.
 
 Checked on torch 2.13.0 and 2.15.0:
 
-- `torch.Tensor._make_subclass`: a tensor of a subclass with the memory of another tensor
-- `torch.utils._python_dispatch._disable_current_modes`: a context without fake tensors and tracers
-- `torch._C.DisableTorchFunctionSubclass`: a context in which `__torch_function__` of subclasses is not called
+- `torch.Tensor._make_subclass`: a subclass instance that shares another tensor's memory
+- `torch.utils._python_dispatch._disable_current_modes`: disables fake tensor modes and tracers
+- `torch._C.DisableTorchFunctionSubclass`: disables `__torch_function__` of subclasses
 - `torch._C.TensorBase.grad`: the property behind `tensor.grad`
-- `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`: facts of a tensor that are no values
+- `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`: metadata
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
         *(torch.numel, torch.is_floating_point, torch.is_complex),
     }
 )
-"""The functions that tell shape, layout, dtype and place of a tensor, and whether it needs a gradient."""
+"""Functions that read metadata (shape, layout, dtype, device, requires_grad), and the setter of requires_grad."""
 SET_GRAD: Callable[..., Any] = vars(torch._C.TensorBase)["grad"].__set__
 """The function behind `tensor.grad = value`."""
 
 
 def made(kind: type[T], blank: torch.Tensor, requires_grad: bool) -> T:
-    """A tensor of the class `kind` like `blank`, which no tracer that is active notices."""
+    """A tensor of class `kind` like `blank`, made outside of any active tracer."""
     with _disable_current_modes():
         found: T = torch.Tensor._make_subclass(kind, blank, requires_grad)
     return found
 
 
 def without_subclasses() -> AbstractContextManager[None]:
-    """A context in which functions of torch take tensors of subclasses as plain tensors."""
     found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return found

@@ -2,17 +2,14 @@
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
-- `_dynamo_marked_constant`, an attribute of functions: Dynamo calls such a function instead of reading its code
+- `_dynamo_marked_constant`: Dynamo calls a function with this attribute instead of tracing it
 
 Contract
 --------
-- A capture replaces functions, methods and properties of torch, of classes and of builtins. Other threads may train meanwhile,
-  so every replacement goes through `replaced`: the thread that opened the context finds the replacement, and every other
-  thread finds the attribute as before. After the context this holds for all threads, also for a function that somebody has
-  kept under another name (`from module import function`).
-- A replacement costs the other threads the time of one more Python call.
-- State that Python and torch keep for the whole process (`gc`, the filters of `warnings`, torch's tracer) has one user at a
-  time: `alone` holds the one lock for it.
+- A capture replaces functions, methods and properties of torch, of classes and of builtins while other threads may train. Every
+  replacement goes through `replaced`: only the thread that opened the context sees it, also through a name that somebody
+  imported (`from module import function`). Other threads pay one more Python call.
+- Process-wide state (`gc`, the filters of `warnings`, torch's tracer) is changed under the one lock of `alone`.
 """
 
 from __future__ import annotations
@@ -33,17 +30,13 @@ _UNCHANGED: Any = object()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A context that one thread of the process is in at a time; a second thread waits until the first one has left."""
     with _LOCK:
         yield
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A context without garbage collection in the whole process, which one thread at a time is in.
-
-    A collection walks over all objects, again and again while graphs and tables grow.
-    """
+    """Disable garbage collection in the whole process, under `alone`: graphs and tables make many objects for it to walk."""
     with alone():
         collecting = gc.isenabled()
         gc.disable()
@@ -55,7 +48,7 @@ def uncollected() -> Iterator[None]:
 
 
 class InThisThread:
-    """A truth value: true in the thread that made it and until `end`, false in every other thread."""
+    """True in the thread that made it, until `end`; false in every other thread."""
 
     def __init__(self) -> None:
         self._thread: int | None = threading.get_ident()
@@ -64,16 +57,15 @@ class InThisThread:
         return self._thread == threading.get_ident()
 
     def end(self) -> None:
-        """Make the value false in every thread."""
         self._thread = None
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, replacement: Any, elsewhere: Any = _UNCHANGED) -> Iterator[None]:
-    """A context in which this thread finds `replacement` as the attribute `name` of a module or class.
+    """Set attribute `name` of a module or class to `replacement` in this thread.
 
-    All other threads find `elsewhere`, which is the attribute itself unless it is given. The attribute of a class may be a
-    function, a property, a static method or a value; the attribute of a module is a function.
+    Other threads see `elsewhere`, by default the original. A class attribute may be a function, property, static method or
+    value; a module attribute is a function.
     """
     inherited, original = name not in vars(owner), inspect.getattr_static(owner, name)
     choice = _Choice(replacement, original if elsewhere is _UNCHANGED else elsewhere)
@@ -91,10 +83,7 @@ def replaced(owner: Any, name: str, replacement: Any, elsewhere: Any = _UNCHANGE
 
 
 def found_in_modules(objects: Collection[int]) -> list[tuple[ModuleType, str, Any]]:
-    """Every module, name and value with which an imported module holds one of `objects`, which are identities (`id`).
-
-    Most modules hold none, and `isdisjoint` leaves them out without a step of Python for each of their values.
-    """
+    """Every (module, name, value) by which an imported module refers to one of `objects` (given by `id`)."""
     wanted = frozenset(objects)
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     holders = [module for module in modules if not wanted.isdisjoint(map(id, list(vars(module).values())))]
@@ -102,7 +91,7 @@ def found_in_modules(objects: Collection[int]) -> list[tuple[ModuleType, str, An
 
 
 def caller() -> CodeType:
-    """The code that uses a replaced attribute; called from a replacement."""
+    """The code object that uses a replaced attribute; called from a replacement."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename == __file__:
         assert frame.f_back is not None
@@ -115,7 +104,6 @@ class _Choice:
         self.here, self.replacement, self.elsewhere = InThisThread(), replacement, elsewhere
 
     def end(self, original: Any) -> None:
-        """Choose the original attribute in every thread from now on."""
         self.elsewhere = original
         self.here.end()
 
@@ -124,7 +112,7 @@ class _Choice:
 
 
 def _attribute(owner: Any, original: Any, choice: _Choice) -> Any:
-    """A function where the original is one, since Dynamo can read functions; else a descriptor."""
+    """A function if the original is one, since Dynamo can trace functions; else a descriptor."""
     if isinstance(owner, ModuleType) or isinstance(original, FunctionType):
         return _function(original, choice)
     return (_Property if hasattr(type(original), "__set__") else _Attribute)(choice)
@@ -145,9 +133,7 @@ def _function(original: Callable[..., Any], choice: _Choice) -> Callable[..., An
     return choose
 
 
-class _Attribute:
-    """A descriptor that behaves as one descriptor or value in one thread, and as another one in all other threads."""
-
+class _Attribute:  # a descriptor
     def __init__(self, choice: _Choice) -> None:
         self._choice = choice
 
@@ -157,9 +143,7 @@ class _Attribute:
         return chosen if bind is None else bind(chosen, instance, owner)
 
 
-class _Property(_Attribute):
-    """The same for descriptors that can be assigned to."""
-
+class _Property(_Attribute):  # a descriptor with a setter
     def __set__(self, instance: Any, value: Any) -> None:
         chosen = self._choice.chosen()
         type(chosen).__set__(chosen, instance, value)

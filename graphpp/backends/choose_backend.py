@@ -1,9 +1,8 @@
 """The compiler that a `backend=` option means.
 
-Contract: `compiler_of` gives a `RegionCompiler`, or None where operations run eagerly. To add a backend: its option in
-`options/backend.py`, and its row in `compiler_of`. A compiled region is called with the graph's strides and returns them
-(`CompiledRegion`). A region that the caller's function leaves as it was runs eagerly and keeps the strides that kernels make,
-so that its reductions round as in the program without regions.
+Contract: to add a backend, add its option in `options/backend.py` and its row in `compiler_of`. A compiled region gets inputs
+with the graph's strides and returns such results (`CompiledRegion`). A region that the caller's function returns unchanged runs
+eagerly with the strides that kernels make, so that reductions round as without regions.
 """
 
 from __future__ import annotations
@@ -27,25 +26,22 @@ from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 
 
 class RegionCompiler(Protocol):
-    """Compiles regions."""
+    """Compiles one region to a function."""
 
     @property
     def takes_sizes(self) -> bool:
-        """Whether the compiler can compile a region whose sizes are symbolic."""
+        """Whether the compiler supports symbolic sizes."""
 
     @property
     def products(self) -> MatmulKernel | None:
-        """The kernel that the backend prefers to torch's for matrix products of gradients; None: torch's."""
+        """The backend's kernel for matrix products of gradients; None: torch's."""
 
     def __call__(self, region: Region) -> Run:
-        """Compile a region; returns its function of a list of inputs, which the call empties.
-
-        A `CompiledRegion`, or a plain function if the region runs eagerly.
-        """
+        """Returns a function of a list of inputs, which each call empties: a `CompiledRegion`, or plain if run eagerly."""
 
 
 def compiler_of(backend: Backend) -> RegionCompiler | None:
-    """The compiler of regions; None: operations run eagerly. Raises `GraphPPError` for options that the compiler lacks."""
+    """The compiler of regions; None: operations run eagerly. Raises `GraphPPError` for unsupported options."""
     makers: dict[type, Callable[[Any], RegionCompiler | None]] = {
         Eager: lambda option: None,
         Inductor: InductorCompiler,
@@ -55,12 +51,12 @@ def compiler_of(backend: Backend) -> RegionCompiler | None:
 
 
 def workspace_of(backend: Backend) -> ProductWorkspace | None:
-    """The bytes that the backend's `products` take to add a product to a sum; None: none, torch's kernel adds."""
+    """Gives the temporary bytes of the backend's `products` when adding to a sum; None: torch's kernel, which needs none."""
     return product_workspace if isinstance(backend, Inductor) else None
 
 
 class FunctionCompiler:
-    """A compiler made of the caller's function (module, examples) -> callable."""
+    """Compiles by the caller's function (module, examples) -> callable."""
 
     products: MatmulKernel | None = None
     takes_sizes = False
@@ -69,10 +65,7 @@ class FunctionCompiler:
         self._function = function
 
     def __call__(self, region: Region) -> Run:
-        """Compile a copy of the region, since the function may change the graph that it is given.
-
-        Raises `GraphPPError` where the function returns no callable.
-        """
+        """Compile a copy of the region, as the function may change it. Raises `GraphPPError` for a non-callable result."""
         module = fx.GraphModule({}, copy.deepcopy(region.graph))
         forward = module.forward  # recompiling a changed graph replaces the method
         compiled: Any = self._function(module, region.examples)
@@ -85,7 +78,7 @@ class FunctionCompiler:
 
 
 def _checked(region: Region, compiled: Callable[..., Any]) -> Run:
-    """A compiled function as a function of a list that the call empties, with its results checked for reused memory."""
+    """Wrap a compiled function as a function of a list, which it empties, and check results for reused memory."""
     fresh = FreshResultsCheck(region)
 
     def run(boxed: list[Any]) -> Sequence[Any]:

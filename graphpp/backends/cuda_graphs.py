@@ -1,22 +1,18 @@
-"""Replay a stage program as a CUDA graph: one launch for the whole program in place of one launch per operation.
+"""Replay a stage program as a CUDA graph: one launch for the whole program instead of one per operation.
 
 Contract
 --------
-- `with_cuda_graph(program, recorder)` returns a `Program` with the same roles and the same numbers; its `run` is a
-  `ReplayedProgram`. The first `WARM_UPS` runs execute the program itself, on the recorder's stream. The next run is recorded,
-  and every later run replays the recording.
-- Parameters, buffers and constants are read in place. All other arguments are copied into memory that the recording reads. If
-  a copied argument changes its shape or strides, or an argument that is read in place changes its address, the program is
-  recorded again, at most `RECORDINGS` times.
-- Every result is copied out of the recording's memory into memory of its own. A later replay, of this or of any other
-  program, therefore overwrites nothing that is alive: no saved values of other microbatches, no messages in flight, no
-  gradients. For the same reason all recordings of a rank share one memory pool, in whatever order they are replayed. The
-  price: each program keeps one more copy of one microbatch's values, and each saved value is copied twice, out of the
-  forward's recording and into the backward's.
-- Gradients go to the gradient sink after the replay, in the order in which the program itself hands them over. A gradient
-  that the program hands over as two factors of a matrix product is multiplied into its sum straight from the recording's
-  memory.
-- A program that cannot be recorded runs without a graph; `ReplayedProgram.describe` and one line of the log say why.
+- `with_cuda_graph(program, recorder)` returns a `Program` with the same roles and results; its `run` is a `ReplayedProgram`.
+  The first `WARM_UPS` runs execute eagerly on the recorder's stream, the next run is recorded, later runs replay it.
+- Parameters, buffers and constants are read in place. All other arguments are copied into static memory. If a copied argument
+  changes its shape or strides, or an argument read in place changes its address, the program is recorded again, at most
+  `RECORDINGS` times.
+- Every result is copied out of the recording's memory. So no replay overwrites live values: saved values of other microbatches,
+  messages in flight, gradients. This also lets all recordings of a rank share one memory pool, replayed in any order. The cost:
+  one more copy of one microbatch's values per program, and two copies of each saved value (from the forward, to the backward).
+- After the replay, gradients go to the gradient sink in the program's order. A gradient given as two factors of a matrix
+  product is multiplied into its sum directly from the recording's memory.
+- A program that cannot be recorded runs without a graph; `ReplayedProgram.describe` and one log line give the reason.
 """
 
 from __future__ import annotations
@@ -45,15 +41,15 @@ _LOG = logging.getLogger("graphpp")
 
 
 class GraphRecorder(Protocol):
-    """Records and replays runs on one device: owns the streams, the graphs and their memory pool."""
+    """Records and replays runs on one device; owns the streams, graphs and memory pool."""
 
     device: torch.device
 
     def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Run on the stream of the recordings; later work on the current stream waits for the run."""
+        """Run on the recording stream; later work on the current stream waits for it."""
 
     def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """Record `run` without executing it: a function that replays it, and the tensors that hold each replay's results."""
+        """Record `run` without executing it. Returns a replay function, and the tensors that get each replay's results."""
 
 
 class CudaGraphRecorder:
@@ -65,12 +61,12 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Run on the stream of the recordings: libraries keep one workspace per stream, which the warm-up allocates."""
+        """Run on the recording stream: libraries keep one workspace per stream, which the warm-up allocates."""
         with self._stream.in_place_of_current():
             return run()
 
     def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """Capture in thread-local mode: other threads (NCCL's watchdog, data loaders) may use CUDA meanwhile."""
+        """Capture in thread-local mode, as other threads (NCCL's watchdog, data loaders) may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(graph, self._pool, self._stream.stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device), capturing:
@@ -80,13 +76,13 @@ class CudaGraphRecorder:
 
 @dataclass
 class RecordingSink:
-    """The gradient sink of a program that is being recorded: the order of the gradients, and factors of matrix products."""
+    """The gradient sink of a program during recording."""
 
     order: list[tuple[int, bool, MatmulLayout | None]] = field(default_factory=list)  # result index, given as factors?, layout
     factors: list[torch.Tensor] = field(default_factory=list)  # two per matrix product
 
     def __call__(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Note a gradient that the program returns as a result."""
+        """Note a gradient that is a result of the program."""
         self.order.append((index, False, None))
         return value
 
@@ -100,9 +96,8 @@ class RecordingSink:
 class _Recording:
     """A recorded run.
 
-    `key`: the addresses, shapes and strides that the recording assumes. `buffers`: the memory for copied arguments. `results`:
-    the memory of the results; None for gradients given as factors. `gradients`: the order of the gradients and the memory of
-    their factors.
+    `key`: the recording is valid for it (see `_key`). `buffers`: static memory of copied arguments. `results`: static memory of
+    results, None for gradients given as factors. `gradients`: the order of gradients, and static memory of their factors.
     """
 
     key: tuple[object, ...]
@@ -112,13 +107,12 @@ class _Recording:
     gradients: RecordingSink
 
     def copy_results(self) -> list[Any]:
-        """The results, copied out of the recording's memory."""
         copies = iter(copy_all([result for result in self.results if result is not None]))
         return [None if result is None else next(copies) for result in self.results]
 
 
 class ReplayedProgram:
-    """The `run` of a program that is recorded and replayed. `obstacle`: the reason why the program can never be recorded."""
+    """The `run` of a recorded program. `obstacle`: why the program can never be recorded."""
 
     def __init__(self, program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> None:
         self._program, self._recorder = program, recorder
@@ -131,17 +125,16 @@ class ReplayedProgram:
 
     @property
     def name(self) -> str:
-        """The program's stage and phase."""
         return program_name(self._program)
 
     def describe(self) -> str:
-        """The state of the program: "replayed", "not recorded yet", or "not replayed: " and the reason."""
+        """The state: "replayed", "not recorded yet", or "not replayed: " and the reason."""
         if self.reason is not None:
             return f"not replayed: {self.reason}"
         return "not recorded yet" if self._recording is None else "replayed"
 
     def __call__(self, arguments: list[Any], sink: GradientSink | None = None) -> Sequence[Any]:
-        """Run the program, record it, or replay its recording; arguments and results are those of `Program.run`."""
+        """Run the program, record it, or replay its recording; same arguments and results as `Program.run`."""
         if self.reason is None and self._runs >= WARM_UPS:
             self._prepare(arguments)
         if self.reason is not None:
@@ -155,7 +148,7 @@ class ReplayedProgram:
         return self._program.run(arguments) if sink is None else self._program.run(arguments, sink)
 
     def _unknown(self) -> str | None:
-        """The reason if an argument can be neither read in place nor copied: a recording would freeze a number of the host."""
+        """The reason if an argument can be neither read in place nor copied: a recording would freeze its value."""
         known = {*self._in_place, *self._copied}
         strange = [role for index, role in enumerate(self._program.inputs) if index not in known]
         if roles.RandomKey() in strange:
@@ -163,7 +156,7 @@ class ReplayedProgram:
         return f"it is given {strange[0]}" if strange else None
 
     def _prepare(self, arguments: Sequence[Any]) -> None:
-        """Record the program for these arguments unless that is done; if it cannot be recorded, set `reason`."""
+        """Record the program unless a recording is valid for these arguments; set `reason` if it cannot be recorded."""
         self.reason = self._unfit(arguments)
         if self.reason is None:
             key = self._key(arguments)
@@ -185,12 +178,12 @@ class ReplayedProgram:
         return None
 
     def _key(self, arguments: Sequence[Any]) -> tuple[object, ...]:
-        """The addresses of arguments read in place, and the shapes and strides of all: a recording holds for these."""
+        """The addresses, shapes and strides of arguments read in place; the shapes, strides and dtypes of copied ones."""
         fixed = ((arguments[at].data_ptr(), arguments[at].shape, arguments[at].stride()) for at in self._in_place)
         return (*fixed, *((arguments[at].shape, arguments[at].stride(), arguments[at].dtype) for at in self._copied))
 
     def _record(self, arguments: Sequence[Any], key: tuple[object, ...]) -> None:
-        """Record the program, or set `reason` if CUDA refuses or if it was recorded too often."""
+        """Record the program; set `reason` if CUDA refuses or after `RECORDINGS` recordings."""
         self._recordings, self._recording = self._recordings + 1, None
         if self._recordings > RECORDINGS:
             self.reason = f"its parameters were moved, or its arguments changed, {RECORDINGS} times"
@@ -236,10 +229,10 @@ class ReplayedProgram:
 
 
 def program_name(program: Program) -> str:
-    """The stage and phase of a program, as messages name it."""
+    """The stage and phase of a program, for messages."""
     return f"stage {program.stage} {program.phase.label}"
 
 
 def with_cuda_graph(program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> Program:
-    """The program, recorded in its run number `WARM_UPS + 1` and replayed from then on."""
+    """The program, recorded in its run number `WARM_UPS + 1` and replayed in later runs."""
     return replace(program, run=ReplayedProgram(program, recorder, obstacle))

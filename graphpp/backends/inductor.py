@@ -1,9 +1,8 @@
 """Compile regions with Inductor into a cache folder that ranks and later runs share.
 
-Contract: `InductorCompiler` compiles a region once per region key, processor, torch version, options and number of threads.
-An entry of the cache is complete or is made anew (`disk_cache.py`). Options hold for Inductor's decompositions and all that
-follows. Options that only earlier parts of `torch.compile` read raise `GraphPPError`, as do modes and options that Inductor
-lacks. An option that the user has not set may be chosen by measurement, for each region (`kernels.py`).
+Contract: a region is compiled once per region key, processor, torch version, options and number of threads. Options apply to
+Inductor's decompositions and everything after. Modes and options that Inductor lacks raise `GraphPPError`, as do options that
+only earlier parts of `torch.compile` read. Unless the user sets the layout option, it is chosen by measurement (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from graphpp.options.backend import Inductor
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
 
-_LAYOUT = {"layout_optimization", "force_layout_optimization"}  # options of the user's that leave no choice of a layout
-_VECTOR_UNITS = "vector_units.json"  # the vector instructions that can be built and loaded, by name
+_LAYOUT = {"layout_optimization", "force_layout_optimization"}  # user options that decide the layout
+_VECTOR_UNITS = "vector_units.json"  # vector instructions that were built and loaded
 
 
 class InductorCompiler:
-    """Compiles regions with the options and the cache folder of an `Inductor` option."""
-
     takes_sizes = True
 
     def __init__(self, option: Inductor) -> None:
@@ -43,8 +40,7 @@ class InductorCompiler:
         self._knows_vector_units = False
 
     def __call__(self, region: Region) -> Run:
-        """Compile a region; returns its function of a list of inputs, which the call empties."""
-        from graphpp._torch import inductor  # imports Inductor, about a second, which eager pipelines save
+        from graphpp._torch import inductor  # takes about a second to import, which eager pipelines save
 
         if "cpu" in {device.type for device in _devices(region)}:
             self.find_vector_units()
@@ -56,10 +52,7 @@ class InductorCompiler:
         return CompiledRegion(region, run, symbols=symbols)
 
     def find_vector_units(self) -> None:
-        """Let Inductor find the processor's vector instructions, which takes seconds where the cache does not have them.
-
-        Code for a GPU needs none.
-        """
+        """Let Inductor detect the CPU's vector instructions; takes seconds if they are not in the cache."""
         if self._knows_vector_units:
             return
         from graphpp._torch import inductor
@@ -80,20 +73,15 @@ class InductorCompiler:
 
 
 def _devices(region: Region) -> list[torch.device]:
-    """The devices of a region's inputs and results."""
     return [value.device for value in (*region.examples, *region.results) if isinstance(value, torch.Tensor)]
 
 
 def _options_of(option: Inductor) -> dict[str, Any]:
-    """The options of the mode and the user's own above them.
-
-    Raises `GraphPPError` for modes and names that Inductor lacks: each region would fail and run eagerly. Raises it for options
-    without an effect too.
-    """
+    """The mode's options updated by the user's. Raises `GraphPPError` for unknown options and for options without effect."""
     if not option.options and option.mode is None:
         return {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
+        warnings.simplefilter("ignore")  # torch 2.13 imports deprecated names
         from graphpp._torch import inductor
     try:
         of_mode = inductor.mode_options(option.mode)
@@ -118,10 +106,10 @@ def _options_of(option: Inductor) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _caching_in(folder: Path) -> Iterator[None]:
-    """While open, Inductor and Triton cache their compiled code in `folder`.
+    """Let Inductor and Triton cache compiled code in `folder`.
 
-    Triton's variable must be set and restored too: Inductor sets it permanently when it makes its first kernel, and all later
-    kernels of the process would be written into that first entry after its manifest.
+    Triton's variable must be restored too: Inductor sets it for good at its first kernel, and all later kernels of the process
+    would be written into that first entry after its manifest.
     """
     folders = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
     before = {name: os.environ.get(name) for name in folders}

@@ -1,16 +1,16 @@
-"""Choose kernels on the CPU by stopwatch: torch's or oneDNN's for matrix products, channels last or not for convolutions.
+"""Choose CPU kernels by timing: torch or oneDNN for matrix products, channels last or not for convolutions.
 
 Contract
 --------
-- The faster one depends on the processor, by a factor of two on some. Each choice is measured once per key, processor, torch
-  version and number of threads, and kept in the disk cache for other processes and later runs. What stands there and is none of
-  the choices is measured anew. Symbolic sizes count as in the trace.
-- `Products.replace_matmuls` replaces, in a graph, each float32 matrix product on the CPU by oneDNN's kernel where that kernel
-  was faster when both ran in turn. `multiply` and `multiply_add` choose alike for gradients that a program hands over as two
-  factors (`runtime/gradients/gemm_accumulation.py`). The results of the two kernels differ in the last bits.
-- `Convolutions.options` gives Inductor's options for a region: none, or those for the strides of the graph. On the CPU Inductor
-  computes every convolution of a forward channels last. For that it transposes each weight anew in every microbatch, and copies
-  the region's inputs and results, which keep the strides of the graph. This pays where the images are large beside the weights.
+- The faster kernel depends on the processor, sometimes by a factor of two. Each choice is timed once per key, processor, torch
+  version and number of threads, and kept in the disk cache. Invalid cached choices are timed again. Symbolic sizes count with
+  their values in the trace.
+- `Products.replace_matmuls` replaces each float32 matrix product of a CPU graph by oneDNN's kernel where that was faster.
+  `multiply` and `multiply_add` choose alike for gradients given as two factors (`runtime/gradients/gemm_accumulation.py`).
+  The results of the two kernels differ in the last bits.
+- `Convolutions.options`: on the CPU Inductor computes every convolution of a forward channels last. It then transposes each
+  weight in every microbatch, and copies the region's inputs and results, which keep the graph's strides. This pays off for
+  images that are large compared with the weights, so the choice is timed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 _aten = torch.ops.aten
 _LINEAR: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
-_BATCH = 32  # larger batches hold small matrices, where one call per matrix costs more than the kernel gains
+_BATCH = 32  # larger batches have small matrices, where one call per matrix costs more than the kernel gains
 _GAIN = 0.95  # oneDNN must take less than this fraction of the time of torch's kernel
-_ONEDNN, _TORCH = "linear", "mm"  # as the cached table has them
+_ONEDNN, _TORCH = "linear", "mm"  # values in the cached table
 _AS_IN_GRAPH, _CHANNELS_LAST = "graph", "channels last"
 
 
 class MeasuredChoices:
-    """One table of the cache; `choices`: the values that it may have."""
+    """A cached table of choices; other values than `choices` are ignored."""
 
     def __init__(self, cache: DiskCache, table: str, choices: Collection[str]) -> None:
         self._cache, self._table = cache, table
@@ -51,7 +51,7 @@ class MeasuredChoices:
         self._machine = f"{processor}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
     def choose(self, key: str, measure: Callable[[], str]) -> str:
-        """The choice for a key; `measure` makes a new one."""
+        """The cached choice for a key, else the result of `measure`."""
         key = f"{self._machine}: {key}"
         if key not in self._chosen:
             self._chosen[key] = measure()
@@ -61,7 +61,7 @@ class MeasuredChoices:
 
 
 def shortest_times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[float]:
-    """The shortest time of each function in seconds; the functions run in turn, `rounds` times after one warm-up."""
+    """The minimum seconds of each function; the functions run alternately, `rounds` times after one warm-up."""
     best = [float("inf")] * len(runs)
     for turn in range(rounds + 1):
         for index, run in enumerate(runs):
@@ -73,13 +73,12 @@ def shortest_times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[f
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same layout and on the same device as a fake one, with numbers to compute on."""
+    """A real tensor of the layout and device of a fake one."""
     shape, stride = ([*map(hint, sizes)] for sizes in (value.shape, value.stride()))
     return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).fill_(0.5)
 
 
 def _layout_of(value: torch.Tensor) -> str:
-    """Shape and strides, as they stand in keys."""
     return f"{[*map(hint, value.shape)]}/{[*map(hint, value.stride())]}"
 
 
@@ -95,7 +94,7 @@ def onednn_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Products:
-    """Multiplies by the faster kernel: a `MatmulKernel`."""
+    """Multiplies by the faster kernel; a `MatmulKernel`."""
 
     def __init__(self, cache: DiskCache) -> None:
         self._choices = MeasuredChoices(cache, "products.json", (_ONEDNN, _TORCH))
@@ -103,7 +102,7 @@ class Products:
         self._usual = TorchMatmul()
 
     def replace_matmuls(self, graph: fx.Graph) -> None:
-        """Replace matrix products by oneDNN's kernel, in place, where that is faster; nodes must carry `meta["val"]`."""
+        """Replace matrix products in place by oneDNN's kernel where that is faster; nodes must have `meta["val"]`."""
         for node in [node for node in graph.nodes if node.target in _PRODUCTS and _is_eligible_node(node)]:
             *bias, a, b = node.args
             if not self.prefers_onednn(a.meta["val"], b.meta["val"]):
@@ -115,13 +114,11 @@ class Products:
             graph.erase_node(node)
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """`a @ b`, in new memory."""
         if is_eligible(a, b) and self.prefers_onednn(a, b):
             return onednn_matmul(a, b)
         return self._usual.multiply(a, b)
 
     def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add `a @ b` into `total`, in place."""
         if not (is_eligible(a, b) and self.prefers_onednn(a, b)):
             self._usual.multiply_add(total, a, b)
         elif a.dim() == 3:
@@ -131,7 +128,7 @@ class Products:
             total.add_(onednn_matmul(a, b))
 
     def prefers_onednn(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """True if oneDNN's kernel is faster for operands of these shapes and strides; fake tensors are allowed."""
+        """Whether oneDNN is faster for these shapes and strides; the operands may be fake tensors."""
         shapes = tuple(tuple(map(hint, sizes)) for sizes in (a.shape, a.stride(), b.shape, b.stride()))
         found = self._known.get(shapes)
         if found is None:
@@ -141,16 +138,12 @@ class Products:
 
 
 def faster_product(a: torch.Tensor, b: torch.Tensor) -> str:
-    """The name of the faster kernel."""
     usual, other = shortest_times([lambda: torch.matmul(a, b), lambda: onednn_matmul(a, b)])
     return _ONEDNN if other < _GAIN * usual else _TORCH
 
 
 def product_workspace(a: torch.Tensor, b: torch.Tensor) -> int:
-    """The most bytes that `Products.multiply_add` takes beside the sum: oneDNN's kernel, if it is chosen, does not add.
-
-    Follows from the factors' layouts, on all ranks alike: each rank measures which kernel is faster.
-    """
+    """The maximum temporary bytes of `Products.multiply_add`, equal on all ranks whichever kernel a rank chooses."""
     if not _both_can(a, b):
         return 0
     elements: int = known(a.shape[-2] * b.shape[-1])  # a batch is multiplied matrix by matrix
@@ -158,12 +151,12 @@ def product_workspace(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def is_eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if both kernels can compute this product and it has elements."""
+    """Whether both kernels can compute this product, and it is not empty."""
     return _both_can(a, b) and all(hint(value.numel()) for value in (a, b))
 
 
 def _both_can(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if both kernels can compute this product: float32 on the CPU, two matrices or a batch of at most `_BATCH`."""
+    """Whether both kernels can compute this product: float32 on the CPU, two matrices or a batch of at most `_BATCH`."""
     on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in (a, b))
     several = a.dim() == b.dim() == 3 and not isinstance(a.shape[0], SYMBOLIC)
     few = a.dim() == b.dim() == 2 or (several and len(a) <= _BATCH)
@@ -171,7 +164,6 @@ def _both_can(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _linear(graph: fx.Graph, a: fx.Node, b: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-    """Insert nodes that compute `a @ b + bias` by oneDNN."""
     transposed = graph.call_function(_aten.permute.default, (b, [1, 0]))
     transposed.meta["val"] = b.meta["val"].t()
     product = graph.call_function(_LINEAR, (a, transposed, bias, "none", [], ""))
@@ -180,7 +172,7 @@ def _linear(graph: fx.Graph, a: fx.Node, b: fx.Node, bias: fx.Node | None = None
 
 
 def _batched(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
-    """Insert nodes that compute each product of a batch by a call of its own."""
+    """Insert one oneDNN call per matrix of a batch."""
     products = []
     for index in range(len(a.meta["val"])):
         factors = [graph.call_function(_aten.select.int, (value, 0, index)) for value in (a, b)]
@@ -193,7 +185,7 @@ def _batched(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
 
 
 def _empty(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A tensor with the shape of `a @ b`."""
+    """An empty tensor with the shape of `a @ b`."""
     return a.new_empty(a.shape[0], b.shape[1])
 
 
@@ -208,13 +200,11 @@ def _is_eligible_node(node: fx.Node) -> bool:
 
 
 class Convolutions:
-    """Chooses the layout of a region's convolutions."""
-
     def __init__(self, cache: DiskCache) -> None:
         self._choices = MeasuredChoices(cache, "convolutions.json", (_AS_IN_GRAPH, _CHANNELS_LAST))
 
     def options(self, region: Region) -> Mapping[str, Any]:
-        """The options for a region; those that the user sets come first."""
+        """Inductor's layout option for a region."""
         nodes = [node for node in region.graph.nodes if node.target is _aten.convolution.default]
         if not nodes or not all(map(_has_a_choice, nodes)):
             return {}
@@ -223,7 +213,7 @@ class Convolutions:
 
 
 def _has_a_choice(node: fx.Node) -> bool:
-    """Whether a convolution is over images on the CPU that are not channels last already."""
+    """Whether a convolution is over CPU images that are contiguous (not channels last already)."""
     image = node.args[0].meta["val"]  # type: ignore[union-attr]
     if image.device.type != "cpu" or image.dim() != 4 or node.kwargs or not all(map(_is_plain, node.args[3:])):
         return False
@@ -232,7 +222,7 @@ def _has_a_choice(node: fx.Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a stride, padding or flag is known, also where sizes are symbolic."""
+    """Whether a stride, padding or flag is a plain number, not symbolic."""
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, int)
 
 
@@ -243,10 +233,7 @@ def _key_of(node: fx.Node) -> str:
 
 
 def _runs_of(node: fx.Node) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A convolution in the strides of the graph; and channels last, with the copy of the weight.
-
-    Copies of images are left out: Inductor makes them in the kernels before and after, where they cost little.
-    """
+    """Run a convolution in the graph's strides; channels last, with the weight's copy. (Inductor fuses the image's copy.)"""
     image, weight, *others = [_sample(arg.meta["val"]) if isinstance(arg, fx.Node) else arg for arg in node.args]
     run, last = _aten.convolution.default, torch.channels_last
     moved = image.contiguous(memory_format=last)  # type: ignore[union-attr]
@@ -254,7 +241,7 @@ def _runs_of(node: fx.Node) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def faster_layout(nodes: Sequence[fx.Node]) -> str:
-    """The name of the layout in which convolutions take less time together. Equal ones are timed once."""
+    """The faster layout for all convolutions together. Equal convolutions are timed once."""
     counts, each = Counter(map(_key_of, nodes)), {_key_of(node): node for node in nodes}
     with torch.no_grad():
         times = [[count * seconds for seconds in shortest_times(_runs_of(each[key]))] for key, count in counts.items()]

@@ -1,4 +1,4 @@
-"""The name of this machine's processor, on which the fastest kernel of a matrix product depends."""
+"""The name of this machine's processor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def processor_name() -> str:
-    """The name by `/proc/cpuinfo`; "unknown" where the file or the name is missing."""
+    """The model name in `/proc/cpuinfo`; "unknown" if missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,7 @@
-"""Replace the stage programs of a rank by programs that are replayed as CUDA graphs, where a program allows it.
+"""Wrap the stage programs of a rank in `ReplayedProgram`s, which are replayed as CUDA graphs where possible.
 
-Contract: `RecordedPrograms.record_all` takes the stage programs of each microbatch and the woven programs of a runner. It
-returns them with every program of this rank's stages wrapped in a `ReplayedProgram`; two references to one program before
-refer to one wrapper after. A program that cannot be recorded is wrapped too and runs as before, so that `states` has a line
-for every program. The log lists all programs that cannot be recorded, once per pipeline.
+Contract: references to one program become references to one wrapper. A program that cannot be recorded is wrapped too, so that
+`states` lists it. The log names all such programs, once per pipeline.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ Runnable = tuple[list[PipelineProgram], list[WovenProgram]]
 
 
 def recorder_for(device: torch.device) -> GraphRecorder | None:
-    """The recorder of a device; None on devices without CUDA graphs."""
     return CudaGraphRecorder(device) if device.type == "cuda" else None
 
 
@@ -38,11 +35,11 @@ class RecordedPrograms:
     def __init__(self, recorder: GraphRecorder | None) -> None:
         self._recorder = recorder
         self._told = False
-        self._runs: list[tuple[str, Callable[[], str]]] = []  # the name of a program, a function that gives its state
+        self._runs: list[tuple[str, Callable[[], str]]] = []  # a program's name, and a function that returns its state
 
     @property
     def states(self) -> dict[str, str]:
-        """The state of each program of the last runner, by stage and phase; one line per microbatch shape."""
+        """The state of each program of the last runner, by stage and phase; one entry per microbatch shape."""
         seen: Counter[str] = Counter()
         states: dict[str, str] = {}
         for name, state in self._runs:
@@ -53,7 +50,7 @@ class RecordedPrograms:
     def record_all(
         self, programs: Sequence[PipelineProgram], woven: Sequence[WovenProgram], local: Collection[int], sources: ProgramGraphs
     ) -> Runnable:
-        """The programs of a runner with those of this rank's stages, `local`, wrapped in `ReplayedProgram`s."""
+        """Wrap the programs of stages `local` (this rank's)."""
         stages = {id(stage): stage for each in programs for stage in each.stages if stage.index in local}
         items = {id(item): item for stage in stages.values() for item in stage.programs.values()}
         if self._recorder is None:

@@ -1,15 +1,14 @@
-"""The inputs and results of a compiled region: strides as captured, results in memory of their own.
+"""Checks inputs and results of a compiled region: strides as captured, results in new memory.
 
 Contract
 --------
-- `CompiledRegion` gives each result the strides that it has in the graph, because other regions, possibly on other ranks, and
-  views were captured for these strides. (Inductor, for one, returns a window into a larger tensor, such as the gradient of one
-  part of a `cat`, without the window's gaps.)
-- `WithCapturedInputs` gives each input of one call the strides that it has in the graph: Inductor raises for others. A kernel
-  that runs eagerly before may return other strides than its fake twin did during the trace. The inputs that differ depend on
-  the place of the call: equal layers share one compiled region, but not the kernels that run before it.
-- `FreshResultsCheck` raises if a region returns results in the memory of an earlier call's results, which may still be saved
-  for the backward of an earlier microbatch or of an equal layer.
+- `CompiledRegion` gives each result its strides in the graph, for which other regions and views were captured. (Inductor, for
+  one, may return a window into a larger tensor, such as the gradient of one part of a `cat`, without the window's gaps.)
+- `WithCapturedInputs` gives each input of one call its strides in the graph, as Inductor raises for others: an eager kernel may
+  return other strides than its fake kernel. Which inputs differ depends on the call: equal layers share one compiled region,
+  but not the kernels before it.
+- `FreshResultsCheck` raises if a region returns results in the memory of an earlier call's results, which the backward of an
+  earlier microbatch or of an equal layer may still need.
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ from graphpp.runtime.program import TensorMeta
 
 
 class CompiledRegion:
-    """A compiled region whose results are copied to the graph's strides where they differ.
+    """A compiled region that copies results to the graph's strides where they differ.
 
-    The first run finds the results that differ; shapes are fixed, so every later run returns the same strides. The first run
-    raises `GraphPPError` if the number, a shape or a dtype of the results is not that of the region.
+    The first run finds these results: shapes are fixed, so strides stay the same. It raises `GraphPPError` if the number,
+    shape or dtype of results differs from the region's.
     """
 
     def __init__(self, region: Region, run: Run, values: Values | None = None, symbols: Symbols | None = None) -> None:
-        """`values`: the numbers for symbolic sizes of the region; `symbols`: the facts for which the code holds."""
+        """`values`: numbers for the region's symbolic sizes; `symbols`: guards for which the code is valid."""
         self.region, self.symbols, self._run, self._title = region, symbols, run, region.title
         self._metas = _metas_of(region.results, values)
         self._mismatched: list[tuple[int, TensorMeta]] | None = None
 
     def at(self, values: Values) -> CompiledRegion:
-        """The same compiled code for one set of sizes."""
         return CompiledRegion(self.region, self._run, values)
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
@@ -58,7 +56,7 @@ class CompiledRegion:
         return restrided
 
     def _check(self, results: Sequence[Any]) -> list[tuple[int, TensorMeta]]:
-        """The positions of results with other strides than the graph's, and the metadata to copy them to."""
+        """The results whose strides differ from the graph's: position and metadata."""
         if len(results) != len(self._metas):
             raise GraphPPError(f"backend=: {self._title} has {len(self._metas)} results, compiled it returned {len(results)}")
         mismatched = []
@@ -74,13 +72,10 @@ class CompiledRegion:
 
 
 class WithCapturedInputs:
-    """One call of a compiled region; inputs with other strides than the graph's are copied to the graph's first.
-
-    The first run finds these inputs; the same kernels make them in every later run.
-    """
+    """One call of a compiled region that copies inputs to the graph's strides where they differ, as found in the first run."""
 
     def __init__(self, run: CompiledRegion, values: Values | None = None) -> None:
-        """`values`: the numbers for symbolic sizes of the region."""
+        """`values`: numbers for the region's symbolic sizes."""
         self._run = run
         self._metas = _metas_of(run.region.examples, values)
         self._mismatched: list[tuple[int, TensorMeta]] | None = None
@@ -95,37 +90,33 @@ class WithCapturedInputs:
 
 
 def _metas_of(values: Sequence[Any], sizes: Values | None) -> list[TensorMeta | None]:
-    """The metadata of tensors, with numbers for symbolic sizes; None for other values."""
+    """The metadata of tensors at these sizes; None for other values."""
     metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in values]
     return metas if sizes is None else [meta.at(sizes) if meta is not None else None for meta in metas]
 
 
 def _describe(value: Any) -> str:
-    """The dtype and shape of a tensor, or the type of another value, for messages."""
+    """Dtype and shape of a tensor, or the type of another value, for messages."""
     if not isinstance(value, torch.Tensor | TensorMeta):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _strides_differ(value: torch.Tensor, meta: TensorMeta) -> bool:
-    """True if a stride differs that matters: of a dimension with more than one element, in a tensor with more than one."""
+    """Whether a stride differs in a dimension of more than one element."""
     strides = zip(value.shape, value.stride(), meta.stride, strict=True)
     return value.numel() > 1 and any(size > 1 and found != stride for size, found, stride in strides)
 
 
 class FreshResultsCheck:
-    """Detects a region's result in the memory of an earlier call's result that is still referenced.
-
-    Two kinds of results may share memory: a result that depends on no input may be a constant, and a view of an input lies in
-    the input's memory.
-    """
+    """Detects results in the memory of earlier, live results; only constants and views of inputs may share memory."""
 
     def __init__(self, region: Region) -> None:
         self._title, self._computed = region.title, _computed(region.graph)
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def check(self, results: Sequence[Any], arguments: Sequence[Any]) -> None:
-        """Raise `GraphPPError` if a result lies in the memory of an earlier result that is still alive."""
+        """Raise `GraphPPError` for a result in the memory of an earlier result that is still alive."""
         pairs = zip(results, self._computed, strict=False)  # `CompiledRegion` checks the number
         found = {id(storage): storage for storage in _storages(value for value, computed in pairs if computed)}
         reused = found.keys() & self._alive.keys()
@@ -138,12 +129,12 @@ class FreshResultsCheck:
 
 
 def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
-    """The storages of the tensors; torch returns the same Python object for a storage as long as it is alive."""
+    """The tensors' storages. Torch returns the same Python object for a storage while it is alive."""
     return [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
 
 
 def _computed(graph: fx.Graph) -> list[bool]:
-    """For each result of the graph, True if it depends on an input."""
+    """For each result, whether it depends on an input."""
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or not reached.isdisjoint(node.all_input_nodes):

@@ -2,11 +2,10 @@
 
 Contract
 --------
-- A region that its compiler cannot compile runs eagerly, with one warning that names the region and the reason. A
-  `GraphPPError` of the compiler is no such reason and comes through.
-- A region with symbolic sizes is compiled once for all sizes, if its compiler can do this. The compiled code may hold for a
-  part of the sizes only, and a compiler may know one size at a time: then the region is compiled again for a size at which no
-  code of it holds, before a step of this size begins. A call of the region runs the code for the sizes that it is given.
+- A region that fails to compile runs eagerly, with one warning that names the region and the reason. A `GraphPPError` of the
+  compiler is raised instead.
+- A region with symbolic sizes is compiled once for all sizes if its compiler supports this. If no compiled code is valid for
+  a size, the region is compiled again before a step of this size begins. A call runs the code for its sizes.
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ _LOG = logging.getLogger("graphpp")
 
 @dataclass(frozen=True)
 class SizedCall:
-    """A call of a region in the program of a microbatch; `values`: the microbatch's sizes, if they are symbolic."""
+    """A call of a region in a microbatch's program; `values`: the microbatch's sizes, if symbolic."""
 
     call: RegionCall
     values: Values | None
 
     @property
     def region(self) -> Region:
-        """The region that is called."""
         return self.call.region
 
 
 @dataclass(frozen=True)
 class _Code:
-    """Compiled code of a region. It holds for these sizes, or for those under which all facts of `symbols` hold, or always."""
+    """Compiled code of a region: valid for the sizes `values`, or where the guards of `symbols` hold, or (None) always."""
 
     run: Run
     values: Values | None = None
@@ -55,7 +53,7 @@ class _Code:
         return (self.values in (None, values)) and (self.symbols is None or self.symbols.hold(values))
 
     def bound(self, values: Values | None) -> Run:
-        """The code for one set of sizes, which checks inputs and results."""
+        """The code for one set of sizes, with checks of inputs and results."""
         if not isinstance(self.run, CompiledRegion):
             return self.run
         if values is None or self.values is not None:
@@ -65,7 +63,7 @@ class _Code:
 
 @dataclass(frozen=True)
 class _RunAtSizes:
-    """Runs the code for the sizes that a call is given: the inputs at `positions`."""
+    """Runs the code for the sizes of a call, which are its inputs at `positions`."""
 
     positions: tuple[int, ...]
     runs: dict[tuple[Any, ...], Run] = field(default_factory=dict)
@@ -75,20 +73,18 @@ class _RunAtSizes:
 
 
 class Regions:
-    """The compiled regions of a pipeline."""
-
     def __init__(self, compiler: RegionCompiler) -> None:
         self._compile = compiler
         self._compiled: dict[str, list[_Code]] = {}
-        self._tried: set[str] = set()  # the regions that the compiler was given with symbolic sizes
+        self._tried: set[str] = set()  # regions that were compiled, or tried, with symbolic sizes
 
     def new(self, calls: Sequence[SizedCall]) -> list[SizedCall]:
-        """One call of each distinct region of these calls for which no compiled code holds."""
+        """One call per distinct region and sizes for which no compiled code is valid."""
         found = {(call.region.key, _numbers(call)): call for call in calls if self._code(call) is None}
         return list(found.values())
 
     def compile(self, call: SizedCall) -> None:
-        """Compile the region of a call for the call's sizes, unless earlier code turns out to hold for them."""
+        """Compile the region of a call for its sizes, unless compiled code is valid for them."""
         region, known = call.region, self._compiled.setdefault(call.region.key, [])
         if self._code(call) is not None:
             return
@@ -102,13 +98,11 @@ class Regions:
             known.append(_Code(self._run(region.at(call.values)), call.values))
 
     def keep_only(self, keys: Iterable[str]) -> None:
-        """Drop the compiled code of all other regions."""
         wanted = set(keys)
         self._compiled = {key: code for key, code in self._compiled.items() if key in wanted}
         self._tried &= wanted
 
     def bind(self, calls: Sequence[SizedCall]) -> None:
-        """Let each call run the compiled code of its region."""
         for each in calls:
             code, sizes = self._code(each), each.region.sizes
             assert code is not None, f"{each.region.title} has not been compiled"
@@ -120,12 +114,12 @@ class Regions:
             each.call.run.runs.setdefault(_numbers(each), code.bound(each.values))
 
     def _code(self, call: SizedCall) -> _Code | None:
-        """The compiled code that holds for the sizes of a call."""
+        """The compiled code that is valid for the sizes of a call."""
         values = call.values if call.region.sizes else None
         return next((code for code in self._compiled.get(call.region.key, ()) if code.holds(values)), None)
 
     def _for_all_sizes(self, region: Region) -> list[_Code]:
-        """The code of a region with symbolic sizes; none if the compiler raises, which may know each single size."""
+        """Compile a region with symbolic sizes; an empty list if the compiler raises, as it may support single sizes."""
         try:
             run = self._quietly(region)
         except Exception as error:  # a compiler may raise anything
@@ -134,16 +128,13 @@ class Regions:
         return [_Code(run, symbols=run.symbols if isinstance(run, CompiledRegion) else None)]
 
     def _quietly(self, region: Region) -> Run:
-        """Compile a region.
-
-        One thread at a time compiles: the filters of warnings, Inductor's tables and its folder belong to the process.
-        """
+        """Compile in one thread at a time: warning filters, Inductor's tables and its folder are process-wide."""
         with alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a compiler's warnings about its own code
             return self._compile(region)
 
     def _run(self, region: Region) -> Run:
-        """Compile a region. If its compiler raises, warn, log the traceback, and let the region run eagerly."""
+        """Compile a region. If the compiler raises, warn, log the traceback, and render the region to run eagerly."""
         try:
             return self._quietly(region)
         except GraphPPError:
@@ -157,5 +148,5 @@ class Regions:
 
 
 def _numbers(call: SizedCall) -> tuple[Any, ...]:
-    """The numbers of the region's inputs that are sizes."""
+    """The values of the region's size inputs."""
     return tuple(map(call.values, call.region.sizes.values())) if call.values is not None else ()

@@ -1,4 +1,1 @@
-"""The data of a step: a microbatch and its tensors by path, a batch cut into microbatches, the weights of their losses.
-
-May import options and `_torch`.
-"""
+"""The data of a step: microbatches with tensors by path, cutting a batch, loss weights. May import options and `_torch`."""

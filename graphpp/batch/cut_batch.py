@@ -2,9 +2,9 @@
 
 Contract
 --------
-- The batch size is the first dimension that most tensors of the batch have; of equally frequent ones, the first in order.
-  Arguments wrapped in `graphpp.whole` do not count. If an example microbatch was given, neither do tensors that have exactly
-  the shape that they have in the example; if all tensors have, those count that were cut in the latest batch.
+- The batch size is the first dimension that most tensors of the batch have; on a tie, the first in order. Tensors wrapped in
+  `graphpp.whole` do not count, nor do tensors with the same shape as in the example microbatch, if one was given. If all
+  tensors have their example shape, the tensors that were cut in the latest batch count.
 - A tensor whose first dimension is the batch size is cut along it, in order, into equal pieces. If the size does not divide,
   the last piece is smaller, or larger where a smaller one would be empty. Every other argument goes whole to each microbatch.
   A tensor of the target must be cut or wrapped in `graphpp.whole`.
@@ -24,19 +24,16 @@ _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 
 class BatchCutter:
-    """Cuts the batches of one pipeline, and remembers which tensors it has cut.
-
-    `example`: the microbatch whose shapes the pipeline was given, or None.
-    """
+    """Cuts the batches of one pipeline, and remembers which tensors it has cut. `example`: the example microbatch, if given."""
 
     def __init__(self, example: Microbatch | None = None) -> None:
         tensors = {} if example is None else FlatMicrobatch.of(example).tensors
         self._shapes = {path: leaf.shape for path, leaf in tensors.items()}
         self._cut: frozenset[str] | None = None  # the paths of the tensors that were cut in the latest batch
-        self._tensors = frozenset[str]()  # the paths of all tensors of that batch
+        self._tensors = frozenset[str]()  # the paths of all its tensors
 
     def cut(self, flat: FlatMicrobatch, microbatches: int) -> list[FlatMicrobatch]:
-        """The microbatches of a flat batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
+        """The microbatches of a flat batch. Raises `BatchError` if the batch is too small, or a tensor's cut is ambiguous."""
         flat = self._with_whole_tensors(flat, microbatches)
         size = batch_size(flat)
         sizes = microbatch_sizes(size, microbatches)
@@ -50,12 +47,12 @@ class BatchCutter:
         if any(isinstance(leaf, Whole) for leaf in flat.values):
             pieces = [replace(FlatMicrobatch.of(piece.microbatch()), rows=piece.rows) for piece in pieces]
         first = {rows: piece for rows, piece in zip(reversed(sizes), reversed(pieces), strict=True)}
-        for rows, piece in zip(sizes, pieces, strict=True):  # microbatches of as many rows have one signature
+        for rows, piece in zip(sizes, pieces, strict=True):  # microbatches of equal rows share one signature
             piece.take_signature(first[rows].signature)
         return pieces
 
     def describe(self) -> str:
-        """The tensors of the latest batch that were cut along their first dimension, and those that were passed whole."""
+        """The tensors of the latest batch that were cut, and those that were passed whole."""
         if self._cut is None:
             return ""
         cut, whole = sorted(self._cut), sorted(self._tensors - self._cut)
@@ -63,10 +60,7 @@ class BatchCutter:
         return f"cut along dimension 0: {', '.join(cut)}{kept}"
 
     def _with_whole_tensors(self, flat: FlatMicrobatch, microbatches: int) -> FlatMicrobatch:
-        """The batch with each tensor wrapped in `Whole` that has the same shape as in the example; itself if none has.
-
-        Of a batch in which all tensors have, as a short last batch may, the tensors that were not cut in the latest batch.
-        """
+        """Wrap in `Whole` tensors with their example shape; if all have it, those that were not cut in the latest batch."""
         if not self._shapes or microbatches == 1:
             return flat
         tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim()}
@@ -85,7 +79,6 @@ class BatchCutter:
 
 
 def microbatch_sizes(size: int, microbatches: int) -> list[int]:
-    """The number of rows of each microbatch. Raises `BatchError` if there are fewer rows than microbatches."""
     if size < microbatches:
         raise BatchError(
             f"a batch of {size} cannot be cut into {microbatches} microbatches. Give a larger batch, fewer microbatches, or "
@@ -102,12 +95,12 @@ def _pairs(flat: FlatMicrobatch) -> list[tuple[str, Any]]:
 
 
 def leading_size(microbatch: FlatMicrobatch) -> int | None:
-    """The rows of a microbatch that was cut out of a batch; else its `leading_size`."""
+    """The microbatch's rows if it was cut out of a batch; else its `leading_size`."""
     return microbatch.leading_size if microbatch.rows is None else microbatch.rows
 
 
 def batch_size(flat: FlatMicrobatch) -> int:
-    """The batch size. Raises `BatchError` if no tensor has a batch dimension, or if the batch is empty."""
+    """The batch size. Raises `BatchError` if no tensor has a batch dimension or the batch is empty."""
     size = leading_size(flat)
     if size is None:
         raise BatchError(f"the batch holds no tensor with a batch dimension: pass its parts with {_BY_HAND}.")
@@ -117,7 +110,7 @@ def batch_size(flat: FlatMicrobatch) -> int:
 
 
 def _is_cut(path: str, leaf: Any, size: int) -> bool:
-    """Whether a leaf is cut. Raises `BatchError` for a tensor of the target that has another first dimension."""
+    """Whether a leaf is cut. Raises `BatchError` for a target tensor with another first dimension."""
     if not isinstance(leaf, torch.Tensor) or not leaf.dim():
         return False
     if len(leaf) != size and path.startswith("target"):

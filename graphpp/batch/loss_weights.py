@@ -3,9 +3,8 @@
 Contract
 --------
 - The seed of a microbatch is the gradient of the step's loss with respect to the microbatch's loss, 0-dim. Without weights
-  the step's loss is the mean or the sum of the losses, or their mean weighted by the rows of the microbatches. With
-  `loss_weight` it is their weighted sum, and a microbatch's seed is its weight. A `GradScaler` multiplies the seeds and
-  `accumulation_steps` divides them, and nothing else.
+  the step's loss is the mean or sum of the losses, or their mean weighted by rows. With `loss_weight` it is their weighted
+  sum. A `GradScaler` multiplies the seeds and `accumulation_steps` divides them; no other option changes them.
 - A seed is bit-equal to the gradient that autograd computes for `loss / microbatches`, `loss * weight`,
   `scaler.scale(loss)` or `loss / microbatches / accumulation_steps`.
 """
@@ -30,7 +29,7 @@ _SCALER = or_none(one_of(GradScaler, takes="a torch.amp.GradScaler"))
 
 @dataclass(frozen=True)
 class LossArguments:
-    """The arguments of a step that concern its loss, as the caller gave them."""
+    """The loss arguments of a step, as the caller gave them."""
 
     weight: LossWeight | None = None
     scaler: GradScaler | None = None
@@ -38,7 +37,7 @@ class LossArguments:
 
     @property
     def shares_overflow(self) -> bool:
-        """Whether a rank's overflow is made known to all ranks."""
+        """Whether an overflow on one rank must be communicated to all ranks."""
         return self.scaler is not None and self.scaler.is_enabled()
 
 
@@ -47,10 +46,7 @@ NO_WEIGHTS = LossArguments()
 
 @dataclass(frozen=True)
 class LossWeighting:
-    """The step's loss as a function of the microbatches' losses: weights, or a mean or sum; and the gradient scaler, if any.
-
-    `steps`: the steps over which gradients accumulate, by which they are divided.
-    """
+    """Computes the step's loss and the seeds. `steps`: the number of accumulation steps, by which gradients are divided."""
 
     reduction: Reduction
     weights: tuple[float, ...] | None = None
@@ -59,7 +55,7 @@ class LossWeighting:
 
     @classmethod
     def of(cls, reduction: Reduction, arguments: LossArguments, rows: Sequence[int | None]) -> LossWeighting:
-        """Read the arguments of a step; `rows`: the rows of each microbatch, None for one without a batch dimension.
+        """Check a step's arguments; `rows`: the rows of each microbatch, None for one without a batch dimension.
 
         Raises `BatchError` for a wrong weight or number of steps, `GraphPPError` for a scaler of another type.
         """
@@ -74,14 +70,13 @@ class LossWeighting:
 
     @property
     def description(self) -> list[str]:
-        """The weights and the loss scale as text, which ranks compare."""
+        """The weights and the loss scale as text, for comparison among ranks."""
         enabled = self.scaler is not None and self.scaler.is_enabled()
         scale = f"loss scale {self.scaler.get_scale()}" if self.scaler is not None and enabled else "no loss scale"
         weights = "no weights" if self.weights is None else f"weights {self.weights}"
         return [weights, scale, f"accumulation over {self.steps} steps"]
 
     def seeds(self, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """One seed per microbatch, 0-dim."""
         one = torch.ones((), dtype=dtype, device=device)
         one = one if self.steps == 1 else one / self.steps
         if self.weights is not None:
@@ -91,14 +86,14 @@ class LossWeighting:
         return seeds if self.scaler is None else [self.scaler.scale(seed).to(dtype) for seed in seeds]
 
     def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
-        """The step's loss, 0-dim, from the losses of its microbatches, [microbatches]."""
+        """The step's loss, 0-dim; `losses`: [microbatches]."""
         if self.weights is not None:
             return (losses * from_host(torch.tensor(self.weights, dtype=losses.dtype), losses.device)).sum()
         return losses.sum() if self.reduction == "sum" else losses.mean()
 
 
 def _by_rows(rows: Sequence[int | None]) -> tuple[float, ...]:
-    """The share of each microbatch in the rows of the batch."""
+    """Each microbatch's fraction of the rows of the batch."""
     known = [each for each in rows if each is not None]
     if len(known) < len(rows):
         raise BatchError(

@@ -30,7 +30,7 @@ _PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_for
 
 
 class _TensorLeaf:
-    """Replaces a tensor in a structure that is kept without its tensors."""
+    """Replaces each tensor in a structure that is kept without tensors."""
 
     def __repr__(self) -> str:
         return "<tensor>"
@@ -56,7 +56,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Whole:
-    """Wraps an argument without a batch dimension, so that it is not cut even if its first dimension is the batch size."""
+    """Wraps an argument that is not cut, even if its first dimension is the batch size."""
 
     value: Any
 
@@ -67,14 +67,13 @@ def whole(value: Any) -> Whole:
 
 
 def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor without data, for an argument of `pipe.step` or `pipe.eval` that this rank was not given.
+    """A tensor without data, for an argument of `pipe.step` or `pipe.eval` that this rank does not have.
 
-    `shape`, `dtype`: those of the tensor on the other ranks. `pipe.inputs_needed()` lists the arguments that a rank reads.
-    Where one of these is absent, the lowest rank of the pipeline that was given the argument sends it, in each call. The result
-    is a contiguous tensor on the meta device, so the ranks with data give them contiguous too (`.contiguous()`). Any other
-    tensor on the meta device serves as well.
+    `shape`, `dtype`: those of the tensor on the other ranks. `pipe.inputs_needed()` lists the arguments that a rank reads. If
+    one of them is absent, the lowest rank of the pipeline that has the argument sends it in each call. Returns a
+    contiguous meta tensor, so ranks with data must pass contiguous tensors (`.contiguous()`). Any other meta tensor works too.
 
-    Raises `BatchError` for a shape or dtype that is none.
+    Raises `BatchError` for an invalid shape or dtype.
     """
     if not isinstance(dtype, torch.dtype):
         raise BatchError(f"absent: dtype must be a torch.dtype, got {shown(dtype)}")
@@ -86,10 +85,7 @@ def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> to
 
 @dataclass(frozen=True)
 class FlatMicrobatch:
-    """A microbatch (or a batch) as flat leaves with their paths, and the structure to rebuild it.
-
-    `rows`: the rows of the batch that the microbatch has, if the microbatch was cut out of a batch.
-    """
+    """A microbatch (or a batch) as leaves with paths and a structure. `rows`: the number of rows of one cut out of a batch."""
 
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
@@ -98,7 +94,7 @@ class FlatMicrobatch:
 
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
-        """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors."""
+        """Flatten `batch`; `whole` arguments stay wrapped. Raises `BatchError` for leaves that may contain tensors."""
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         pairs, spec = pytree.tree_flatten_with_path(tree)
         flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
@@ -107,7 +103,7 @@ class FlatMicrobatch:
         return flat
 
     def take_signature(self, signature: tuple[str, ...]) -> None:
-        """Take the signature of another microbatch with equal shapes, strides and plain data, which need not be made again."""
+        """Reuse the signature of another microbatch with equal shapes, strides and plain data."""
         vars(self)["signature"] = signature
 
     def microbatch(self) -> Microbatch:
@@ -117,13 +113,13 @@ class FlatMicrobatch:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by path, in a fixed order."""
+        """The tensors by path, in order."""
         pairs = zip(self.paths, self.values, strict=True)
         return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
 
     @cached_property
     def leading_size(self) -> int | None:
-        """The first dimension that most tensors have, of equally frequent ones the first in order; None without any."""
+        """The most frequent first dimension of the tensors, on a tie the first in order; None without tensors."""
         sizes = [len(leaf) for leaf in self.values if isinstance(leaf, torch.Tensor) and leaf.dim()]
         return max(sizes, key=sizes.count, default=None)
 
@@ -135,27 +131,23 @@ class FlatMicrobatch:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the tensors, in order."""
         return [tuple(tensor.shape) for tensor in self.tensors.values()]
 
     @cached_property
     def kind(self) -> tuple[str, ...]:
-        """The signature without the sizes of integers, and of other tensors whose elements lie in order."""
+        """The signature without the sizes of integer tensors and of contiguous tensors."""
         leaves = (f"{path}: {_describe_kind(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
         return (f"the structure {self.spec}", *leaves)
 
     def with_ordered_integers(self) -> FlatMicrobatch:
-        """The microbatch with integers and flags in order of memory; kernels compute the same of them."""
+        """The microbatch with integer and bool tensors made contiguous, which does not change the results of kernels."""
         if not any(map(is_unordered_integers, self.values)):
             return self
         return replace(self, values=tuple(leaf.contiguous() if is_unordered_integers(leaf) else leaf for leaf in self.values))
 
 
 def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
-    """One microbatch as flat leaves, with no argument wrapped.
-
-    Raises `BatchError` if `batch` is no `Microbatch`, or if a leaf hides tensors.
-    """
+    """Flatten and unwrap one microbatch. Raises `BatchError` for another type and for leaves that may hide tensors."""
     if not isinstance(batch, Microbatch):
         raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type_name(batch)}")
     flat = FlatMicrobatch.of(batch)
@@ -163,12 +155,11 @@ def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
 
 
 def tensors_by_path(batch: Microbatch) -> dict[str, torch.Tensor]:
-    """The tensors of a microbatch by path, in a fixed order."""
     return FlatMicrobatch.of(batch).tensors
 
 
 def with_tensors(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
-    """The microbatch with `values` in place of its tensors, in the order of `tensors_by_path`."""
+    """Replace the tensors of a microbatch by `values`, in the order of `tensors_by_path`."""
     flat = FlatMicrobatch.of(example)
     remaining = iter(values)
     filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.values)
@@ -176,19 +167,19 @@ def with_tensors(example: Microbatch, values: Sequence[torch.Tensor]) -> Microba
 
 
 def is_plain_data(leaf: Any) -> bool:
-    """True for data that hides no tensor and for which equal values and equal `repr`s are the same."""
+    """Whether a leaf is data that hides no tensor and for which equal `repr`s mean equal values."""
     return isinstance(leaf, _PLAIN)
 
 
 def _path(keys: Sequence[Any]) -> str:
-    """The path as text, such as `args[0]`, from a key path of torch's pytree."""
+    """The text of a pytree key path, such as `args[0]`."""
     text = pytree.keystr(tuple(keys))
     head, _, rest = text.removeprefix("['").partition("']")
     return head + rest
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
-    """Raise `BatchError` for a tensor that requires grad and for an object that may hide tensors."""
+    """Raise `BatchError` for unsupported tensors and for objects that may contain tensors."""
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout).removeprefix("torch.")
@@ -216,14 +207,14 @@ def _check_leaf(path: str, leaf: Any) -> None:
 
 
 def is_unordered_integers(leaf: Any) -> bool:
-    """Whether a leaf is a tensor of integers or flags whose elements do not lie in order."""
+    """Whether a leaf is a non-contiguous tensor of integers or bools."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return False
     return not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_contiguous())
 
 
 def _describe_kind(leaf: Any) -> str:
-    """A leaf's line of the kind: for integers, and for other tensors in order, the number of dimensions and the dtype."""
+    """A leaf's line of `kind`."""
     ordered = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.is_contiguous()
     if ordered or is_unordered_integers(leaf):
         return f"{leaf.dim()} dimensions, {leaf.dtype}"
@@ -231,7 +222,7 @@ def _describe_kind(leaf: Any) -> str:
 
 
 def _describe(leaf: Any) -> str:
-    """A leaf's line of the signature; the stride of a dimension of size 1 does not count."""
+    """A leaf's line of `signature`; the stride of a dimension of size 1 does not count."""
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     strides = [step if size > 1 else 0 for size, step in zip(leaf.shape, leaf.stride(), strict=True)]

@@ -1,7 +1,4 @@
-"""The cache folder in which compiled regions and measured times are kept for other ranks and later runs.
-
-`folder()`, `entries()` and `clear()` show and empty the folder, as `graphpp cache` does. Imports no other package of graphpp.
-"""
+"""The cache folder of compiled regions and measured times, shared by ranks and later runs. Imports no other package."""
 
 from graphpp.cache.contents import clear, entries
 from graphpp.cache.disk_cache import Entry

@@ -1,8 +1,4 @@
-"""Show and empty the cache folder: the public functions of `graphpp.cache`, and the text of `graphpp cache`.
-
-Contract: the functions take the folder that the variable GRAPHPP_CACHE names, else the user's own; another folder, such as
-that of `graphpp.Inductor(cache=)`, is given by `root`. An entry that a process has open stays.
-"""
+"""The public functions of `graphpp.cache`, and the text of `graphpp cache`; `root=None`: the default folder."""
 
 from __future__ import annotations
 
@@ -21,17 +17,17 @@ _BYTES = Accepted("a number of bytes, 0 or more", lambda value: type(value) is i
 
 @checked(GraphPPError, root=or_none(PATH))
 def entries(root: str | os.PathLike[str] | None = None) -> list[Entry]:
-    """The entries with their bytes and the time of their last use, the one used longest ago first."""
+    """The entries with their bytes and the time of their last use, least recently used first."""
     path = default_folder() if root is None else Path(root)
     return DiskCache(path).entries() if path.exists() else []
 
 
 @checked(GraphPPError, root=or_none(PATH), keep=_BYTES)
 def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[Entry]:
-    """Remove the entries used longest ago until at most `keep` bytes are left; returns the removed entries.
+    """Evict least recently used entries until at most `keep` bytes are left; returns the evicted. Open entries stay.
 
-    Without `keep`, the choices of kernels and the seconds of layers that were measured on this device go as well.
-    Raises `GraphPPError` if `keep` is no number of bytes, `root` no path, or the folder no cache but has folders.
+    With `keep=0`, the measured kernel choices and layer times are removed too. Raises `GraphPPError` if `keep` is no number of
+    bytes, `root` is no path, or the folder has subfolders but is no cache.
     """
     path = default_folder() if root is None else Path(root)
     if not is_cache(path):
@@ -46,7 +42,7 @@ def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[
 
 @dataclass(frozen=True)
 class Listing:
-    """Entries of one folder, the one used longest ago first. `removed`: the entries are no longer there."""
+    """Entries of one folder, least recently used first. `removed`: the entries were removed."""
 
     folder: Path
     entries: tuple[Entry, ...]
@@ -54,12 +50,11 @@ class Listing:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all entries."""
         return sum(entry.size for entry in self.entries)
 
     @property
     def total(self) -> str:
-        """The folder, the number of entries and their bytes, on one line."""
+        """One line: the folder, the number of entries and their bytes."""
         count = f"{len(self.entries)} {'entry' if len(self.entries) == 1 else 'entries'}"
         return f"{self.folder}: {count}, {spell_bytes(self.bytes)}{' removed' if self.removed else ''}"
 
@@ -71,6 +66,6 @@ class Listing:
         return "\n".join([*lines, self.total])
 
     def document(self) -> dict[str, object]:
-        """The same as data; times in seconds since 1970."""
+        """The listing as data; times in seconds since 1970."""
         found = [asdict(entry) for entry in self.entries]
         return {"folder": str(self.folder), "bytes": self.bytes, "removed": self.removed, "entries": found}

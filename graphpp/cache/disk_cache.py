@@ -1,14 +1,13 @@
-"""A cache folder of compiled code, shared by processes and runs: an entry is complete, or it is made anew.
+"""A cache folder of compiled code, shared by processes and runs.
 
 Contract
 --------
-- An entry is a folder under a key. A process opens it under an exclusive lock, which is released if the process dies. Other
-  processes that need the entry wait, and then find it complete.
-- When an entry is closed, its manifest with the size and SHA-256 of every file is written last. An entry whose files differ
-  from its manifest is deleted before it is opened, so that no part of it is loaded.
-- When the files of an entry have changed and all entries together exceed the limit, the entries used longest ago are
-  removed. An entry that another process has open stays.
-- A temporary folder replaces a root that cannot be written, with a warning, until the process ends.
+- An entry is a folder named by its key. A process opens it under an exclusive lock, which the death of the process releases.
+- Closing an entry writes its manifest last, with size and SHA-256 of every file. An entry that differs from its manifest is
+  deleted when it is opened, so that no part of it is loaded.
+- When an entry's files changed and all entries exceed the limit, least recently used entries are evicted, except entries that
+  another process has open.
+- If the root cannot be written, a temporary folder replaces it until the process ends, with a warning.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("graphpp")
 _MANIFEST = "manifest.json"
-_LOCKS = "locks"  # the folder of the lock files, beside the entries
+_LOCKS = "locks"  # the folder of the lock files, next to the entries
 _LIMIT = 10 * 2**30  # bytes
 
 
@@ -49,7 +48,7 @@ def default_folder() -> Path:
 
 
 def default_limit() -> int:
-    """The most bytes of all entries together: GRAPHPP_CACHE_LIMIT, else 10 GiB. Raises `GraphPPError` for no number."""
+    """The maximum bytes of all entries: GRAPHPP_CACHE_LIMIT, else 10 GiB. Raises `GraphPPError` if it is no number."""
     limit = os.environ.get("GRAPHPP_CACHE_LIMIT") or _LIMIT
     try:
         return int(limit)
@@ -59,7 +58,7 @@ def default_limit() -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a cache. `used`: when the entry was last opened, in seconds since 1970."""
+    """One entry of a cache. `used`: when it was last opened, in seconds since 1970."""
 
     key: str
     size: int  # bytes
@@ -67,19 +66,17 @@ class Entry:
 
 
 class DiskCache:
-    """The entries and tables under one root folder."""
-
     def __init__(self, root: Path) -> None:
         self._limit = default_limit()
         self.root = _writable(root)
 
     @contextlib.contextmanager
     def entry(self, key: str) -> Iterator[Path]:
-        """The folder of a key, under its exclusive lock; empty if the entry is new or was incomplete."""
+        """Open the folder of a key under its exclusive lock; the folder is empty if the entry is new or was incomplete."""
         with self.lock(key):
             folder = self.root / key
             before = _contents(folder)
-            if _table(folder / _MANIFEST) != before:  # torn or damaged
+            if _table(folder / _MANIFEST) != before:  # incomplete or damaged
                 shutil.rmtree(folder)
                 before = {}
             folder.mkdir(exist_ok=True)
@@ -90,7 +87,7 @@ class DiskCache:
             self.shrink(self._limit)
 
     def entries(self) -> list[Entry]:
-        """The complete and incomplete entries, the one used longest ago first."""
+        """The complete and incomplete entries, least recently used first."""
         found = []
         for folder in self.root.iterdir() if self.root.exists() else ():
             if folder.is_dir() and folder.name != _LOCKS:
@@ -102,7 +99,7 @@ class DiskCache:
         return sorted(found, key=lambda entry: entry.used)
 
     def shrink(self, limit: int) -> list[Entry]:
-        """Remove the entries used longest ago until all have at most `limit` bytes together; returns the removed ones."""
+        """Evict least recently used entries until at most `limit` bytes are left; returns the evicted entries."""
         entries = self.entries()
         size = sum(entry.size for entry in entries)
         removed = []
@@ -113,7 +110,7 @@ class DiskCache:
         return removed
 
     def _remove(self, key: str) -> bool:
-        """Whether the entry could be removed; an entry that a process has open cannot."""
+        """Remove an entry; False if a process has it open."""
         from filelock import Timeout
 
         try:
@@ -124,17 +121,16 @@ class DiskCache:
         return True
 
     def remove_tables(self) -> None:
-        """Remove all tables. Other files under the root, which have no lock here, stay."""
+        """Remove all tables, but no other file under the root (only tables have `*.json.lock`)."""
         for lock in (self.root / _LOCKS).glob("*.json.lock"):
             name = lock.name.removesuffix(".lock")
             with self.lock(name):
                 (self.root / name).unlink(missing_ok=True)
 
     def lock(self, key: str) -> FileLock:
-        """The lock of one key, exclusive among processes."""
         from filelock import FileLock  # loaded by the first compilation
 
-        (self.root / _LOCKS).mkdir(parents=True, exist_ok=True)  # somebody may have deleted the root
+        (self.root / _LOCKS).mkdir(parents=True, exist_ok=True)  # the root may have been deleted
         return FileLock(self.root / _LOCKS / f"{key}.lock")
 
     def read(self, name: str) -> dict[str, str]:
@@ -142,7 +138,7 @@ class DiskCache:
         return {str(key): str(value) for key, value in _table(self.root / name).items()}
 
     def write(self, name: str, table: dict[str, str]) -> None:
-        """Merge `table` into the file `name`; a failure to write is logged and does not stop the step."""
+        """Merge `table` into the file `name`; a failed write is only logged."""
         try:
             with self.lock(name):
                 _write(self.root / name, json.dumps(self.read(name) | table, indent=0, sort_keys=True))
@@ -151,12 +147,12 @@ class DiskCache:
 
 
 def is_cache(root: Path) -> bool:
-    """Whether a folder is a cache or may become one: its folders have locks, or there are none, or it does not exist."""
+    """Whether a folder is a cache or can become one: it has the folder of locks, has no subfolder, or does not exist."""
     return (root / _LOCKS).is_dir() or not (root.exists() and any(path.is_dir() for path in root.iterdir()))
 
 
 def _contents(folder: Path) -> dict[str, list[int | str]]:
-    """Size in bytes and SHA-256 of each file by its path within the folder, without lock files and the manifest."""
+    """Size in bytes and SHA-256 of each file by relative path, without lock files and the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
     return {
         str(path.relative_to(folder)): [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
@@ -166,7 +162,6 @@ def _contents(folder: Path) -> dict[str, list[int | str]]:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """The table in a JSON file; empty if the file is missing or unreadable."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -175,14 +170,14 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically: a temporary file, then a rename."""
+    """Write a file atomically, by a rename."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)
 
 
 def _writable(root: Path) -> Path:
-    """The root, or a temporary folder (with a warning) if the root cannot be written."""
+    """`root`, or a temporary folder (with a warning) if `root` cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):

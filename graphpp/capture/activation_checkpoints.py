@@ -1,13 +1,13 @@
-"""`torch.utils.checkpoint` in the model: mark the operations that the model's own checkpoints recompute in the backward.
+"""`torch.utils.checkpoint` in the model: mark the operations that its checkpoints recompute in the backward.
 
 Contract
 --------
-- While `record_checkpoints` is open, a checkpointed call runs like any other call, and its operations carry the call's number
-  through both traces; of nested calls the outermost counts. `mark_checkpoints` then writes `meta["checkpoint"]` and
-  `meta["kept"]` (see `passes/graph/joint_graph.py`).
+- While `record_checkpoints` is open, a checkpointed call runs like any other call, and both traces mark its operations with its
+  number; of nested calls the outermost counts. `mark_checkpoints` then writes `meta["checkpoint"]` and `meta["kept"]` (see
+  `passes/graph/joint_graph.py`).
 - A recomputed operation always repeats its random numbers. Under `no_grad` and in evaluation a checkpoint has no effect.
-- The policy of a selective checkpoint (`context_fn`) is asked once per operation of the traced forward, in order; a value
-  that it would save or offload is saved. Any other context is entered around the forward only.
+- The policy of a selective checkpoint (`context_fn`) is called once per operation of the traced forward, in order. Values to
+  offload are saved. Any other context is entered around the forward only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEY = "graphpp.checkpoint"
 
 @dataclass
 class CheckpointedCalls:
-    """The checkpointed calls of one capture: their number, and the policies of the selective ones by call number."""
+    """The checkpointed calls of one capture: their number, and the policies of selective ones by call number."""
 
     calls: int = 0
     policies: dict[int, Policy] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class CheckpointedCalls:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Open around the forward of a checkpointed call: numbers the call and marks its operations."""
+        """Open around the forward of a checkpointed call: numbers it and marks its operations."""
         outermost = self._depth == 0
         self.calls, self._depth = self.calls + outermost, self._depth + 1
         try:
@@ -49,12 +49,12 @@ class CheckpointedCalls:
             self._depth -= 1
 
     def select(self, policy: Policy) -> None:
-        """Note the policy of the selective checkpoint that has just begun; a nested call's policy is ignored."""
+        """Note the policy of the selective checkpoint that has just begun, unless it is nested."""
         if self._depth == 1:
             self.policies[self.calls - 1] = policy
 
     def run(self, function: Callable[..., Any], keep_random_state: bool, *args: Any) -> Any:
-        """Run a reentrant checkpoint: as in eager, without gradients unless an argument requires grad."""
+        """Run a reentrant checkpoint: like eager, without gradients unless an argument requires grad."""
         requires_grad = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         with self.call() if requires_grad and torch.is_grad_enabled() else torch.no_grad():
             return function(*args)
@@ -62,13 +62,13 @@ class CheckpointedCalls:
 
 @contextlib.contextmanager
 def record_checkpoints(checkpoints: CheckpointedCalls) -> Iterator[None]:
-    """While open, the operations of checkpointed calls are marked, and their policies noted in `checkpoints`."""
+    """While open, mark operations of checkpointed calls, and note policies in `checkpoints`."""
     with autograd.checkpoints_replaced(checkpoints.run, checkpoints.call, checkpoints.select):
         yield
 
 
 def mark_checkpoints(graph: fx.Graph, checkpoints: CheckpointedCalls) -> None:
-    """Write the marks into the metadata of the joint trace's forward; calls are numbered by their first operation's order."""
+    """Write the marks into the joint graph's forward nodes; calls are numbered by their first operation."""
     numbers: dict[int, int] = {}
     for node in graph.nodes:
         call = checkpointed_call(node)
@@ -78,13 +78,13 @@ def mark_checkpoints(graph: fx.Graph, checkpoints: CheckpointedCalls) -> None:
 
 
 def checkpointed_call(node: fx.Node) -> int | None:
-    """The number of the checkpointed call around an operation of a trace, None outside of all; before `mark_checkpoints`."""
+    """The number of the checkpointed call around a traced operation, else None; call before `mark_checkpoints`."""
     number: int | None = (node.meta.get("custom") or {}).get(_KEY)
     return number
 
 
 def _saves(policy: Policy, node: fx.Node) -> bool:
-    """True if the policy saves the operation's value; the policy gets tensors without data."""
+    """Whether the policy saves the operation's value; the policy gets fake tensors."""
     if not isinstance(node.target, aot.Operator) or node.target in autograd.UNSELECTED:
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
@@ -93,17 +93,17 @@ def _saves(policy: Policy, node: fx.Node) -> bool:
 
 
 def count_checkpointed_calls(joint: JointGraph) -> int:
-    """The number of the model's checkpointed calls that have an operation in the graph."""
+    """The number of checkpointed calls with an operation in the graph."""
     return len({node.meta["checkpoint"] for node in joint.computed() if "checkpoint" in node.meta})
 
 
 def add_checkpoint_regions(
     joint: JointGraph, region_of: RegionOf | None, may_recompute: MayRecompute
 ) -> tuple[RegionOf | None, MayRecompute]:
-    """Extend the regions of `memory.recompute` by the model's own checkpoints.
+    """Add the model's own checkpoints to the regions of `memory.recompute`; returns both functions extended.
 
-    `region_of` maps a node to its region or None, `may_recompute` tells which values of a region may be recomputed. Returns
-    both functions extended. If one of a region and a checkpointed call encloses the other, the outer one counts.
+    `region_of`: a node's region or None; `may_recompute`: whether a value in a region may be recomputed. Of a region and a
+    checkpointed call, one inside the other, the outer one counts.
     """
     enclosing = _enclosing_regions(joint, region_of) if joint.training else {}
     if not enclosing:
@@ -122,7 +122,7 @@ def add_checkpoint_regions(
 
 
 def _enclosing_regions(joint: JointGraph, region_of: RegionOf | None) -> dict[int, Hashable | None]:
-    """Checkpointed call -> the region that contains all operations of the call; None if there is no such region."""
+    """For each checkpointed call, the region that contains all its operations, or None."""
     found: dict[int, set[Hashable | None]] = {}
     for node in joint.computed():
         if "checkpoint" in node.meta and not node.meta["backward"]:

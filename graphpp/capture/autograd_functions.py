@@ -2,11 +2,11 @@
 
 Contract
 --------
-- `torch.export` traces through the forward of a Function and drops its backward. While `record_functions` is open, each
-  applied Function becomes one operator call in the exported graph. `restore_into` replaces that operator by the `apply`
-  itself, whose forward and backward AOT Autograd traces.
-- `CaptureError` is raised for a Function that writes into the model's state or adds to a gradient by itself, which no trace
-  sees, and for a Function inside a higher-order operator such as `torch.cond`, where torch loses the Function's backward.
+- `torch.export` traces the forward of a Function and drops its backward. While `record_functions` is open, each applied
+  Function becomes one operator call in the exported graph. `restore_into` replaces this call by `apply` itself, whose forward
+  and backward AOT Autograd traces.
+- `CaptureError` is raised for a Function that writes the model's state or adds to a gradient, which no trace records, and for a
+  Function inside a higher-order operator such as `torch.cond`, where torch loses the Function's backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPERATOR = torch.ops.graphpp.function.default
 
 @dataclass
 class FunctionCall:
-    """One `apply` in the forward: the Function, its flattened arguments, the user's line, and, once known, its results."""
+    """One `apply` in the forward: the Function, its flattened arguments, the user's line and its results (once known)."""
 
     function: type
     leaves: Sequence[Any]
@@ -42,7 +42,7 @@ class FunctionCall:
     returned: Any = None
 
     def run(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Apply the Function with these tensors in place of the recorded ones; returns the Function's own results."""
+        """Apply the Function to `tensors` in place of the recorded tensors."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -60,7 +60,7 @@ class FunctionCalls:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Open while a Function's own forward runs: Functions that it applies belong to it and are not recorded."""
+        """Open during a Function's own forward: Functions that it applies are not recorded."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -68,17 +68,14 @@ class FunctionCalls:
             self._inside = before
 
     def on_apply(self, function: type) -> None:
-        """Note, before `apply` runs the forward, the Function and the grad mode, which `apply` then switches off.
-
-        Raises `CaptureError` for a Function in a sub-graph of a higher-order operator.
-        """
+        """Note the Function and the grad mode. Raises `CaptureError` in a sub-graph of a higher-order operator."""
         self._grad_enabled = torch.is_grad_enabled()
         self._applying = function
         if function.__name__ == autograd.FUNCTION_OF_A_REGION:
             raise _lost_backward("a custom autograd.Function", user_line())
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward that `apply` runs: one that records the call, or the Function's `own` where it is not to be recorded."""
+        """The forward that `apply` runs: one that records the call, or `own` if the call is not to be recorded."""
         is_applied, self._applying = self._applying is function, None
         kept = function.__module__.startswith(autograd.KEPT_FUNCTIONS)
         if not is_applied or self._inside or kept or autograd.dynamo_is_reading():
@@ -88,13 +85,13 @@ class FunctionCalls:
         @wraps(own)
         def record(*args: Any, **kwargs: Any) -> Any:
             tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_flatten((args, kwargs))[0])
-            arguments = args[1:] if with_context else args  # without the context
+            arguments = args[1:] if with_context else args
             return self._record(function, arguments, kwargs) if tensors else own(*args, **kwargs)
 
         return record
 
     def _record(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator in place of a Function; returns the Function's results with the operator's tensors in them."""
+        """Call the operator in place of a Function; returns the Function's results with the operator's tensors."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         call = FunctionCall(function, leaves, spec, user_line(), self._grad_enabled)
         self.applied.append(call)
@@ -102,10 +99,7 @@ class FunctionCalls:
         return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
 
     def restore_into(self, module: fx.GraphModule) -> None:
-        """Replace the operators by the Functions' `apply`, in place.
-
-        Raises `CaptureError` for a Function without an operator in the graph: it lies inside a higher-order operator.
-        """
+        """Replace the operators by `apply`, in place. Raises `CaptureError` for a Function inside a higher-order operator."""
         found = set[int]()
         for node in module.graph.find_nodes(op="call_function", target=_OPERATOR):
             number = int(node.args[1])
@@ -123,10 +117,7 @@ class FunctionCalls:
             raise _lost_backward(f"the custom autograd.Function {first.function.__qualname__}", first.place)
 
     def refuse_side_effects(self, model: nn.Module) -> None:
-        """Raise `CaptureError` if a Function wrote into the model's state or added to a gradient by itself.
-
-        The model's tensors are fake ones made for this capture, so a version above 0 means a write.
-        """
+        """Raise `CaptureError` if a Function wrote into the model's (new, fake) tensors or added to a gradient."""
         state = [*model.named_parameters(), *model.named_buffers()]
         names = ", ".join(dict.fromkeys(f"{call.function.__qualname__} at {call.place}" for call in self.applied))
         for fqn, tensor in state if self.applied else ():
@@ -146,7 +137,7 @@ def _lost_backward(function: str, place: str) -> CaptureError:
 
 
 class _FunctionModule(nn.Module):
-    """A recorded `apply` as a module of the exported graph; returns the tensors among the Function's results."""
+    """A recorded `apply` as a module of the exported graph; returns the tensors of the Function's results."""
 
     def __init__(self, call: FunctionCall) -> None:
         super().__init__()
@@ -163,7 +154,7 @@ _current: ContextVar[FunctionCalls] = ContextVar("functions of the capture that 
 
 @contextlib.contextmanager
 def record_functions(functions: FunctionCalls) -> Iterator[None]:
-    """While open, every applied Function is recorded in `functions`, and the trace has an operator in its place."""
+    """While open, record applied Functions in `functions`, and trace an operator in their place."""
     token = _current.set(functions)
     try:
         with autograd.functions_watched(functions.on_apply, functions.forward):
@@ -173,7 +164,7 @@ def record_functions(functions: FunctionCalls) -> Iterator[None]:
 
 
 def _fake(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """The operator's results without data: the Function's own forward on fake tensors gives their shapes."""
+    """The operator's fake results, from the Function's own forward on fake tensors."""
     functions = _current.get()
     call = functions.applied[number]
     with torch.no_grad(), functions.inside():

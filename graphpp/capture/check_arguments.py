@@ -1,8 +1,4 @@
-"""The model, the loss and the example that `compile` is given, checked before anything is made of them.
-
-Contract: `check_arguments` raises a `GraphPPError` that names the accepted forms of an argument and the value that was given;
-`note_hooks` only logs.
-"""
+"""Check the model, loss and example given to `compile`; errors name the accepted forms and the given value."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ _LOG = logging.getLogger("graphpp")
 
 
 def check_arguments(model: object, loss: object, example: object) -> None:
-    """Raise `CaptureError` for a model or loss, `BatchError` for an example, of another type or with its own parameters."""
+    """Raise `CaptureError` for an invalid model or loss (also one with trainable parameters), `BatchError` for the example."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module, got {type_name(model)}")
     check_modules(model)
@@ -35,7 +31,7 @@ def check_arguments(model: object, loss: object, example: object) -> None:
 
 
 def note_hooks(model: nn.Module) -> None:
-    """Log once that forward hooks are traced: their operations run in each step, the rest of their code does not."""
+    """Log that forward hooks are traced: only their operations on tensors run in each step."""
     pairs = ((fqn, {**module._forward_hooks, **module._forward_pre_hooks}) for fqn, module in model.named_modules())
     own = [(fqn, hook) for fqn, hooks in pairs for hook in hooks.values() if not comes_with_torch(hook)]
     if own:

@@ -1,9 +1,8 @@
-"""Capture the branches that a model takes in eager: tell the model that it is not being traced.
+"""Capture the branches that a model takes in eager mode.
 
-Contract: some models ask `torch.compiler.is_compiling()` or `is_exporting()` and take another branch for varying shapes or
-for a compiler, with other kernels and other last bits. A capture has one set of shapes and must have eager's numbers. While
-`as_eager_first` traces, the model's own code gets False and torch's code gets the true answer. If these branches cannot be
-traced, and the model's code has asked, the branches count that the model has for a trace.
+Contract: some models branch on `torch.compiler.is_compiling()` or `is_exporting()`, and the compiler's branch may use other
+kernels, which round differently. While `as_eager_first` traces, the model's own code gets False, torch's code the true answer.
+If these branches cannot be traced and the model's code has asked, the model is traced with the true answers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LOG = logging.getLogger(aot.FAKE_LOG)
 
 
 def as_eager_first(trace: Callable[[Answering], T], otherwise: Answering) -> T:
-    """The result of `trace(answering)`: of the branches that eager takes or, if they cannot be traced, within `otherwise`."""
+    """The result of `trace(answering)` with eager's branches or, if they cannot be traced, within `otherwise`."""
     queries = _Queries()
     try:
         return trace(lambda: _answer_as_eager(queries))
@@ -39,16 +38,16 @@ def as_eager_first(trace: Callable[[Answering], T], otherwise: Answering) -> T:
 
 @dataclass
 class _Queries:
-    """Answers `is_compiling()` and `is_exporting()`; `any` becomes True when the model's own code asks."""
+    """Answers `is_compiling()` and `is_exporting()`; `any`: whether the model's own code has asked."""
 
     any: bool = False
 
     def answer_for(self, truth: Callable[[], bool]) -> Callable[[], bool]:
-        """A function to replace `truth`: False for the model's own code, the truth for torch."""
+        """A replacement for `truth`: False for the model's own code, `truth` for torch."""
 
         def answer() -> bool:
             code = caller()
-            # TorchScript asks from C++ without a Python frame; code that asks by itself has the function's name in it.
+            # TorchScript asks from C++ without a Python frame. Python code that asks has the function's name in it.
             if not is_user_file(code.co_filename) or truth.__name__ not in (*code.co_names, *code.co_consts):
                 return truth()
             self.any = True
@@ -59,7 +58,7 @@ class _Queries:
 
 @contextlib.contextmanager
 def _answer_as_eager(queries: _Queries) -> Iterator[None]:
-    """Answer the model as in eager. Torch logs no failures meanwhile, for another trace may follow."""
+    """Answer the model as in eager, and disable torch's log of failures, since another trace may follow."""
     compiling, exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     before = _LOG.level
     _LOG.setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
 """Explain an error of a trace: torch's message, the user's source line, and a remedy.
 
-Contract: inside `explain_errors` every exception becomes a `CaptureError`. A `GraphPPError` among the causes is raised as it
-is. The remedy depends on the fault: a value of a tensor that steers Python, or code that fails on tensors without data.
+Contract: inside `explain_errors` every exception becomes a `CaptureError`. A `GraphPPError` among the causes is raised
+unchanged. The remedy distinguishes values of tensors that control Python, in-place writes, and code that fails on fake tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from graphpp.errors import CaptureError, GraphPPError
 
 @contextlib.contextmanager
 def explain_errors() -> Iterator[None]:
-    """Raise a `GraphPPError` for every exception inside."""
     try:
         yield
     except Exception as error:
@@ -42,7 +41,7 @@ def _explain(error: Exception) -> GraphPPError:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and the errors because of which it was raised, the latest first."""
+    """An error, then its causes."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

@@ -1,9 +1,9 @@
-"""Replace a model's parameters and buffers by fake tensors while the model is captured.
+"""Replace a model's parameters and buffers by fake tensors during a capture.
 
-Contract: while `fake_state` is open, every parameter and buffer is a tensor without data, with the same shape, dtype and
-needs-grad, on the device that will run the step; floating-point parameters have the dtype `param_dtype` where it is given. Tied
-tensors stay tied. A `DTensor` is replaced by its local shard. Other threads find the fake tensors too: there a call of a module
-of the model, and a step of a pipeline, raise `GraphPPError`. Other uses, such as `state_dict()`, are not refused.
+Contract: while `fake_state` is open, every parameter and buffer is a fake tensor of the same shape, dtype (`param_dtype` for
+floating-point parameters, if given) and requires_grad on the step's device. Tied tensors stay tied; a `DTensor` is replaced by
+its local shard. Other threads see the fake tensors too: calling a module of the model or stepping a pipeline there raises
+`GraphPPError`. Other uses, such as `state_dict()`, are not refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from graphpp.runtime.fsdp.precision import floating_as
 def fake_state(
     model: nn.Module, mode: Any, device: torch.device, param_dtype: torch.dtype | None = None
 ) -> Iterator[None]:
-    """While open, the model has fake parameters and buffers, and calls in other threads raise `GraphPPError`."""
     fakes: dict[int, torch.Tensor] = {}
     stores: list[dict[str, Any]] = [store for module in model.modules() for store in (module._parameters, module._buffers)]
     originals = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
@@ -45,7 +44,7 @@ def fake_state(
 
 
 def refuse_fake_state(modules: Iterable[nn.Module]) -> None:
-    """Raise `GraphPPError` if another thread captures the model of these modules at this moment."""
+    """Raise `GraphPPError` if another thread is capturing the model of these modules."""
     stores = [store.values() for module in modules for store in (module._parameters, module._buffers)]
     if any(aot.is_fake(tensor) for tensors in stores for tensor in tensors):
         raise GraphPPError(f"a thread steps a pipeline {_MEANWHILE}")

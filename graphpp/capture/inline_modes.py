@@ -1,8 +1,8 @@
-"""Inline the regions of `with torch.autocast(...)` and `with torch.no_grad()` of an exported model; drop checks of values.
+"""Inline regions of `torch.autocast` and `torch.no_grad` in an exported model; drop checks of values.
 
-Contract: export wraps such a region into a sub-graph behind a higher-order operator, in which the second trace would lose the
-module calls and source lines. `inline_modes` moves the operations of all regions into the graph itself, with their metadata,
-between a node that enters the mode and a node that leaves it.
+Contract: export puts such a region into a sub-graph of a higher-order operator, where the second trace would lose module calls
+and source lines. `inline_modes` moves the operations into the graph with their metadata, between nodes that enter and leave the
+mode.
 
 Export loses a `no_grad` region in which a higher-order operator with a body runs (`torch.cond`, `scan`, `map`).
 `note_grad_modes` marks such calls during export, and `check_grad_modes` raises for a marked call outside of a region.
@@ -25,11 +25,11 @@ from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import around_all, user_line
 from graphpp.errors import CaptureError
 
-_NOTE = "graphpp without grad"  # in `meta["custom"]`: the user's line
+_NOTE = "graphpp without grad"  # key in `meta["custom"]` for the user's line
 
 
 def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
-    """Inline every autocast and grad-mode region of `module`, in place; `grad_enabled` is the grad mode around the module."""
+    """Inline every autocast and grad-mode region, in place; `grad_enabled`: the grad mode around the module."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -47,13 +47,13 @@ def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def note_grad_modes() -> Iterator[None]:
-    """While open, mark the node of each higher-order operator that the forward calls without gradients."""
+    """While open, mark higher-order operators that the forward calls without gradients."""
     original: Any = aot.HigherOrderOperator.__call__
     inside = False
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        marked = not inside and not torch.is_grad_enabled()  # inside, the operator's own code switches gradients off
+        marked = not inside and not torch.is_grad_enabled()  # inside, the operator's own code disables gradients
         note = aot.noted({_NOTE: user_line()}) if marked else contextlib.nullcontext()
         before, inside = inside, True
         try:
@@ -67,7 +67,7 @@ def note_grad_modes() -> Iterator[None]:
 
 
 def check_grad_modes(module: fx.GraphModule, grad_enabled: bool) -> None:
-    """Raise `CaptureError` if a marked operator would run with gradients; `grad_enabled` is the grad mode around the module."""
+    """Raise `CaptureError` if a marked operator would run with gradients; `grad_enabled`: the grad mode around the module."""
     for node in module.graph.nodes:
         place = node.meta.get("custom", {}).get(_NOTE)
         if node.target is aot.set_grad_enabled:
@@ -80,7 +80,7 @@ def check_grad_modes(module: fx.GraphModule, grad_enabled: bool) -> None:
 
 
 def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:
-    """Run all of `module` under the present autocast, in place. Its backward then runs without autocast, as torch advises."""
+    """Run all of `module` under the current autocast, in place. Its backward runs without autocast, as torch advises."""
     first = next(node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr"))
     dtype, cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
     with module.graph.inserting_before(first):
@@ -91,13 +91,13 @@ def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:
 
 
 def drop_value_checks(module: fx.GraphModule, *, of_data: bool) -> None:
-    """Remove checks of values (`torch._check`), in place, and the numbers and sizes that only the checks read.
+    """Remove checks of values (`torch._check`), in place, and numbers that only the checks read.
 
-    Checks of numbers that only the data decides stay unless `of_data`. All other unread nodes stay: `batch_norm` writes its
-    statistics although its schema does not say so.
+    Checks of data-dependent numbers stay unless `of_data`. Other unused nodes stay: `batch_norm` writes its statistics,
+    which its schema does not declare.
     """
     for node in reversed(list(module.graph.nodes)):
-        node.meta.pop("unbacked_bindings", None)  # another trace of the graph makes symbols of its own
+        node.meta.pop("unbacked_bindings", None)  # the next trace makes its own symbols
         if node.op != "call_function" or node.users:
             continue
         is_check = _checks(node.target) and (of_data or not _reads_data(node))
@@ -107,7 +107,7 @@ def drop_value_checks(module: fx.GraphModule, *, of_data: bool) -> None:
 
 
 def _reads_data(node: fx.Node) -> bool:
-    """Whether a check reads a number that only the data decides, also if the trace takes the check for granted."""
+    """Whether a check reads a data-dependent number, even if the trace assumes that the check holds."""
     pending = list(node.all_input_nodes)
     while pending:
         source = pending.pop()
@@ -120,16 +120,16 @@ def _reads_data(node: fx.Node) -> bool:
 
 
 def _checks(target: Any) -> bool:
-    """True for an operator of torch that returns nothing and writes nothing."""
+    """Whether an operator of torch returns nothing and writes nothing."""
     schema = getattr(target, "_schema", None)
-    of_torch = getattr(target, "namespace", "") in ("aten", "prims")  # custom operators may have effects beyond their schema
+    of_torch = getattr(target, "namespace", "") in ("aten", "prims")  # custom operators may have unlisted effects
     return of_torch and schema is not None and not schema.returns and not schema.is_mutable
 
 
 def _inline(
     module: fx.GraphModule, call: fx.Node, held: Any, operands: Sequence[Any], enter: Any, grad_enabled: tuple[bool, bool]
 ) -> None:
-    """Copy the region `held` into the graph of `module` in place of its call; `grad_enabled`: in the region and around it."""
+    """Copy the region `held` into the graph in place of its call; `grad_enabled`: in the region and around it."""
     inner: Any = module.get_submodule(str(held.target))
     body = inline_modes(inner, grad_enabled[0])
     inputs = body.graph.find_nodes(op="placeholder")

@@ -1,11 +1,11 @@
-"""Call a loss function and read its result: a scalar, or a scalar and numbers to report.
+"""Call a loss function and check its result: a scalar, or a scalar and metrics.
 
 Contract
 --------
-- The loss of one microbatch is a 0-dim tensor, a reported number a 0-dim tensor without a gradient. `CaptureError` is raised
-  for results of other shapes or types.
-- A loss function takes the output, or the output and a target. Without a target a second parameter keeps its default, or gets
-  None; `BatchError` is raised if the function then fails.
+- The loss of one microbatch is a 0-dim tensor, a metric a 0-dim tensor without a gradient. `CaptureError` is raised for results
+  of other shapes or types.
+- A loss function takes (output) or (output, target). Without a target a second parameter keeps its default, or gets None;
+  `BatchError` is raised if the function then fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, Any
 
 
 def check_signature(loss: LossFunction) -> None:
-    """Raise `CaptureError` for a function that can be called neither with the output nor with output and target."""
     called = loss.forward if isinstance(loss, nn.Module) else loss
     fault = unfit(called, 2)
     if fault is not None and unfit(called, 1) is not None:
@@ -38,26 +37,24 @@ def check_signature(loss: LossFunction) -> None:
 
 
 def takes_target(loss: LossFunction) -> bool:
-    """Whether a loss function has a parameter for the target."""
     positional, several = _positional(loss)
     return several or len(positional) > 1
 
 
 def needs_target(loss: LossFunction) -> bool:
-    """Whether a loss function has a parameter for the target, without a default."""
     positional, several = _positional(loss)
     return positional[1].default is inspect.Parameter.empty if len(positional) > 1 else several
 
 
 def has_loss(loss: LossFunction | None, output: Any, target: Any) -> bool:
-    """Whether an evaluation has a loss: a target was given, the loss function needs none, or the output brings its loss."""
+    """Whether an evaluation has a loss: a target was given, the loss function needs none, or the output has a loss."""
     if target is not None:
         return True
     return _of_output(output) is not None if loss is None else not needs_target(loss)
 
 
 def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
-    """The loss, and the numbers that the loss function reports with it; raises `CaptureError` for other types."""
+    """The loss and the metrics that the loss function returns; raises `CaptureError` for other types."""
     value: Any = _loss_of_output(output) if loss is None else _called(loss, output, target)
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
@@ -69,10 +66,10 @@ def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> lis
 
 
 def _positional(loss: LossFunction) -> tuple[list[inspect.Parameter], bool]:
-    """The parameters that take positional arguments, and whether the function takes any number of them."""
+    """The positional parameters, and whether the function has `*args`."""
     try:
         parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
-    except (TypeError, ValueError):  # a function that tells no signature
+    except (TypeError, ValueError):  # a function without a signature
         return [], True
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
@@ -80,12 +77,12 @@ def _positional(loss: LossFunction) -> tuple[list[inspect.Parameter], bool]:
 
 
 def runs_loss(error: BaseException) -> bool:
-    """Whether an exception came out of a loss function, or of a failed call of one."""
+    """Whether an exception was raised inside a loss function or by calling one."""
     return any(frame.f_code is _called.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _called(loss: LossFunction, output: Any, target: Any) -> Any:
-    """The result of a loss function. Raises `BatchError` if the function fails for want of a target."""
+    """The result of a loss function. Raises `BatchError` if the function fails without a target."""
     if target is not None:
         return loss(output, target)
     try:
@@ -107,7 +104,6 @@ def _of_output(output: Any) -> Any:
 
 
 def _loss_of_output(output: Any) -> Any:
-    """The `.loss` of the model's output, as Hugging Face models return it."""
     value = _of_output(output)
     if value is None:
         returned = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # not FakeTensor
@@ -132,7 +128,7 @@ def _number(name: str, value: Any) -> torch.Tensor:
 
 
 def _scalar(value: Any) -> torch.Tensor:
-    """The loss of one microbatch as a 0-dim tensor. Raises `CaptureError` if it has more than one element."""
+    """The loss of one microbatch as a 0-dim tensor. Raises `CaptureError` for other values."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""Merge the outputs of an evaluation's microbatches into the model's output, and average reported numbers over microbatches."""
+"""Merge the microbatches' outputs of an evaluation into the model's output, and average metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphpp.runtime import program
 
 
 def check_output_leaves(captured: CapturedGraph) -> None:
-    """Raise `CaptureError` if an object in the model's output hides tensors from torch's pytree: no graph could return them."""
+    """Raise `CaptureError` if an object in the model's output hides tensors from torch's pytree."""
     for leaf in captured.output_leaves:
         if leaf is not TENSOR_LEAF and not is_plain_data(leaf):
             kind = type(leaf).__qualname__
@@ -25,10 +25,7 @@ def check_output_leaves(captured: CapturedGraph) -> None:
 
 
 def check_mergeable(shapes: Sequence[Sequence[tuple[int, ...]]], sizes: Sequence[int | None]) -> None:
-    """Raise `BatchError` if the outputs of microbatches of different shapes cannot be merged.
-
-    `shapes`: by microbatch, the shapes of its outputs (`output_shapes`). `sizes`: the batch sizes of the microbatches.
-    """
+    """Raise `BatchError` if outputs of these `shapes`, per microbatch, cannot be merged; `sizes`: their batch sizes."""
     for index, each in enumerate(zip(*shapes, strict=True)):
         rows = all(shape and shape[0] == size for shape, size in zip(each, sizes, strict=True))
         if not rows and len(set(each)) > 1:
@@ -40,7 +37,6 @@ def check_mergeable(shapes: Sequence[Sequence[tuple[int, ...]]], sizes: Sequence
 
 
 def output_shapes(captured: CapturedGraph) -> list[tuple[int, ...]]:
-    """The shapes of the tensors in the model's output."""
     return [tuple(node.meta["val"].shape) for role, node in captured.joint.outputs() if isinstance(role, program.Output)]
 
 
@@ -53,7 +49,7 @@ def _remedy(leaf: object) -> str:
 def merge_outputs(
     captured: CapturedGraph, outputs: Sequence[Mapping[int, torch.Tensor]], sizes: Sequence[int | None]
 ) -> Any:
-    """The model's output for the whole batch. `outputs`: microbatch -> output tensors by index; `sizes`: their batch sizes."""
+    """The model's output for the whole batch. `outputs`: per microbatch, tensors by index. `sizes`: their batch sizes."""
     leaves: list[Any] = []
     index = 0
     for leaf in captured.output_leaves:
@@ -67,7 +63,7 @@ def merge_outputs(
 
 
 def _merge_leaf(values: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Tensor:
-    """One tensor for all microbatches: concatenated along the batch dimension, averaged if 0-dim and floating, else stacked."""
+    """Merge one output: concatenated along the batch dimension, averaged if 0-dim and floating, else stacked."""
     if len(values) == 1:
         return values[0]
     if all(value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)):
@@ -77,5 +73,5 @@ def _merge_leaf(values: list[torch.Tensor], sizes: Sequence[int | None]) -> torc
 
 
 def mean_metrics(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The mean of each reported number over the microbatches, 0-dim; integers and bools are averaged as float32."""
+    """The mean of each metric over the microbatches, 0-dim; integers and bools are averaged as float32."""
     return {name: (each if each.is_floating_point() else each.float()).mean() for name, each in metrics.items()}

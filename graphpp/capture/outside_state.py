@@ -1,11 +1,11 @@
-"""Refuse state from outside the graph that a trace would freeze: one trace's random numbers or gradients, used in every step.
+"""Refuse outside state that a trace would freeze: random numbers and gradients of one trace would be used in every step.
 
-Contract: `CaptureError` is raised for a gradient that is taken within the forward, whose result export detaches; for draws
-from the global generators of Python and NumPy and from generators that modules hold; for a `torch.Generator` that is passed to
-an operator; for random numbers in the body of a higher-order operator. Other threads draw and take gradients meanwhile.
+Contract: `CaptureError` is raised for a gradient taken within the forward, whose result export detaches; for draws from the
+global generators of Python and NumPy and from generators of modules; for a `torch.Generator` passed to an operator; for random
+numbers in the body of a higher-order operator. Other threads may draw and take gradients meanwhile.
 
-Draws from a global generator are noticed by replaced functions of modules and, while no other thread is alive, by the
-generator's state. A draw by a function that an object holds (`self.draw = random.random`) is noticed by the state alone.
+Draws from a global generator are detected by replaced module functions and, while no other thread is alive, by the generator's
+state. Only the state shows a draw by a function kept in an object (`self.draw = random.random`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers
 
 @contextlib.contextmanager
 def refuse_outside_state() -> Iterator[None]:
-    """Raise `CaptureError` for gradients taken inside; `torch.distributions` check nothing, as under `torch.compile`."""
+    """Raise `CaptureError` for gradients taken inside; `torch.distributions` skip checks, as under `torch.compile`."""
     with autograd.backward_replaced(_no_backward), aot.distributions_unchecked():
         yield
 
@@ -46,7 +46,7 @@ def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
 
 @contextlib.contextmanager
 def refuse_draws(*roots: Any) -> Iterator[None]:
-    """Raise `CaptureError` for draws from Python's and NumPy's global generators, and from those of modules under `roots`."""
+    """Raise `CaptureError` for draws from the global generators of Python and NumPy, and from those of modules in `roots`."""
     generators = [*_global_generators(), *(state for root in roots for state in _generators_of(root))]
     names = {id(function): generator for generator, function in _global_draws()}
     with _refuse_changed_states(generators), contextlib.ExitStack() as stack:
@@ -56,7 +56,7 @@ def refuse_draws(*roots: Any) -> Iterator[None]:
 
 
 def _global_draws() -> Iterator[tuple[str, Any]]:
-    """The name of a global generator, and a method of the generator that stands as a function in a module."""
+    """Pairs of a global generator's name and a module function that draws from it."""
     modules: list[tuple[str, Any]] = [(_PYTHON, random), (_NUMPY, sys.modules.get("numpy.random"))]
     for generator, module in modules:
         for key, function in vars(module).items() if module is not None else ():
@@ -77,10 +77,7 @@ def _frozen_draws(generators: str) -> CaptureError:
 
 @contextlib.contextmanager
 def _refuse_changed_states(generators: Sequence[_RandomState]) -> Iterator[None]:
-    """Raise `CaptureError` on closing if a generator's state has changed, and restore the state.
-
-    Global generators are left out if other threads are alive, which may have drawn.
-    """
+    """Raise `CaptureError` for changed states, and restore them; skips global generators if other threads may have drawn."""
     before = [(generator, generator.state()) for generator in generators]
     several = threading.active_count() > 1
     drawn: list[str] = []
@@ -102,8 +99,6 @@ _STATES = ("getstate", "setstate", "get_state", "set_state")
 
 @dataclass(frozen=True)
 class _RandomState:
-    """A generator of random numbers: its name in messages, and functions that read and set its state."""
-
     name: str
     state: Callable[[], Any]
     restore: Callable[[Any], object]
@@ -117,7 +112,7 @@ def _global_generators() -> Iterator[_RandomState]:
 
 
 def _set_python_state(state: Any) -> None:
-    random.setstate(state)  # a call that names the function: `traces_in_this_thread` replaces calls from Dynamo
+    random.setstate(state)  # must name `setstate`, see `_unless_by_dynamo` in export_thread.py
 
 
 def _generators_of(root: Any) -> Iterator[_RandomState]:
@@ -128,7 +123,7 @@ def _generators_of(root: Any) -> Iterator[_RandomState]:
 
 
 def _random_state_of(name: str, value: Any, numpy: Any) -> Iterator[_RandomState]:
-    """The generator in an attribute, if the attribute is one of Python or NumPy with a readable state."""
+    """The generator in an attribute, if it is one of Python or NumPy with a readable state."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         yield _RandomState(name, value.getstate, value.setstate)
     elif numpy is not None and isinstance(value, numpy.RandomState):
@@ -139,7 +134,7 @@ def _random_state_of(name: str, value: Any, numpy: Any) -> Iterator[_RandomState
 
 
 def _equal_states(now: Any, before: Any) -> bool:
-    """True if two states, which are nested tuples or dicts of numbers and arrays, are equal."""
+    """Whether two states (nested tuples or dicts of numbers and arrays) are equal."""
     if isinstance(now, dict):
         return all(_equal_states(now[key], value) for key, value in before.items())
     if isinstance(now, tuple):
@@ -149,7 +144,7 @@ def _equal_states(now: Any, before: Any) -> bool:
 
 
 def refuse_random_bodies(joint: JointGraph) -> None:
-    """Raise `CaptureError` if the body of a higher-order operator draws: its numbers would have no key of the microbatch."""
+    """Raise `CaptureError` if the body of a higher-order operator draws: the draws would have no key of the microbatch."""
     for node in joint.graph.find_nodes(op="get_attr"):
         body = node.meta.get("held")
         if isinstance(body, fx.GraphModule) and _draws(body):
@@ -166,7 +161,7 @@ def _draws(body: fx.GraphModule) -> bool:
 
 
 def refuse_generators(graph: fx.Graph) -> None:
-    """Raise `CaptureError` if an operator of the graph draws from a generator that is passed to it."""
+    """Raise `CaptureError` if an operator draws from a generator passed to it."""
     for node in graph.nodes:
         if node.kwargs.get("generator") is not None:
             line = source_line(node.meta.get("stack_trace") or "") or "the loss"

@@ -1,14 +1,14 @@
-"""Refusals of models whose gradients would be wrong, because a trace silently loses something.
+"""Refuse models for which a trace would silently compute wrong gradients.
 
 Contract: `CaptureError`, with the FQN or the user's line, is raised for
 - hooks on gradients of parameters, modules, forward values or their autograd nodes: the graph's gradients bypass them;
 - parameters that the forward freezes, unfreezes or assigns `.data` to; two parameters in one memory (tied by `.data`);
-- numbers and sizes that depend on the data, in a trace for several sizes; matrix products of different dtypes;
+- data-dependent numbers and sizes in a trace for several sizes; matrix products of different dtypes;
 - modules under torch's own data parallelism, TorchScript modules, lazy modules and sparse gradients; parameters and buffers
-  that the model's own lists leave out.
+  that the model's own lists omit.
 
-A refusal that needs the state of another mechanism stands beside that mechanism. A new refusal stands here: before the trace in
-`check_model`, during the trace as a patch in `refuse_during_trace`, after the trace as a function that `trace.py` calls.
+To add a refusal: a check before the trace goes into `check_model`, a patch during the trace into `refuse_during_trace`; a check
+after the trace is a function that `trace.py` calls. A refusal that needs another file's state belongs there.
 While `refuse_during_trace` is open, `torch.inference_mode` acts as `torch.no_grad` and reading `.data` as `detach()`, with
 the same numbers.
 """
@@ -34,7 +34,7 @@ from graphpp.runtime.model_state import own_tensors
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise `CaptureError` for modules, hooks and shared memory that no capture can take, before the trace."""
+    """Raise `CaptureError` for modules, hooks and shared memory that cannot be captured; runs before the trace."""
     check_modules(model)
     _refuse_hooks(model)
     _refuse_shared_memory(model)
@@ -42,7 +42,7 @@ def check_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def refuse_during_trace() -> Iterator[None]:
-    """While open, raise `CaptureError` when the user's code does something to tensors that a trace would lose."""
+    """While open, raise `CaptureError` when user code changes tensors in a way that a trace would lose."""
     inference = torch.inference_mode
     patches = (
         (torch.Tensor, "register_hook", _refusing("hooks a gradient with Tensor.register_hook", _HOOK)),
@@ -89,7 +89,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _refuse_unlisted(model: nn.Module) -> None:
-    """Raise `CaptureError` for tensors that an override of `named_parameters` leaves out: they would have no FQN."""
+    """Raise `CaptureError` for tensors that an override of `named_parameters` omits: they would have no FQN."""
     listed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for fqn, module in model.named_modules():
         for name, tensor in own_tensors(module):
@@ -125,10 +125,10 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def refuse_unknown_numbers(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for numbers that a trace for several sizes of the inputs cannot have as Python does.
+    """Raise `CaptureError` for numbers that a trace for several sizes cannot compute as Python does.
 
-    Numbers and sizes that depend on the data; floating-point numbers that several operations compute from sizes, since torch
-    computes with symbols as in algebra, `0.1*n*3.0` as `n*0.3`, and Python rounds after each operation.
+    These are data-dependent numbers and sizes, and floats that several operations compute from sizes: torch simplifies
+    algebraically, `0.1*n*3.0` to `n*0.3`, while Python rounds after each operation.
     """
     for node in graph.nodes:
         value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "") or "the loss"
@@ -141,7 +141,7 @@ def refuse_unknown_numbers(graph: fx.Graph) -> None:
 
 
 def refuse_mixed_products(joint: JointGraph) -> None:
-    """Raise `CaptureError` for matrix products of different dtypes, some of which a trace accepts and no kernel computes."""
+    """Raise `CaptureError` for matrix products of different dtypes: a trace accepts some of them, and no kernel does."""
     for node in joint.computed():
         values = [each.meta["val"] for each in node.all_input_nodes] if node.target in _PRODUCTS else []
         dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
@@ -166,7 +166,7 @@ _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 def _for_user_code(original: Callable[..., Any], replacement: Callable[..., Any], *also: str) -> Callable[..., Any]:
-    """A function that is `replacement` for callers in the user's code and in the files `also`, and `original` for torch."""
+    """A function that calls `replacement` for callers in user code and in the files `also`, else `original`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         file = caller().co_filename

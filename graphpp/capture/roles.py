@@ -1,7 +1,7 @@
-"""Turn the traced graph, with torch's descriptors and metadata, into a `JointGraph` with roles and graphpp's own metadata.
+"""Convert a trace of torch to a `JointGraph`: roles from torch's descriptors, and graphpp's own metadata.
 
-Contract: this file alone knows how torch labels a trace (descriptors, `nn_module_stack`, `seq_nr`, `partitioner_tag`,
-`stack_trace`). Afterwards the contract of `passes/graph/joint_graph.py` holds.
+Contract: no other file reads torch's labels of a trace (descriptors, `nn_module_stack`, `seq_nr`, `partitioner_tag`,
+`stack_trace`). The result satisfies the contract of `passes/graph/joint_graph.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.op
 def assign_roles(
     traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], results: Sequence[OutputRole], *, training: bool
 ) -> JointGraph:
-    """Give every placeholder and every result its role; a frozen parameter that the forward writes has the roles of a buffer.
+    """Assign a role to every placeholder and result; a frozen parameter that the forward writes is a buffer.
 
     `paths`: the microbatch's tensors in order. `results`: the roles of the values that the traced module returned. Raises
     `CaptureError` if the loss of a training graph depends on no parameter, and for other in-place writes of the forward.
@@ -47,13 +47,13 @@ def assign_roles(
     _name_inputs(joint.graph, state, paths)
     joint.set_outputs(outputs)
     _lift_constants(joint)
-    joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results: roles identify them
+    joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
     traced.recompile()
     return joint
 
 
 def canonical_fqns(model: nn.Module) -> dict[str, str]:
-    """Every FQN of a parameter or buffer, aliases and module attributes included -> its tensor's first FQN in model order."""
+    """Maps every FQN of a parameter or buffer, also aliases and module attributes, to its tensor's first FQN."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -67,7 +67,7 @@ def canonical_fqns(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _State:
-    """The canonical FQN of every name of a parameter or buffer, and the frozen parameters that the forward writes."""
+    """`names`: FQN -> canonical FQN. `written`: the frozen parameters that the forward writes."""
 
     names: dict[str, str]
     written: frozenset[str]
@@ -82,7 +82,7 @@ class _State:
         return program.Parameter(fqn) if parameter else program.Buffer(fqn)
 
     def metas(self, model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, TensorMeta]]:
-        """Parameters and buffers by FQN, in the model's order."""
+        """Parameters and buffers by FQN, in model order."""
         parameters, buffers = _metas(model.named_parameters()), _metas(model.named_buffers())
         written = {fqn: parameters.pop(fqn) for fqn in list(parameters) if fqn in self.written}
         return parameters, written | buffers
@@ -101,7 +101,7 @@ def _written_parameters(graph: fx.Graph, model: nn.Module, names: dict[str, str]
 
 
 def _annotate(graph: fx.Graph) -> None:
-    """Write graphpp's metadata on every node; `position` numbers the forward's nodes in execution order."""
+    """Add graphpp's metadata to every node; `position` numbers the forward's nodes in execution order."""
     position = 0
     for node in graph.nodes:
         backward = node.meta.get("partitioner_tag") == "is_backward"
@@ -117,7 +117,7 @@ def _annotate(graph: fx.Graph) -> None:
 
 
 def _name_inputs(graph: fx.Graph, state: _State, paths: Sequence[str]) -> None:
-    """Write roles on placeholders; the placeholders of one tensor's aliases are merged."""
+    """Set roles of placeholders, and merge placeholders of aliases."""
     first: dict[InputRole, fx.Node] = {}
     for node in list(graph.find_nodes(op="placeholder")):
         role = _input_role(node.meta["desc"], state, paths)
@@ -140,7 +140,7 @@ def _input_role(desc: Any, state: _State, paths: Sequence[str]) -> InputRole:
 
 
 def _named_outputs(graph: fx.Graph, state: _State, results: Sequence[OutputRole]) -> list[tuple[OutputRole, fx.Node]]:
-    """The results with their roles; for a buffer that was written in place and then assigned, the assigned value."""
+    """The results by role; if a buffer was written in place and then assigned, the assigned value."""
     end = graph.output_node()
     outputs: dict[OutputRole, fx.Node] = {}
     gradients: dict[OutputRole, fx.Node] = {}
@@ -156,7 +156,7 @@ def _named_outputs(graph: fx.Graph, state: _State, results: Sequence[OutputRole]
 
 
 def _original(node: fx.Node) -> fx.Node:
-    """The node whose value this node copies. The runtime copies a buffer's new value anyway, and a final copy has no stage."""
+    """The node that `node` copies: the runtime copies new buffer values anyway, and a final copy belongs to no stage."""
     while node.target in _COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -192,12 +192,12 @@ def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
 
 
 def _lift_constants(joint: JointGraph) -> None:
-    """Replace `get_attr` nodes of tensors by placeholders, so that every value enters the graph by a role."""
+    """Replace `get_attr` nodes of tensors by placeholders with roles."""
     graph, lifted = joint.graph, dict[str, fx.Node]()
     for node in graph.find_nodes(op="get_attr"):
         attribute = getattr(joint.module, node.target, None)
         if not isinstance(attribute, torch.Tensor):
-            node.meta["held"] = attribute  # the sub-graph of a higher-order operator
+            node.meta["held"] = attribute  # sub-graph of a higher-order operator
             continue
         if node.target not in lifted:
             joint.constants[node.target] = attribute

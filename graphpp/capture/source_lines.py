@@ -1,9 +1,9 @@
-"""Tell where a node comes from: the user's own line, and the calls of modules around it.
+"""The user's source line of a node, and the module calls around it.
 
 Contract
 --------
-- The user's line is that of the innermost frame outside of torch, graphpp and Python's standard library.
-- A call is the module's FQN, such as `layers.0.attn`; `shared@2` is the third call of `shared`. This file alone knows torch's
+- The user's line is the innermost frame outside of torch, graphpp and the standard library.
+- A call is the module's FQN, such as `layers.0.attn`; `shared@2` is the third call of `shared`. No other file reads torch's
   `nn_module_stack`.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
+MODEL = "model"  # the user's model in capture's wrapper module
 _STACK = "nn_module_stack"
 _OURS = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).absolute().parents[1]))
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
@@ -32,13 +32,13 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def source_line(stack_trace: str) -> str:
-    """`file:line` of the innermost frame of the user's own code in a stack trace given as text; empty if there is none."""
+    """`file:line` of the innermost user frame in a stack trace as text; empty if there is none."""
     frames = [f"{match['file']}:{match['line']}" for match in _FRAME.finditer(stack_trace) if is_user_file(match["file"])]
     return frames[-1] if frames else ""
 
 
 def user_frame(stack: traceback.StackSummary) -> str:
-    """`file:line in function: text` of the innermost frame of the user's own code; empty if there is none."""
+    """`file:line in function: text` of the innermost user frame; empty if there is none."""
     for frame in reversed(stack):
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
@@ -46,12 +46,12 @@ def user_frame(stack: traceback.StackSummary) -> str:
 
 
 def user_line() -> str:
-    """The same of the code that is running."""
+    """`user_frame` of the running code."""
     return user_frame(traceback.extract_stack())
 
 
 def calling_line() -> str:
-    """The innermost frame of the user's own code that is running, in the form of a stack trace; empty if there is none."""
+    """The innermost user frame of the running code as stack trace text; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -60,7 +60,7 @@ def calling_line() -> str:
 
 @cache
 def is_user_file(path: str) -> bool:
-    """True for a file outside of torch, graphpp and the standard library; other installed packages are the user's."""
+    """Whether a file is outside of torch, graphpp and the standard library; other installed packages count as the user's."""
     of_python = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)
     return not of_python and not path.startswith(_OURS) and not path.startswith("<")
 
@@ -73,7 +73,7 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
 
 
 def around_all(nodes: Iterable[fx.Node]) -> dict[str, Any]:
-    """The metadata of an operation that lies within all calls that are around every one of these nodes."""
+    """The metadata of an operation inside all module calls that these nodes have in common."""
     stacks = [list((node.meta.get(_STACK) or {}).items()) for node in nodes if node.op.startswith("call_")]
     common = stacks[0] if stacks else []
     for stack in stacks:
@@ -83,6 +83,6 @@ def around_all(nodes: Iterable[fx.Node]) -> dict[str, Any]:
 
 
 def _name(key: str, fqn: str) -> str:
-    """The name of a call of a module of the model; empty for a call of the wrapper."""
+    """The name of a module call; empty for the wrapper."""
     path, repeat = fqn.partition("@")[0], key.rpartition("@")[2] if "@" in key else ""
     return path.removeprefix(MODEL + ".") + (f"@{repeat}" if repeat else "") if path.startswith(MODEL + ".") else ""

@@ -1,8 +1,8 @@
-"""Unstack recurrent layers that have dropout between them: `nn.LSTM`, `nn.GRU` and `nn.RNN` with `num_layers > 1`.
+"""Split stacked `nn.LSTM`, `nn.GRU` and `nn.RNN` with dropout into single layers.
 
 Contract: torch's decomposition of a stacked recurrent operator loses the dropout between the layers, because its condition on
-the layer's number is never true (torch 2.11 to 2.15). `unstack_rnn` replaces every such operator that applies dropout by one
-operator per layer with `dropout` in between. All other operators stay as they are.
+the layer's number is never true (torch 2.11 to 2.15). `unstack_rnn` replaces every such operator with active dropout by one
+operator per layer with `dropout` in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _STACKED = {
 
 
 def unstack_rnn(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace stacked recurrent operators with active dropout by one operator per layer, in place."""
     for node in list(module.graph.nodes):
         if node.target in _STACKED:
             names = [argument.name for argument in node.target._schema.arguments]
@@ -36,7 +35,7 @@ def unstack_rnn(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _layers(graph: fx.Graph, stack: fx.Node, args: dict[str, Any]) -> list[fx.Node]:
-    """Insert one operator per layer; returns the stack's results: last layer's output, then the final states of all layers."""
+    """Insert one operator per layer; returns the last layer's output, then the final states of all layers."""
 
     def call(target: Any, *operands: Any) -> fx.Node:
         node = graph.call_function(target, operands)

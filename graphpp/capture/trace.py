@@ -2,13 +2,13 @@
 
 Contract
 --------
-- The model runs once under `torch.export` and its exported form once under AOT Autograd's joint trace. Both runs see fake
-  tensors only: parameters, buffers and inputs are replaced by tensors without data, with the same shape, on the device that
-  will run the step. So a capture allocates no memory and reads no data. Afterwards the model is as it was.
+- The model runs once under `torch.export`, and its exported form once under AOT Autograd's joint trace. Both runs use fake
+  tensors for parameters, buffers and inputs, on the step's device: a capture allocates no memory, reads no data, and leaves the
+  model unchanged.
 - A model with `DTensor` parameters runs under the joint trace itself, without an export (`tensor_parallel/`).
 - FQNs are the model's own. Aliases of one tensor have one canonical FQN, the first in `named_parameters`.
-- A model whose gradients would be wrong raises `CaptureError`: for something that a trace would lose (`refusals.py` lists
-  it), a loss that is no scalar or depends on no parameter.
+- `CaptureError` is raised where gradients would be wrong: for operations that a trace would lose (`refusals.py` lists them),
+  and for a loss that is no scalar or depends on no parameter.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from graphpp.runtime.program import OutputRole
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`.
+    """A joint graph and, for evaluation, the structure of the model's output, with `TENSOR_LEAF` for tensors.
 
-    `fixed_because`: why the graph is for one size, if a graph for several sizes was asked for.
-    `updates`: the numbers in attributes that each call leaves; the graph holds for calls that begin with them too.
-    `seconds`: the time that this process took to get the graph, the wait for the rank that captured included.
+    `fixed_because`: why the graph is for one size although several sizes were requested. `updates`: the numbers that each call
+    leaves in attributes; the graph is also valid for calls that begin with them. `seconds`: the time of the capture, including
+    the wait for the rank that captured.
     """
 
     joint: JointGraph
@@ -77,7 +77,7 @@ class CapturedGraph:
     seconds: float = field(default=0.0, compare=False)
 
 
-@traces_in_this_thread()  # from the first look at the model: another capture gives the model fake parameters
+@traces_in_this_thread()  # around check_model too: another capture puts fake parameters into the model
 def capture(
     model: nn.Module,
     loss: LossFunction | None,
@@ -91,20 +91,19 @@ def capture(
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
-    Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
-    `.loss`. `on_export` may change the exported forward before it is traced with its backward; a model with `DTensor`s has
-    none. `varying`: the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says
-    for which sizes it holds. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError`
-    with the user's source line if the model cannot be captured.
+    `example`: only shapes, strides, dtypes and plain data are used. `loss=None`: the output's own `.loss`. `on_export` may
+    change the exported forward before the joint trace (not called for `DTensor` models). `varying`: the dynamic dimensions by
+    path of the tensor; `joint.symbols` tells for which sizes the graph is valid. `param_dtype`: the dtype of floating-point
+    parameters (None: their own). Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
-    from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
+    from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 
     wrapper, varying = _TracedStep(model, loss, example, training), varying or {}
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
     spread = SpreadTensors.of(model)
     direct = bool(spread.places)
-    example_mode = aot.fake_mode() if varying else mode  # export makes the inputs with symbols of these
+    example_mode = aot.fake_mode() if varying else mode  # export converts these inputs to symbolic ones
     fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
@@ -148,7 +147,7 @@ def capture(
 
 
 class _TracedStep(nn.Module):
-    """Model and loss as one module over the microbatch's tensors; the loss is no submodule, so its FQNs do not appear."""
+    """Model and loss as one module over the microbatch's tensors. The loss is no submodule, so that it adds no FQNs."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
         super().__init__()
@@ -157,7 +156,7 @@ class _TracedStep(nn.Module):
         self.begin(())
 
     def begin(self, updates: Iterable[NumberUpdate]) -> None:
-        """Prepare a trace with these numbers; its facts are in an object, since export resets attributes set in a forward."""
+        """Prepare a trace that begins with `updates`. Results go into an object: export resets attributes set in a forward."""
         self.updates, self.found = updates, TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
@@ -189,7 +188,7 @@ def _export(
     updates: Iterable[NumberUpdate],
     answering: Answering,
 ) -> Exported:
-    """Export a call that begins with the numbers of `updates`, within the context `answering()`."""
+    """Export a call that begins with `updates`, within the context `answering()`."""
     functions = FunctionCalls()
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)

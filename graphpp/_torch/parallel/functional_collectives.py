@@ -1,10 +1,7 @@
-"""The private names of torch for collectives that autograd knows and that stand in a captured graph.
+"""The private names of torch for differentiable collectives in a captured graph.
 
-Checked on torch 2.13.0 and 2.15.0: `torch.distributed._functional_collectives`
-
-- `all_to_all_single_autograd`: rank r of a group gets the r-th part of every rank's tensor along dimension 0
-- `all_gather_single_autograd`: all ranks' tensors joined along a dimension; torch without this name has the older name
-  `all_gather_tensor_autograd` for the same function
+Checked on torch 2.13.0 and 2.15.0: `torch.distributed._functional_collectives`: `all_to_all_single_autograd`;
+`all_gather_single_autograd`, whose older name is `all_gather_tensor_autograd`
 """
 
 from __future__ import annotations
@@ -17,12 +14,12 @@ _gather = getattr(functional, "all_gather_single_autograd", None) or functional.
 
 
 def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Part r of dimension 0 of every rank's tensor on rank r, in order of rank; the parts have equal sizes."""
+    """All-to-all along dimension 0 in equal parts: rank r gets part r of every rank's tensor, in order of rank."""
     found: torch.Tensor = functional.all_to_all_single_autograd(tensor.contiguous(), None, None, group)
     return found
 
 
 def all_gather(tensor: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensors of all ranks joined along a dimension, in order of rank; they have equal shapes."""
+    """All-gather of tensors of equal shapes, joined along a dimension in order of rank."""
     found: torch.Tensor = _gather(tensor.contiguous(), dimension, group)
     return found

@@ -1,20 +1,19 @@
 """The collectives of `torch.distributed` in a model that is being traced.
 
-Contract: while `as_functional` is open, `all_reduce` in the thread that traces computes by a functional collective and copies
-the result into its tensor, so that the graph has the collective. Autograd knows neither form. Every other method of a process
-group or of its backends that communicates raises `CaptureError`, since a trace has no place for its effect; all functions of
-`torch.distributed` come to these methods.
+Contract: while `as_functional` is open, the tracing thread runs `all_reduce` as a functional collective and copies the result
+into its tensor, so that the graph has the collective. Autograd differentiates neither form. Every other communicating method of
+a process group or backend raises `CaptureError`; all functions of `torch.distributed` call these methods.
 
-The refused methods are those that torch has, without the `_LOCAL` ones, so a name that a later torch adds is refused until
-somebody adds it there. Of private names only those with the word of a collective are refused, since torch calls the rest
-itself. Making and ending groups is not refused: a finalizer may end a group of another model during a trace.
+All public methods not in `_LOCAL` are refused, so that new methods of a later torch are refused too. Torch calls private ones
+itself, so only those with the word of a collective are refused. Making and destroying groups is allowed: a finalizer may
+destroy a group of another model during a trace.
 
 Checked on torch 2.13.0 and 2.15.0:
 
-- `torch.distributed._functional_collectives`: the function `all_reduce`, which returns a new tensor
-- `torch.distributed.distributed_c10d.has_torch_function`: whether a function of the module asks an open mode, such as that of
-  `torch.export`, to run it; torch 2.11 may lack the name
-- `torch.distributed._Backend`: the base of the classes that do the work of a `ProcessGroup`
+- `torch.distributed._functional_collectives.all_reduce`, which returns a new tensor
+- `torch.distributed.distributed_c10d.has_torch_function`: whether an open mode, such as export's, handles a collective; torch
+  2.11 may lack the name
+- `torch.distributed._Backend`: the base class of the backends of a `ProcessGroup`
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from graphpp.errors import CaptureError
 _LOCAL = re.compile(
     r"((get|is|set|supports|new|init|register)_.*|(merge_remote|split)_group|rank|size|name|boxed|unbox|abort|shutdown|options"
     r"|mem_allocator|memory_stats|create_(default_)?device|setUsePgForSymmMemRendezvous)"
-)  # public methods that ask about a group, make one or end one
-_WRITES = re.compile(r"reduce|gather|scatter|to_?all|broadcast")  # the words of collectives that write into tensors
+)  # public methods that query, make or destroy a group
+_WRITES = re.compile(r"reduce|gather|scatter|to_?all|broadcast")  # collectives that write into tensors
 _WORDS = re.compile(rf"{_WRITES.pattern}|coalesc|send|recv")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 @contextlib.contextmanager
 def as_functional(line: Callable[[], str]) -> Iterator[None]:
-    """While open, collectives are traced or refused; `line` says where the code of the model is."""
+    """While open, collectives are traced or refused; `line` returns the current source line of the model."""
     with contextlib.ExitStack() as stack:
         if dist.is_available() and hasattr(dist.distributed_c10d, "has_torch_function"):
             stack.enter_context(replaced(dist.distributed_c10d, "has_torch_function", lambda arguments: False))
@@ -56,7 +55,7 @@ def as_functional(line: Callable[[], str]) -> Iterator[None]:
 
 
 def communicating_methods() -> list[tuple[type, str]]:
-    """The methods of process groups and of their backends that talk to other ranks: the class and the name."""
+    """The methods (class, name) of process groups and their backends that communicate with other ranks."""
     classes = [*_with_subclasses(dist.ProcessGroup), *_with_subclasses(vars(dist)["_Backend"])]
     members = [(owner, name, value) for owner in classes for name, value in vars(owner).items()]
     return [(owner, name) for owner, name, value in members if _is_routine(value) and _communicates(name)]
@@ -99,8 +98,6 @@ class _Done(dist.Work):
 
 
 def _refusal(name: str, line: Callable[[], str]) -> Callable[..., NoReturn]:
-    """A method that stands for the method `name`, and refuses the call."""
-
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         called = _public_function(sys._getframe(1)) or name
         raise CaptureError(f"the forward or a backward calls {called} at {line()}, which {_reason(called.rpartition('.')[2])}")
@@ -109,7 +106,7 @@ def _refusal(name: str, line: Callable[[], str]) -> Callable[..., NoReturn]:
 
 
 def _public_function(frame: FrameType | None) -> str:
-    """The function of `torch.distributed` that the user's code has called, if it has come to `frame`; else empty."""
+    """The public function of `torch.distributed` through which user code reached `frame`; empty if none."""
     name = ""
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, os.path.dirname(__file__))):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__:

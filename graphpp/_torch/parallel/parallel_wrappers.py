@@ -1,8 +1,7 @@
-"""The names of torch's own data parallelism around a module, without an import of it.
+"""Detects modules wrapped by torch's own data parallelism, without importing it.
 
-Checked on torch 2.13.0 and 2.15.0: the classes `DistributedDataParallel`, `FullyShardedDataParallel`, `FSDPModule` (of a module
-that `fully_shard` was called with) and `ReplicateModule`; `torch.distributed._composable.contract._get_registry`, the calls
-such as `replicate` that were made with a module.
+Checked on torch 2.13.0 and 2.15.0: the class names in `_CALLS`; `torch.distributed._composable.contract._get_registry`, the
+calls such as `replicate` made on a module.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _CALLS = {
 
 
 def wrapper_of(module: nn.Module) -> str | None:
-    """The name of the call that made a module data parallel; None for a module as its author wrote it."""
+    """The name of the call that made a module data parallel; None for an unwrapped module."""
     kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
     found = next((_CALLS[kind] for kind in kinds if kind in _CALLS), None)
     contract = sys.modules.get("torch.distributed._composable.contract")

@@ -1,13 +1,10 @@
-"""The names of `torch.distributed.tensor` that tell sharded tensors apart, and its private ones.
+"""The names of `torch.distributed.tensor`, which is imported when the first `DTensor` is made: `import graphpp` stays fast.
 
-Importing torch's package takes time that `import graphpp` must not cost, so it is imported when the first sharded tensor is
-made.
+Private names, checked on torch 2.13.0 and 2.15.0:
 
-Checked on torch 2.13.0 and 2.15.0:
-
-- `DTensor._local_tensor`: the rank's part, without the autograd node that `to_local` makes; may be set
-- `DTensor._spec` and `DTensor(local, spec, requires_grad=)`: a tensor with the placements of another one, whose local part may
-  be on another device; `DTensor.from_local` would move it
+- `DTensor._local_tensor`: the local shard; unlike `to_local`, reading it makes no autograd node, and it may be set
+- `DTensor._spec` and `DTensor(local, spec, requires_grad=)`: a tensor with another tensor's placements whose shard may be on
+  another device; `DTensor.from_local` would move it
 """
 
 from __future__ import annotations
@@ -26,24 +23,23 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a value is a `DTensor`."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether none of many tensors is a `DTensor`; asks once for each class of tensors."""
+    """Whether none of the tensors is a `DTensor`; checks each class once."""
     return not any(map(is_dtensor_class, set(map(type, tensors))))
 
 
 def is_dtensor_class(kind: type) -> bool:
-    """Whether a class is `DTensor`, or a class of `DTensor`s."""
+    """Whether a class is `DTensor` or a subclass."""
     module = sys.modules.get(_MODULE)
     return module is not None and issubclass(kind, module.DTensor)
 
 
 def is_placement(value: object) -> bool:
-    """Whether a value says how a dimension of a `DTensor`'s mesh holds the tensor."""
+    """Whether a value is a placement of a `DTensor`."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(value, module.placement_types.Placement)
 
@@ -53,13 +49,13 @@ def _attribute(tensor: torch.Tensor, name: str) -> Any:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A `DTensor`'s part on this rank; None for another tensor."""
+    """A `DTensor`'s local shard; None for another tensor."""
     found: torch.Tensor | None = _attribute(tensor, "_local_tensor")
     return found
 
 
 class Spread(NamedTuple):
-    """How a `DTensor` is spread over ranks: its mesh, its placements, its whole shape and strides."""
+    """A `DTensor`'s mesh and placements, and its global shape and strides."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -68,7 +64,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(tensor: torch.Tensor) -> Spread | None:
-    """How a tensor is spread over ranks; None for a plain tensor."""
+    """The mesh, placements, shape and strides of a `DTensor`; None for a plain tensor."""
     if not is_dtensor(tensor):
         return None
     sharded: Any = tensor
@@ -76,7 +72,7 @@ def spread_of(tensor: torch.Tensor) -> Spread | None:
 
 
 def as_dtensor(local: torch.Tensor, spread: Spread) -> Any:
-    """A `DTensor` made of this rank's part; gradients pass to `local`, with the placements of `spread`."""
+    """A `DTensor` with the local shard `local`; gradients flow back to `local`, with the placements of `spread`."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements, shape, stride = spread
@@ -84,12 +80,12 @@ def as_dtensor(local: torch.Tensor, spread: Spread) -> Any:
 
 
 def dtensor_of(local: torch.Tensor, spread: Spread) -> Any:
-    """A `DTensor` of which this rank's part is `local`."""
+    """A `DTensor` whose local shard is the very tensor `local`."""
     return lying_at(as_dtensor(local.as_strided(local.shape, local.stride(), 0), spread), local)
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole values of a `DTensor`, gathered over one dimension of its mesh after the other; a plain tensor itself."""
+    """The full values of a `DTensor`, all-gathered over one mesh dimension after another; a plain tensor unchanged."""
     spread = spread_of(tensor)
     if spread is None:
         return tensor
@@ -104,13 +100,13 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of_dtensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a `DTensor`, with its gradient; a plain tensor itself."""
+    """A `DTensor`'s local shard, differentiable; a plain tensor unchanged."""
     found: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return found
 
 
 def placed_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """The values of `tensor` with the placements of `like`; None if one of them is a `DTensor` and the other is not."""
+    """Redistribute `tensor` to the placements of `like`; None if only one of them is a `DTensor`."""
     if is_dtensor(tensor) != is_dtensor(like):
         return None
     found: Any = tensor
@@ -118,10 +114,7 @@ def placed_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
 
 
 def sharded_by_rows(mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int], before: Sequence[Any] = ()) -> Spread:
-    """How a tensor is spread whose rows are cut over the last dimension of `mesh`; one of no dimension is replicated.
-
-    `before`: its placements over the other dimensions of `mesh`, which cut first (none: replicated).
-    """
+    """Shard rows over the last dimension of `mesh`; `before`: placements over the other dimensions (none: replicated)."""
     from torch.distributed.tensor import Replicate, Shard
 
     others = before or [Replicate()] * (mesh.ndim - 1)
@@ -129,24 +122,21 @@ def sharded_by_rows(mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int
 
 
 def parameter_of(sharded: Any, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter that is a `DTensor`, with the same part on this rank."""
+    """A `DTensor` parameter with the same local shard."""
     local = sharded._local_tensor
-    begin = lying_at(sharded, local.as_strided(local.shape, local.stride(), 0))  # a parameter is made of it anew
+    begin = lying_at(sharded, local.as_strided(local.shape, local.stride(), 0))  # `nn.Parameter` makes a new `DTensor`
     made: nn.Parameter = lying_at(nn.Parameter(begin, requires_grad=requires_grad), local)
     return made
 
 
 def lying_at(made: Any, local: torch.Tensor) -> Any:
-    """The `DTensor` with `local` as its part.
-
-    A `DTensor` that is made of a part within a larger memory takes the part's offset for its own, and `copy.deepcopy` fails.
-    """
+    """Set the shard of `made`. (A `DTensor` made from a view inherits the view's offset, and `copy.deepcopy` fails.)"""
     made._local_tensor = local
     return made
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local`, as the part of a `DTensor` with the shape and placements of `tensor`; `local` itself if that is none."""
+    """A `DTensor` of shard `local` with the shape and placements of `tensor`; `local` if `tensor` is no `DTensor`."""
     if not is_dtensor(tensor):
         return local
     kind: Any = sys.modules[_MODULE].DTensor

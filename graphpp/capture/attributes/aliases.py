@@ -1,8 +1,7 @@
-"""Refuse tensors that share memory with one that the graph reads or writes under another name.
+"""Refuse tensors that share memory with a tensor that the graph reads or writes under another name.
 
-Contract: a graph has one value per tensor. `CaptureError` is raised for a constant over the memory of a tensor that requires
-grad and is no parameter, and for a written buffer whose memory another tensor of the model shares. Memory is compared by
-address, so the aliases of a model on the meta device are not seen.
+Contract: `CaptureError` is raised for a constant in the memory of a non-parameter that requires grad, and for a written buffer
+that shares memory with another tensor of the model. Memory is compared by address, so aliases on the meta device are not found.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from graphpp.runtime.program import BufferUpdate
 
 
 def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
-    """Raise `CaptureError` if a constant of the graph has the memory of a tensor that requires grad and is no parameter."""
+    """Raise `CaptureError` for a constant in the memory of a tensor that requires grad and is no parameter."""
     addresses = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
     for leaf in gc.get_objects() if addresses else ():
         plain = type(leaf) in (torch.Tensor, nn.Parameter)
-        own = leaf if plain else local_of(leaf) if issubclass(type(leaf), torch.Tensor) else None  # the part of a DTensor
+        own = leaf if plain else local_of(leaf) if issubclass(type(leaf), torch.Tensor) else None  # a DTensor's shard
         if own is not None and leaf.requires_grad and _memory(own)[0] in addresses:
             raise CaptureError(
                 f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
@@ -33,7 +32,7 @@ def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
 
 
 def refuse_written_aliases(model: nn.Module, joint: JointGraph) -> None:
-    """Raise `CaptureError` if the forward writes a buffer of which another tensor of the model is a view."""
+    """Raise `CaptureError` if the forward writes a buffer that shares memory with another tensor of the model."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, BufferUpdate)}
     registered: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     others = {**registered, **{f"the constant {name}": tensor for name, tensor in joint.constants.items()}}
@@ -53,12 +52,12 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor and the one after its last, gaps included; equal for a tensor without strided memory."""
+    """The addresses of a tensor's first byte and after its last, gaps included; (0, 0) without strided memory."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return 0, 0
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     try:
         start = tensor.data_ptr()
-    except RuntimeError:  # a tensor of functorch's has no memory of its own
+    except RuntimeError:  # a functorch tensor has no memory
         return 0, 0
-    return (start, start + reach * tensor.element_size()) if start else (0, 0)  # a DTensor says 0
+    return (start, start + reach * tensor.element_size()) if start else (0, 0)  # a DTensor's `data_ptr` is 0

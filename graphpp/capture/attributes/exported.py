@@ -1,4 +1,4 @@
-"""One export of a model and its loss, and whether two exports are alike.
+"""One export of a model and its loss, and the comparison of two exports.
 
 Contract: `alike` is true only if both graphs have the same operators in the same order with the same arguments, equal
 constants, equal shapes, strides and dtypes, the same roles of results and the same custom Functions with equal arguments.
@@ -26,7 +26,7 @@ from graphpp.runtime.program import OutputRole
 
 @dataclass
 class TraceResults:
-    """Facts that are learned while the forward runs."""
+    """Facts recorded while the forward runs."""
 
     results: tuple[OutputRole, ...] = ()
     output_spec: pytree.TreeSpec | None = None
@@ -37,7 +37,7 @@ class TraceResults:
 
 @dataclass(frozen=True)
 class Exported:
-    """The exported graph, the custom Functions that it applies, the facts learned on the way, and the fake inputs."""
+    """The exported graph, its custom Functions, the facts recorded during the trace, and the fake inputs."""
 
     module: fx.GraphModule
     functions: FunctionCalls
@@ -46,7 +46,6 @@ class Exported:
 
 
 def alike(one: Exported, other: Exported) -> bool:
-    """Whether two exports compute the same values from the same inputs."""
     if (one.found.results, one.found.output_spec) != (other.found.results, other.found.output_spec):
         return False
     parts, others = ([*_outside(each), *_graph(each.module)] for each in (one, other))
@@ -54,7 +53,7 @@ def alike(one: Exported, other: Exported) -> bool:
 
 
 def _outside(exported: Exported) -> Iterator[Any]:
-    """Plain data in the output, and custom Functions with their arguments that are no tensors: no node has them."""
+    """Compared data that no node has: plain data in the output, custom Functions and their non-tensor arguments."""
     yield from exported.found.output_leaves
     for call in exported.functions.applied:
         yield from (call.function, call.grad_enabled, str(call.spec))
@@ -62,7 +61,7 @@ def _outside(exported: Exported) -> Iterator[Any]:
 
 
 def _graph(module: fx.GraphModule) -> Iterator[Any]:
-    """A text for each node, and its operator, constant or sub-graph; nodes in arguments are named by their order."""
+    """For each node a text, and its operator, constant or sub-graph; nodes in arguments are named by their order."""
     order = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         arguments = fx.node.map_arg((node.args, node.kwargs), order.__getitem__)
@@ -75,14 +74,14 @@ def _graph(module: fx.GraphModule) -> Iterator[Any]:
 
 
 def _layout(value: Any) -> Any:
-    """A tensor by its layout; a symbolic number is equal to no other."""
+    """A tensor's layout; a symbolic number equals no other."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
     return id(value) if isinstance(value, SYMBOLIC) else value
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two objects are equal. Fake tensors, parameters for instance, are equal only if they are one object."""
+    """Whether two objects are equal. Fake tensors, such as parameters, equal only themselves."""
     if type(one) is type(other) is torch.Tensor:
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
     return one is other or (type(one) is type(other) and is_plain_data(one) and repr(one) == repr(other))

@@ -1,7 +1,7 @@
-"""Numbers and flags in attributes that each call of a forward leaves, and a stand-in for tensors in their places.
+"""Numbers and flags that each call of a forward leaves in attributes.
 
-Contract: `NumberUpdate.apply` gives an attribute the value that eager leaves. A tensor that a forward assigns in place of a
-number exists on one stage only. `LostTensor` stands for the tensor on the module, and raises at every use.
+Contract: `NumberUpdate.apply` sets an attribute to eager's value. A tensor assigned in place of a number exists on one stage
+only; on the module a `LostTensor` replaces it and raises at every use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphpp.errors import GraphPPError
 
 
 class Place(NamedTuple):
-    """An attribute of a module, or the item `item` of the list or dict in an attribute."""
+    """An attribute of a module, or the item `item` of the list or dict in it."""
 
     module: str
     attribute: str
@@ -32,14 +32,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class NumberUpdate:
-    """The value of an attribute after each call of one captured graph; `is_tensor`: a tensor, of which no value is known."""
+    """The value of an attribute after each call of a captured graph; `is_tensor`: a tensor of unknown value."""
 
     place: Place
     value: int | float | str | None
     is_tensor: bool = False
 
     def apply(self, model: nn.Module) -> bool:
-        """Change the attribute as a call in eager does; returns whether it had another value before."""
+        """Set the attribute as an eager call does; returns whether its value changed."""
         fqn, attribute, item = self.place
         module = model.get_submodule(fqn)
         holder, key = (vars(module), attribute) if item is None else (vars(module)[attribute], item)
@@ -51,18 +51,16 @@ class NumberUpdate:
         return True
 
     def written(self) -> list[Any]:
-        """The update as plain data."""
         return [*self.place, self.value, self.is_tensor]
 
 
 def read_update(written: list[Any]) -> NumberUpdate:
-    """The update that `NumberUpdate.written` gave."""
     *place, value, is_tensor = written
     return NumberUpdate(Place(*place), value, is_tensor)
 
 
 class LostTensor(torch.Tensor):
-    """Stands on a module for a tensor that no rank keeps. Every use but `repr`, copies and pickles raises `GraphPPError`."""
+    """Replaces a tensor that no rank keeps. Every use but `repr`, copies and pickles raises `GraphPPError`."""
 
     _name: str
 

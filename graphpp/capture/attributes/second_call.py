@@ -1,11 +1,11 @@
-"""Trace a second call of a model whose forward changes numbers in attributes: the rule under which such a model is captured.
+"""Trace a second call of a model whose forward changes numbers in attributes, to decide whether a graph can represent it.
 
-Contract: a graph has the numbers of one call. The second call is traced on the numbers that the first call leaves. If it has
-the same graph and leaves the same numbers, then so does every later call, and the model is accepted: Swin, for instance, clamps
-its window to the size of the image. `CaptureError` names every other number with the line that changes it.
+Contract: a graph has the numbers of one call. The second call is traced with the numbers that the first call leaves. If it has
+the same graph and leaves the same numbers, so does every later call, and the model is accepted (Swin, for instance, clamps its
+window to the image size). Otherwise `CaptureError` names the numbers and the lines that change them.
 
-Flags (bool, text, None) are numbers here, except where the first call also makes a cache: a trace cannot give the second call
-the cache, so these flags are neither followed nor changed by a step.
+Flags (bool, text, None) count as numbers, unless the first call also makes a cache. The traced second call does not have the
+cache, so these flags are ignored, and a step does not change them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def same_in_every_call(first: Exported, export: Export) -> Exported:
-    """The export of which a graph is made, with the numbers that each call leaves in `found.writes.updates`.
+    """The export to make a graph of; `found.writes.updates` has the numbers that each call leaves.
 
-    `first`: the export of the model as it is. `export` exports a call that begins with other numbers. Raises `CaptureError`.
+    `first`: the export of the current model. `export` exports a call that begins with other numbers. Raises `CaptureError`.
     """
     updates = first.found.writes.updates
     for place, update in updates.items():
@@ -65,7 +65,7 @@ def _refusal(places: Iterable[Place], why: str, export: Export) -> CaptureError:
 
 
 def _lines_of_writes(export: Export) -> dict[str, str]:
-    """By the name of an attribute, the user's line that assigns it first, from one more trace; none for items of containers."""
+    """By attribute name, the first user line that assigns it, from one more trace; items of containers have none."""
     lines: dict[str, str] = {}
     assign = nn.Module.__setattr__
 

@@ -1,12 +1,12 @@
-"""Record and undo the writes of a traced forward to attributes of its modules: `self.state = new`.
+"""Record and undo the writes of a traced forward to attributes of its modules (`self.state = new`).
 
-Contract: after `undo_writes` every module has the attributes, buffers, hooks, lists and dicts that it had before, even if the
-forward raised. `AttributeWrites` then holds
+Contract: after `undo_writes` all attributes, buffers, hooks, lists and dicts of every module are restored, even if the forward
+raised. `AttributeWrites` then has
 - the new values of buffers, which the trace returns as additional results (export drops most assignments to buffers);
-- the tensors outside of buffers that the forward replaced, which `refuse_stale` refuses as constants of the graph;
-- the numbers and the flags (bool, text or None) that the forward changed, of which `second_call.py` decides;
-- whether the forward has made a cache, which the next call may read: a tensor in an attribute that had none, further items of
-  a list or dict, hooks for instance.
+- the replaced tensors that are no buffers; `refuse_stale` refuses them as constants of the graph;
+- the changed numbers and flags (bool, text or None), about which `second_call.py` decides;
+- whether the forward made a cache that the next call may read: a tensor in an attribute that had none, or new items of a list
+  or dict, such as hooks.
 `refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and replaced tensors.
 """
 
@@ -30,7 +30,7 @@ _NUMBERS, _FLAGS = (int, float), (bool, str, type(None))
 
 @dataclass
 class AttributeWrites:
-    """The writes of one forward: new values of buffers by FQN, old tensors of other attributes, new numbers and flags."""
+    """The writes of one forward: new values of buffers, old tensors of other attributes, new numbers and flags."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -40,11 +40,10 @@ class AttributeWrites:
 
     @property
     def updates(self) -> dict[Place, NumberUpdate]:
-        """The numbers, and the flags of a forward that makes no cache."""
+        """The numbers; without caches also the flags."""
         return self.numbers if self.caches else self.numbers | self.flags
 
     def refuse_stale(self, constants: Iterable[torch.Tensor]) -> None:
-        """Raise `CaptureError` if a replaced tensor is a constant of the graph."""
         ids = {id(constant) for constant in constants}
         for name, tensor in self.replaced.items():
             if id(tensor) in ids:
@@ -56,7 +55,7 @@ class AttributeWrites:
 
 @contextlib.contextmanager
 def undo_writes(model: nn.Module, writes: AttributeWrites, updates: Iterable[NumberUpdate]) -> Iterator[None]:
-    """Let the forward inside begin with the numbers of `updates`, record in `writes` what it assigns, then undo it."""
+    """Start the forward with `updates`, record its assignments in `writes`, then undo them."""
     with _restored(model, updates) as (buffers, stores):
         yield
         for fqn, old, new in _assigned(buffers):
@@ -70,7 +69,7 @@ def undo_writes(model: nn.Module, writes: AttributeWrites, updates: Iterable[Num
 
 @contextlib.contextmanager
 def refuse_writes(model: nn.Module, updates: Collection[NumberUpdate]) -> Iterator[None]:
-    """Begin with the numbers of `updates`. Raise `CaptureError` if a custom Function changes a number or replaces a tensor."""
+    """Start with `updates`. Raise `CaptureError` if a custom Function changes a number or replaces a tensor."""
     with _restored(model, updates), _restored(model) as (buffers, stores):
         yield
         for place in (place for store in stores for place in store.numbers()):
@@ -86,12 +85,12 @@ def refuse_writes(model: nn.Module, updates: Collection[NumberUpdate]) -> Iterat
             )
 
 
-Buffers = list[tuple[str, dict[str, Any], dict[str, Any]]]  # prefix of FQNs, a module's buffers now, and before
+Buffers = list[tuple[str, dict[str, Any], dict[str, Any]]]  # (FQN prefix, current buffers of a module, earlier buffers)
 
 
 @contextlib.contextmanager
 def _restored(model: nn.Module, updates: Iterable[NumberUpdate] = ()) -> Iterator[tuple[Buffers, list[_Store]]]:
-    """A context with these numbers after which all modules are as before; the yielded objects know the state before."""
+    """Apply `updates`, and restore all modules on closing; yields objects that know the earlier state."""
     buffers: Buffers = []
     stores: list[_Store] = []
     for fqn, module in model.named_modules():
@@ -112,7 +111,7 @@ def _restored(model: nn.Module, updates: Iterable[NumberUpdate] = ()) -> Iterato
 
 
 def _assigned(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """The FQN of each buffer that is another object now, and the tensors before and now."""
+    """FQN, old and new tensor of each reassigned buffer."""
     for prefix, now, before in buffers:
         for key, old in before.items():
             new = now.get(key)
@@ -126,10 +125,10 @@ def _assigned(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor, torch.Tenso
 
 
 class _Store:
-    """The attributes of a module, or the items of a list or dict in the attribute `attribute`, now and before a forward."""
+    """The attributes of a module, or a container in the attribute `attribute`, now and before a forward."""
 
     def __init__(self, module: str, attribute: str | None, held: Any, kind: type | None = None) -> None:
-        """`kind`: the class that has the values of attributes which the module does not have itself."""
+        """`kind`: the class whose attributes are defaults for the module's own."""
         self._module, self._attribute, self._held, self._kind = module, attribute, held, kind
         self._before = self._now()
 
@@ -140,17 +139,17 @@ class _Store:
         return Place(self._module, key) if self._attribute is None else Place(self._module, self._attribute, key)
 
     def replaced(self) -> dict[str, torch.Tensor]:
-        """The old tensors that were replaced by key; all tensors of a list that has changed, since its indices shift."""
+        """The replaced tensors by name; all tensors of a changed list, since its indices shift."""
         now = {} if isinstance(self._held, list) and self._has_changed() else self._now()
         tensors = [(key, old) for key, old in self._before.items() if isinstance(old, torch.Tensor)]
         return {str(self._place(key)): old for key, old in tensors if now.get(key) is not old}
 
     def numbers(self) -> dict[Place, NumberUpdate]:
-        """The ints and floats that are another value or a tensor now."""
+        """The ints and floats that changed or became a tensor."""
         return {place: new for place, old, new in self._changed() if type(old) in _NUMBERS}
 
     def flags(self) -> dict[Place, NumberUpdate]:
-        """The bools, texts and Nones that are another one now."""
+        """The bools, texts and Nones that changed to another of these."""
         changed = ((place, old, new) for place, old, new in self._changed() if not new.is_tensor)
         return {place: new for place, old, new in changed if type(old) in _FLAGS and type(new.value) in _FLAGS}
 
@@ -164,7 +163,7 @@ class _Store:
                 yield place, old, NumberUpdate(place, None if is_tensor else new, is_tensor)
 
     def has_cache(self) -> bool:
-        """Whether a module's attribute has a tensor or a container now and was None, or a list or dict has further items."""
+        """Whether an attribute that was None has a tensor or container now, or a list or dict has new items."""
         if self._attribute is not None:
             return bool(self._now().keys() - self._before.keys())
         holders = (torch.Tensor, list, tuple, dict)
@@ -175,7 +174,7 @@ class _Store:
         return list(now) != list(self._before) or any(now[key] is not old for key, old in self._before.items())
 
     def restore(self) -> None:
-        """Give the attributes or the container the items of before; a list or dict that has not changed is left alone."""
+        """Restore the attributes or the container; an unchanged list or dict is not touched."""
         if self._attribute is None:
             _restore_dict(self._held, self._before)
         elif self._has_changed():
@@ -187,7 +186,7 @@ class _Store:
 
 
 def _new_value(fqn: str, old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-    """The new value of a buffer. Raises `CaptureError` if it is gone or has another shape or dtype."""
+    """The new value of a buffer. Raises `CaptureError` if it was removed or its shape or dtype changed."""
     if new is None or new.shape != old.shape or new.dtype != old.dtype:
         found = "removes it" if new is None else f"assigns {list(new.shape)} {new.dtype}"
         raise CaptureError(
@@ -197,7 +196,7 @@ def _new_value(fqn: str, old: torch.Tensor, new: torch.Tensor | None) -> torch.T
     placed = placed_as(new.detach(), old)
     if placed is None:
         raise CaptureError(f"the buffer {fqn} is a {type(old).__name__}, and the forward assigns a {type(new).__name__}")
-    return placed.clone()  # the new value may be another buffer itself
+    return placed.clone()  # the new value may itself be another buffer
 
 
 def _restore_dict(now: dict[str, Any], before: dict[str, Any]) -> None:

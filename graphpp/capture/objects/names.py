@@ -1,9 +1,9 @@
-"""The names for which the code of a forward or a loss asks, and the answer to "is this a library".
+"""The names that the code of a forward or a loss reads, and whether an object belongs to a library.
 
-Contract: `reads_of` follows the code of functions to the functions and methods that the code names, and to methods such as
-`__call__` that Python calls by itself, outside of torch and the standard library. A name stands for every attribute and method
-of this name, and so does a text in the code, which may be the argument of a `getattr`. So `names` may have too many, and lacks
-only names that code puts together at run time.
+Contract: `reads_of` follows code outside of torch and the standard library to the functions and methods that it names, and to
+methods such as `__call__` that Python calls implicitly. A name stands for every attribute and method of this name, and so does
+a string in the code (it may be the argument of a `getattr`). So `names` may have too many, and lacks only names that code
+builds at run time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import cache, lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_MOST = 5_000  # functions that are followed
+_MOST = 5_000  # maximum number of functions to follow
 _INSTALLED = tuple(os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib"))
-_NOT_IN_A_FORWARD = frozenset(  # methods that Python calls without a name in the code, but not while a forward runs
+_NOT_IN_A_FORWARD = frozenset(  # methods that Python calls implicitly, but not during a forward
     ("__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__getstate__",
      "__setstate__", "__init_subclass__", "__class_getitem__", "__deepcopy__", "__copy__", "__dir__")
 )  # fmt: skip
@@ -27,17 +27,14 @@ _NOT_IN_A_FORWARD = frozenset(  # methods that Python calls without a name in th
 
 @dataclass(frozen=True)
 class Reads:
-    """The names that code asks for, and the global variables that it reads, each as the namespace and the name."""
+    """The names that code reads, and the global variables that it reads, as (namespace, name)."""
 
     names: frozenset[str] = frozenset()
     variables: tuple[tuple[Mapping[str, Any], str], ...] = ()
 
 
 def reads_of(functions: Iterable[Any], classes: Iterable[type]) -> Reads:
-    """The names and variables that the code of functions, and all code that they call, reads.
-
-    `classes`: the classes of the objects in reach, whose methods the code may name.
-    """
+    """The names and variables that functions and their callees read. `classes`: the classes of reachable objects."""
     methods = _methods(classes)
     implicit = [each for name, found in methods.items() for each in found if is_implicit(name, each)]
     names: set[str] = set()
@@ -61,7 +58,7 @@ def reads_of(functions: Iterable[Any], classes: Iterable[type]) -> Reads:
 
 
 def in_cell(cell: CellType) -> Any:
-    """The present value of a closure's variable; None if it is not assigned yet."""
+    """The current value of a closure's variable; None if unassigned."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -69,7 +66,7 @@ def in_cell(cell: CellType) -> Any:
 
 
 def comes_with_torch(thing: Any) -> bool:
-    """Whether a function or class is torch's, graphpp's or of the standard library: the names in its code are not read."""
+    """Whether a function or class belongs to torch, graphpp or the standard library; its code is not read."""
     root = (getattr(thing, "__module__", None) or "").partition(".")[0]
     if root == "torch" or (root in sys.stdlib_module_names and root != "__main__"):
         return _stands_in_library(thing)
@@ -77,32 +74,30 @@ def comes_with_torch(thing: Any) -> bool:
 
 
 def is_of_library(thing: Any) -> bool:
-    """Whether a function or class comes with torch, or from an installed package: its code and state do not change."""
+    """Whether a function or class belongs to torch or an installed package; its code and state do not change."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
     return comes_with_torch(thing) or (_is_installed(getattr(module, "__file__", None)) and _stands_in_library(thing))
 
 
 def _stands_in_library(thing: Any) -> bool:
-    """False for a function of the user that has the name of a library's function, as `functools.wraps` gives it."""
+    """False for a user function that `functools.wraps` gave the name of a library function."""
     file = thing.__code__.co_filename if isinstance(thing, FunctionType) else "<"
     return file.startswith("<") or _is_installed(file)
 
 
 @cache
 def _is_installed(file: str | None) -> bool:
-    """Whether a file of Python code lies where Python or pip puts libraries."""
     return file is not None and os.path.realpath(file).startswith(_INSTALLED)
 
 
 def is_implicit(name: str, method: Any) -> bool:
-    """Whether Python calls a method without a name in the code; not so a method that `dataclasses` or the like made."""
+    """Whether Python calls a method implicitly; false for methods generated by `dataclasses` and the like."""
     code = getattr(unwrapped(method), "__code__", None)
     made = code is not None and code.co_filename.startswith("<")
     return code is not None and not made and name.startswith("__") and name not in _NOT_IN_A_FORWARD
 
 
 def unwrapped(function: Any) -> Any:
-    """The function of a method, property, partial and the like."""
     while True:
         if isinstance(function, MethodType | staticmethod | classmethod):
             function = function.__func__
@@ -115,7 +110,6 @@ def unwrapped(function: Any) -> Any:
 
 
 def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
-    """The functions that classes define, by name."""
     found: dict[str, list[Any]] = {}
     for base in dict.fromkeys(base for each in classes for base in each.__mro__):
         for name, value in vars(base).items() if not comes_with_torch(base) else ():
@@ -126,7 +120,7 @@ def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
 
 @lru_cache(_MOST)
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """The names and texts in code and in the functions inside, which may be the names of attributes and globals."""
+    """The names and strings in code and nested functions, which may name attributes and globals."""
     found: list[str] = list(code.co_names)
     pending = list(code.co_consts)
     while pending:
@@ -141,10 +135,7 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 def _variables(namespace: Mapping[str, Any], asked: set[str]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The variables of a module that code names, and those of modules that the code names, as in `settings.SCALE`.
-
-    A name that is no variable may be that of a module which the code imports when it runs.
-    """
+    """The variables that code names in its module and, as in `settings.SCALE`, in modules that it names or imports."""
     for name in sorted(asked):
         value = namespace[name] if name in namespace else sys.modules.get(name)
         if not isinstance(value, ModuleType):

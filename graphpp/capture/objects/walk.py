@@ -2,13 +2,12 @@
 
 Contract
 --------
-- `Walk.items` yields (path, kind, value, place) of an object and of the objects that it leads to: items of containers,
-  attributes for whose names the code asks, closures, defaults, bound objects, hooks, members of classes, modules outside of the
-  tree. `snapshot.py` notes the objects of a step by identity, `conditions.py` compares their values between steps, and
-  `capture/transfer/digest.py` compares ranks.
+- `Walk.items` yields (path, kind, value, place) of an object and all objects that it leads to: items of containers, attributes
+  that the code names, closures, defaults, bound objects, hooks, members of classes, modules outside of the tree. `snapshot.py`
+  compares the objects of a step by identity, `conditions.py` their values between steps, `digest.py` their values on ranks.
 - A path begins with the index of a module in the tree, or the name of a Python module. An object, function, class or module
-  that the walk meets a second time is an item with its `first` path, and is not entered again.
-- Beyond `Limits` objects have the kind "same". Code, classes and state of libraries (`names.is_of_library`) are not entered;
+  that the walk meets again is an item with its `first` path, and is not entered again.
+- Objects beyond `Limits` have the kind "same". Code, classes and state of libraries (`names.is_of_library`) are not entered;
   attributes of a library's object are.
 """
 
@@ -56,8 +55,8 @@ from graphpp._torch.parallel.sharded_tensor import is_placement
 from graphpp.capture.objects.names import comes_with_torch, in_cell, is_implicit, is_of_library
 
 Path = tuple[Any, ...]
-Place = tuple[Any, str]  # a namespace, or an object with slots, and a name in it
-Parts = Iterator[tuple[Any, Any, Place | None]]  # the last element of the path, the object, its place
+Place = tuple[Any, str]  # (namespace or object with slots, name)
+Parts = Iterator[tuple[Any, Any, Place | None]]  # (last path element, object, place)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 REGISTRIES = ("_parameters", "_buffers", "_modules", *HOOKS)
@@ -86,17 +85,14 @@ _KINDS: Sequence[tuple[Any, str]] = (
     ((dist.ProcessGroup, DeviceMesh), "ranks"),
     ((threading.local, SimpleNamespace), "object"),
 )
-_ONCE = ("function", "object", "class", "module")  # containers may be exchanged for equal ones, as torch.export does
+_ONCE = ("function", "object", "class", "module")  # torch.export may replace containers by equal ones
 _WRAPPED = ("__func__", "__self__", "func", "args", "keywords", "fget", "fset", "__wrapped__")
 _PLAIN_ACCESS: Any = object.__getattribute__
-_PLACE = struct.calcsize("P")  # the bytes of a pointer
+_PLACE = struct.calcsize("P")  # bytes of a pointer
 
 
 class Item(NamedTuple):
-    """An object of the program. `place`: the attribute of an object or class, or the global variable, that holds it.
-
-    `first`: the path under which the walk has met the object before.
-    """
+    """An object. `place`: the attribute or global variable that refers to it. `first`: its path when the walk first met it."""
 
     path: Path
     kind: str
@@ -107,7 +103,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a walk goes: levels of containers and objects, items of a container, bytes of a NumPy array, all objects."""
+    """Limits of a walk: levels of nesting, items of a container, bytes of a NumPy array, number of objects."""
 
     depth: int = 4
     items: int = 1_000
@@ -116,13 +112,13 @@ class Limits:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is NumPy's array or number."""
+    """Whether a value is a NumPy array or scalar."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
 
 def kind_of(value: Any) -> str:
-    """The kind of an object, by which it is followed and compared."""
+    """The kind of an object, which decides how it is entered and compared."""
     if type(value) in PLAIN:
         return "plain"
     if is_array(value):
@@ -138,9 +134,9 @@ def kind_of(value: Any) -> str:
 
 
 def _is_hiding(kind: type) -> bool:
-    """Whether objects of a class have state of compiled code: they are larger than their attributes and slots need.
+    """Whether objects of a class have native state: they are larger than their attributes and slots need.
 
-    Attributes and weak references take a place each, unless the class says (with a negative number) that Python manages it.
+    `__dict__` and weak references take a pointer each, unless the offset is negative: then Python manages them.
     """
     slots = sum(len(_slots(base)) for base in kind.__mro__)
     places = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
@@ -148,7 +144,7 @@ def _is_hiding(kind: type) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
-    """The namespace of an object, empty for one with slots alone; None if the object's class refuses."""
+    """The `__dict__` of an object, empty if it has only slots; None if reading it raises."""
     try:
         held: dict[str, Any] = vars(value)
     except TypeError:
@@ -159,7 +155,7 @@ def attributes(value: Any) -> dict[str, Any] | None:
 
 
 class Walk:
-    """Walks over objects. `names`: for which the code asks. `tree`: the paths of the modules of model and loss, by identity."""
+    """Walks over objects. `names`: those that the code reads. `tree`: the paths of the modules of model and loss, by `id`."""
 
     def __init__(self, names: Set[str], tree: Mapping[int, Path], limits: Limits) -> None:
         self._names, self._limits = names, limits
@@ -177,7 +173,7 @@ class Walk:
         }
 
     def items(self, path: Path, value: Any, place: Place | None = None, depth: int | None = None) -> Iterator[Item]:
-        """An object and all objects that it leads to, depth first."""
+        """The object and all objects that it leads to, depth first."""
         depth = self._limits.depth if depth is None else depth
         kind = kind_of(value)
         self._objects += kind != "plain"
@@ -195,7 +191,6 @@ class Walk:
                 yield from self.items((*path, step), each, where, below)
 
     def _is_beyond(self, kind: str, value: Any, depth: int) -> bool:
-        """Whether the limits keep the walk from an object."""
         if kind == "array":
             return bool(value.nbytes > self._limits.array)
         if kind in ("mapping", "sequence", "set") and len(value) > self._limits.items:
@@ -203,7 +198,7 @@ class Walk:
         return kind in self._parts and (depth == 0 or self._objects > self._limits.objects)
 
     def tree_module(self, path: Path, module: nn.Module, tensors: Sequence[str]) -> Iterator[Item]:
-        """A module of the tree, without its submodules. `tensors`: the kinds of its parameters and of its buffers."""
+        """A module of the tree without its submodules. `tensors`: the kinds of its parameters and its buffers."""
         yield Item(path, "module", module)
         for store, kind in zip(("_parameters", "_buffers"), tensors, strict=True):
             for name, tensor in getattr(module, store).items():
@@ -213,15 +208,15 @@ class Walk:
             yield from self.items((*path, step), each, where)
 
     def _of_module(self, module: nn.Module) -> Parts:
-        """The parts of a module outside of the tree; its tensors are constants of a graph."""
+        """The parts of a module outside of the tree, whose tensors are constants of a graph."""
         for store in ("_parameters", "_buffers", "_modules"):
             yield from ((name, each, None) for name, each in getattr(module, store).items())
         yield from self._own_parts(module)
 
     def _own_parts(self, module: nn.Module) -> Parts:
-        """A module's hooks, class and attributes: plain data and `forward` always, others if the code asks for their names.
+        """A module's hooks, class and attributes: plain data, tensors and `forward` always, others if the code names them.
 
-        Code of torch's own modules is not read, so all attributes of such a module are followed.
+        All attributes of torch's own modules are entered, since their code is not read.
         """
         of_torch = any(base.__module__.startswith("torch.") and base is not nn.Module for base in type(module).__mro__)
         for name, value in vars(module).items():
@@ -235,7 +230,7 @@ class Walk:
         yield "__class__", type(module), None
 
     def _of_object(self, value: Any) -> Parts:
-        """The class of an object, and the attributes for which the code asks; of UserDict and the like also the data."""
+        """An object's class and the attributes that the code names; also the data of UserDict and the like."""
         kind, held = type(value), attributes(value) or {}
         computes = kind.__getattribute__ is not _PLAIN_ACCESS or hasattr(kind, "__getattr__")  # by other names
         inner = ("data", "maps") if isinstance(value, UserDict | UserList | ChainMap) else ()
@@ -248,7 +243,7 @@ class Walk:
         yield "__class__", kind, None
 
     def _of_class(self, kind: type) -> Parts:
-        """The members of a class and its bases for which the code asks, or which Python calls by itself."""
+        """The members of a class and its bases that the code names or Python calls implicitly."""
         if not comes_with_torch(type(kind)):
             yield "__class__", type(kind), None
         for base in kind.__mro__:
@@ -276,7 +271,6 @@ def _of_function(function: FunctionType) -> Parts:
 
 
 def _of_wrapper(value: Any) -> Parts:
-    """The functions and arguments in a bound method, a partial, a property, a weak reference, or another wrapper."""
     if isinstance(value, weakref.ref):
         yield "()", value(), None
     yield from ((part, getattr(value, part), None) for part in _WRAPPED if getattr(value, part, None) is not None)

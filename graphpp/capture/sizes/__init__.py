@@ -1,1 +1,1 @@
-"""Sizes that are no constants of a graph: those that vary between microbatches, and those that only the data decides."""
+"""Sizes that are no constants of a graph: sizes that vary between microbatches, and data-dependent sizes."""

@@ -1,9 +1,9 @@
-"""Numbers and sizes that only the data decides: `x[mask]`, `nonzero()`, `.item()`.
+"""Data-dependent numbers and sizes: `x[mask]`, `nonzero()`, `.item()`.
 
-Contract: in a trace such a number is a symbol. Torch answers a comparison of such symbols if the answer is the same for all
-data; for some comparisons torch assumes the answer that the operation needs, as equal sizes in the sum of `x[one]` and
-`x[other]`. Each assumption becomes an operation of the joint graph, which raises if a microbatch has the other answer.
-`admit_numbers_of_data` raises `CaptureError` where a graph cannot be right for all data, or its memory has no bound.
+Contract: in a trace such a number is an unbacked symbol. Where torch cannot decide a comparison of symbols for all data, it may
+assume the answer that the operation needs, such as equal sizes in `x[one] + x[other]`. Each assumption becomes a check in the
+joint graph, which raises if a microbatch violates it. `admit_numbers_of_data` raises `CaptureError` where a graph cannot be
+right for all data, or its memory has no bound.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ aten = torch.ops.aten
 
 
 def admit_numbers_of_data(joint: JointGraph, mode: Any) -> None:
-    """Add the checks of a graph that was traced in `mode`, in place. Raises `CaptureError` for what cannot be right."""
+    """Add the checks to a graph traced in `mode`, in place. Raises `CaptureError`."""
     for node in joint.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
-        joint.graph.erase_node(node)  # what the node checks is among the assumptions of the trace
+        joint.graph.erase_node(node)  # its condition is among the assumptions of the trace
     decided = [node for node in joint.computed() if is_of_data(node.meta["val"])]
     for node in decided:
         _refuse(node)
@@ -64,7 +64,7 @@ def _refuse(node: fx.Node) -> None:
 
 
 def refuse_rounding() -> NoReturn:
-    """Raise `CaptureError` for arithmetic whose result a trace cannot have to the last bit."""
+    """Raise `CaptureError` for arithmetic that a trace cannot reproduce to the last bit."""
     raise CaptureError(
         "arithmetic with a floating-point number that only the data decides, at "
         f"{user_line()}: torch computes with such numbers as in algebra, and Python rounds after "
@@ -83,7 +83,7 @@ def _may_squeeze(node: fx.Node) -> bool:
 
 
 def _add_checks(joint: JointGraph, mode: Any) -> None:
-    """Let the graph check what the trace has assumed; a symbol that no value of the graph has is of another trace."""
+    """Add checks of the trace's assumptions; a symbol that no value of the graph has belongs to another trace."""
     places = _Places(joint)
     order = {node: at for at, node in enumerate(joint.graph.nodes)}
     for assumed in assumptions(mode):
@@ -103,7 +103,7 @@ def _add_checks(joint: JointGraph, mode: Any) -> None:
 
 
 class _Places:
-    """For each symbol of data the node that has it: as a number, or as the size of a dimension; `found`: (node, dimension)."""
+    """The node of each data-dependent symbol: a number, or a tensor with this size; `found`: (node, dimension)."""
 
     def __init__(self, joint: JointGraph) -> None:
         self._graph = joint.graph
@@ -113,7 +113,7 @@ class _Places:
                 self.found.setdefault(symbol, (node, dim))
 
     def number(self, symbol: Any) -> fx.Node:
-        """A node with the number of a symbol, at the graph's point of insertion unless there is one."""
+        """A node with the number of a symbol, inserted at the graph's insertion point if needed."""
         node, dim = self.found[symbol]
         if dim is None:
             return node

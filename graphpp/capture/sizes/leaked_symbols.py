@@ -1,8 +1,7 @@
-"""Find symbols that a forward has left in the program's own objects, and put numbers in their place.
+"""Replace symbolic sizes that a traced forward left in the program's objects by numbers.
 
-Contract: after a trace with symbols, `take_back` looks for symbolic sizes of the trace in lists, deques, dicts, closures and
-attributes of objects and classes outside of torch, and puts the number of the traced sizes there. A later run of the program
-then finds what an eager run on the traced microbatch would have left.
+Contract: after a trace with symbols, `take_back` finds symbolic sizes in lists, deques, dicts, closures and attributes of
+objects and classes outside of torch, and replaces them by the traced sizes, as an eager run would have left them.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import fx
 from graphpp._torch.symbols import SYMBOLIC, hint, is_of_latest_trace
 
 _OF_TRACES = ("torch", "sympy", "graphpp")
-_OWN = 3  # references of `take_back` to a symbol: a list, a variable, an argument
+_OWN = 3  # references to a symbol in `take_back`: a list, a variable, an argument
 
 
 def take_back() -> str | None:
-    """Replace the symbols of the latest trace that objects of the program hold; returns the class of one of them, or None."""
-    gc.collect()  # frames and nodes of the trace that nothing needs any more
+    """Replace symbols of the latest trace in objects of the program; returns the class of one such object, or None."""
+    gc.collect()  # unused frames and nodes of the trace
     objects = gc.get_objects()
     alive = [each for each in objects if type(each) in SYMBOLIC and is_of_latest_trace(each)]
     known, counts = _in_graphs((each for each in objects if type(each) is fx.Node), set(map(id, alive)))
@@ -43,9 +42,9 @@ def take_back() -> str | None:
 
 
 def _in_graphs(nodes: Iterable[fx.Node], symbols: set[int]) -> tuple[set[int], Counter[int]]:
-    """The containers in which graphs hold facts about their nodes, and how often these hold each symbol, by identity.
+    """The `id`s of containers with metadata of graph nodes, and how often these refer to each symbol.
 
-    A search for the holders of all symbols would compare every reference in the process with every symbol.
+    Searching the referrers of all symbols instead would compare every reference in the process with every symbol.
     """
     pending: list[Any] = [part for node in nodes for part in (node.meta, node.args, node.kwargs)]
     known, counts = set(map(id, pending)), Counter[int]()
@@ -60,7 +59,7 @@ def _in_graphs(nodes: Iterable[fx.Node], symbols: set[int]) -> tuple[set[int], C
 
 
 def _is_of_program(holder: Any) -> bool:
-    """Whether an object can hold a size for the program."""
+    """Whether an object can keep a size for the program."""
     if isinstance(holder, list | deque | dict | CellType):
         return True
     has_attributes = hasattr(holder, "__dict__") or any(_slots(type(holder)))
@@ -84,7 +83,7 @@ def _put_numbers(holder: Any, values: set[int]) -> None:
 
 
 def _put_numbers_in_dict(holder: dict[Any, Any], values: set[int]) -> None:
-    """Replace these values in a dict. Python caches the attributes of classes, so those of a class are set on the class."""
+    """Replace values in a dict. Python caches class attributes, so they are set on the class."""
     of_class = next((each for each in gc.get_referrers(holder) if isinstance(each, type)), None)
     for key, value in list(holder.items()):
         if id(value) in values and of_class is not None:
@@ -94,7 +93,7 @@ def _put_numbers_in_dict(holder: dict[Any, Any], values: set[int]) -> None:
 
 
 def _slots(kind: type) -> Iterator[Any]:
-    """The attributes that classes written in Python declare in `__slots__`."""
+    """The slots of classes written in Python."""
     declaring = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
     return (each for names in declaring for each in names.values() if isinstance(each, MemberDescriptorType))
 

@@ -17,16 +17,16 @@ from graphpp.capture.trace import CapturedGraph
 from graphpp.errors import CaptureError
 
 Open = Mapping[str, Sequence[int]]
-"""The dimensions of tensors, by path, for whose sizes a graph is to hold."""
+"""The dynamic dimensions of tensors, by path."""
 
 
 def with_open_sizes(
     run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, open_sizes: Open, some: bool
 ) -> CapturedGraph:
-    """A graph for several sizes, or the graph `fixed` for those of the example, with the reason.
+    """A graph for several sizes, or `fixed` with the reason why there is none.
 
-    `some`: a graph that leaves some of these sizes open will do. The graphs are compared for the example's sizes, since code
-    may tell a symbol from an integer.
+    `some`: accept a graph that leaves only some of these sizes dynamic. Both graphs are compared at the example's sizes, as
+    code can distinguish a symbol from an integer.
     """
     try:
         try:
@@ -56,7 +56,7 @@ def with_open_sizes(
 
 
 def _fixing_lines(symbols: Symbols, paths: Sequence[str]) -> str:
-    """The equations that a trace assumed, with the user's code lines: `args[0].shape[1] == 9 at model.py:37`."""
+    """The equations that a trace assumed, with user lines: `args[0].shape[1] == 9 at model.py:37`."""
     names = {symbol.name: f"{paths[index]}.shape[{dim}]" for symbol, (index, dim) in symbols.places.items()}
     lines = []
     for equation, frame in symbols.equalities():

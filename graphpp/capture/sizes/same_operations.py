@@ -1,9 +1,8 @@
-"""Whether a graph with symbolic sizes computes the same as the graph of one microbatch, for the sizes of that microbatch.
+"""Whether a graph with symbolic sizes computes the same as the graph of one microbatch at that microbatch's sizes.
 
-Code that looks at types, prints a size or catches the error of an unhashable symbol takes another branch for a symbol than for
-an integer, and no comparison of sizes is noted. Contract: `difference` is None only if both graphs have the same operations,
-each as often: operators, numbers, shapes and dtypes of arguments and results. Views are not compared, since torch keeps views
-in a trace with symbols that do nothing.
+Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without a
+guard. Contract: `difference` is None only if both graphs have the same operations equally often: operators, numbers, shapes and
+dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that do nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NO_WORK = {operator.getitem, aten._unsafe_view.default, aten.lift_fresh_copy.de
 
 
 def difference(several: JointGraph, values: Values, one: JointGraph) -> str | None:
-    """An operation that one graph has more often than the other, in words; `values`: the sizes of `one`."""
+    """Describes an operation that one graph has more often than the other; `values`: the sizes of `one`."""
     found, expected = _operations(several, values), _operations(one, None)
     for key in (*found, *expected):
         if len(found.get(key, ())) != len(expected.get(key, ())):
@@ -43,7 +42,7 @@ def _operations(joint: JointGraph, values: Values | None) -> dict[str, list[fx.N
 
 
 def _is_of_whole_slice(node: fx.Node) -> bool:
-    """Whether a node is the backward of `x[:]`, a view that does nothing, or an assignment to it."""
+    """Whether a node is the backward of, or an assignment to, `x[:]`, which does nothing."""
     places = {aten.slice_backward.default: 0, aten.slice_scatter.default: 1}
     if node.target not in places:
         return False
@@ -52,7 +51,7 @@ def _is_of_whole_slice(node: fx.Node) -> bool:
 
 
 def _described(value: Any, values: Values | None) -> Any:
-    """A number with its type, or the shape and dtype of a tensor; the same of nested values."""
+    """A number, or the shape and dtype of a tensor, also in nested values."""
     if isinstance(value, fx.Node):
         return _described(value.meta.get("val"), values)
     if isinstance(value, SYMBOLIC):

@@ -1,4 +1,4 @@
-"""Check that a model is spread over the ranks that `mesh=` gives for it."""
+"""Check that a model is sharded over the ranks of `mesh=`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from graphpp.runtime.dtensors import spread_tensor
 
 
 def check_meshes(model: nn.Module, layers: dist.ProcessGroup | None, experts: dist.ProcessGroup | None) -> None:
-    """Raise `CaptureError` for a `DTensor` parameter or buffer over other ranks than those along `tp` or `ep` of `mesh=`.
+    """Raise `CaptureError` for a `DTensor` over other ranks than `tp` or `ep` of `mesh=`.
 
-    `layers`, `experts`: these ranks; None where there is no other. Raises also for placements whose values no rank has
-    (`Partial`), and for one that all ranks along `ep` have whole.
+    `layers`, `experts`: the groups along `tp` and `ep`; None: this rank alone. Also refuses `Partial` placements, and
+    tensors that are replicated over `ep`.
     """
     along = {"tp": _ranks(layers), "ep": _ranks(experts)}
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):

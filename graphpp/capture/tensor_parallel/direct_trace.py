@@ -1,14 +1,12 @@
-"""Trace model, loss and backward directly, without an export before: the route for models with `DTensor` parameters.
+"""Trace model, loss and backward without an export, for models with `DTensor` parameters.
 
 Contract
 --------
-- The graph is that of AOT Autograd over the model's own code, whose autograd gives `DTensor`s their gradients. Custom
-  Functions, `no_grad` and autocast within the model act as in eager. An autocast around the step is entered by the forward
-  alone.
-- As after an export, every operation has `nn_module_stack` in its metadata: the calls of modules around the operation, hooks
-  included, outermost first, each under the module's FQN and, from a module's second call on, `@k`.
-- The same refusals as during an export hold while the forward runs, and the same facts are learned from the last forward.
-- Shapes are those of the example. `CaptureError` explains every error of the trace.
+- AOT Autograd traces the model's own code, whose autograd gives `DTensor`s their gradients. Custom Functions, `no_grad` and
+  autocast within the model act as in eager. An autocast around the step applies to the forward only.
+- As after an export, every operation has `nn_module_stack`: the module calls around it, including hooks, outermost first, by
+  FQN and, from a module's second call on, `@k`.
+- Refusals are those of an export. `TraceResults` come from the last forward. Shapes are those of the example.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ def direct_trace(
     device: torch.device,
     updates: Iterable[NumberUpdate],
 ) -> Exported:
-    """The joint graph of a step on fake `inputs`, with torch's descriptors, in the place of an export.
+    """The joint graph of a step on fake `inputs`, with torch's descriptors.
 
-    `step`: capture's module of model and loss; `spread`: the `DTensor`s of its model, in whose places are local shards now;
-    `updates`: the numbers in attributes with which the call begins. Raises `CaptureError`.
+    `step`: capture's module of model and loss. `spread`: the `DTensor`s of the model, now replaced by local shards. `updates`:
+    the numbers with which the call begins. Raises `CaptureError`.
     """
     return as_eager_first(partial(_traced, step, spread, inputs, mode, device, updates), aot.as_under_export)
 
@@ -67,7 +65,7 @@ def _traced(
 
     @contextlib.contextmanager
     def forward() -> Iterator[None]:
-        step.begin(updates)  # the trace runs the forward more than once, and the last run counts
+        step.begin(updates)  # the trace runs the forward several times; the last run counts
         step.found.checkpoints = checkpoints
         patches = record_checkpoints(checkpoints), refuse_during_trace(), refuse_outside_state()
         with contextlib.ExitStack() as stack, spread.read_as_dtensors():
@@ -83,7 +81,7 @@ def _traced(
 
 @contextlib.contextmanager
 def _noting_calls(root: nn.Module, around: Callable[[], Context]) -> Iterator[None]:
-    """While open, traced nodes get the calls of modules under `root`. Each call of `root` runs within `around()`."""
+    """Add module calls under `root` to traced nodes. Each call of `root` runs within `around()`."""
     names = {id(module): name for name, module in root.named_modules()}
     calls = Counter[str]()
 

@@ -1,17 +1,16 @@
-"""The digest by which two processes tell whether they have the same model and loss, and names for their tensors and groups.
+"""A digest to compare model and loss between processes, and common names for their tensors and process groups.
 
 Contract
 --------
-- Two processes with equal `ModelDigest.digest`s have models and losses of which a trace reads the same: the objects of
-  `Watch.items` without its limits, in any order of dicts and sets, and the settings of torch.
-- Values of registered parameters and buffers do not count, for a trace does not read them. Neither do indices of devices,
-  addresses, and code and state of installed libraries.
-- `ModelDigest.in_order` also counts the order of dicts, which a saved graph depends on.
-- `UnreadableError` is raised for an object that cannot be looked into: then two processes cannot be compared.
-- `per_process` names the first function of the user whose code asks which process runs it, or for the environment. Ranks with
-  such code may have other graphs although their digests are equal.
-- `tensors` and `groups` have the tensors that no module of the model has registered, and the process groups, under names that
-  are equal in two processes with equal digests.
+- Equal `ModelDigest.digest`s mean that a trace reads the same in both processes: all objects of `Watch.items` without limits,
+  dicts and sets in any order, and the settings of torch.
+- The digest omits what a trace does not read or what differs among ranks: values of registered parameters and buffers, device
+  indices, addresses, code and state of installed libraries.
+- `ModelDigest.in_order` also counts the order of dicts, on which a saved graph depends.
+- `UnreadableError` is raised for an object that cannot be compared.
+- `per_process` names the first user function that asks for the rank, the process or the environment. Such ranks may capture
+  different graphs although their digests are equal.
+- `tensors` and `groups`: the unregistered tensors and the process groups, by names that agree if the digests do.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from graphpp.runtime.dtensors import spread_tensor
 from graphpp.runtime.released import class_of
 
 _EVERYTHING = Limits(depth=50, items=10**7, array=2**40, objects=10**6)
-_OF_THE_PROCESS = frozenset(  # names in code that asks for the process, its place among others, its time or its environment
+_OF_THE_PROCESS = frozenset(  # names in code that reads the process, its rank, randomness or its environment
     ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device",
      "getpid", "gethostname", "urandom", "uuid4", "new_group", "init_device_mesh", "init_process_group", "environ", "getenv")
 )  # fmt: skip
 
 
 class UnreadableError(Exception):
-    """An object of which the digest cannot tell whether another process has the same."""
+    """An object that cannot be compared between processes."""
 
 
 class ModelDigest:
-    """The digest of a model, its loss and further facts. Raises `UnreadableError`."""
+    """The digest of a model, its loss and further `facts`. Raises `UnreadableError`."""
 
     def __init__(self, model: nn.Module, loss: Any, *facts: object) -> None:
         watch = Watch(model, loss)
@@ -67,7 +66,7 @@ class ModelDigest:
         self.in_order = hashlib.sha256(self.digest + "\n".join(orders).encode(errors="surrogatepass")).digest()
 
     def name_of_tensor(self, tensor: torch.Tensor) -> str | None:
-        """The name of a tensor of the model or the loss that `tensor` is, or is an alias of; None if there is none."""
+        """The name of the model's or loss's tensor that is `tensor` or aliases it; None if there is none."""
         return self._name_of_tensor.get(_memory_of(tensor)) if tensor.numel() else None
 
     @functools.cached_property
@@ -76,18 +75,18 @@ class ModelDigest:
 
     @functools.cached_property
     def name_of_group(self) -> Mapping[str, str]:
-        """The name under which the model or the loss holds a process group, by the group's name in this process."""
+        """The name of a process group in model or loss, by the group's name in this process."""
         return {group: name for name, group in reversed(self.groups.items())}
 
     def _name(self, path: Path) -> str:
-        """A path as text: of a module of the model the FQN, and the keys and attributes."""
+        """A path as text: the module's FQN, then keys and attributes."""
         root, *rest = path
         if isinstance(root, int):
             root = f"model.{self._fqns[root]}" if root < len(self._fqns) else f"loss.{root - len(self._fqns)}"
         return ".".join([root.rstrip("."), *(each if isinstance(each, str) else f"[{each!r}]" for each in rest)])
 
     def _texts(self, name: str, item: Item) -> Iterator[str]:
-        """The lines by which an object is compared, without the parts that are items of their own."""
+        """The lines that compare an object, without its parts that are items themselves."""
         kind, value = item.kind, item.value
         if kind in ("tensor", "constant"):
             self.tensors[name] = value
@@ -104,7 +103,7 @@ class ModelDigest:
             raise UnreadableError(f"{name}, a {type(value).__module__}.{type(value).__qualname__}")
 
     def _of_ranks(self, name: str, value: Any) -> Iterator[str]:
-        """A process group, or a mesh with its groups by the names of its dimensions."""
+        """The lines of a process group or a mesh."""
         if isinstance(value, dist.ProcessGroup):
             self.groups[name] = str(value.group_name)
             yield str(value.size())
@@ -115,14 +114,14 @@ class ModelDigest:
 
 
 def _ties(model: nn.Module) -> Iterator[str]:
-    """The names of all modules and parameters, each with the first name of the same object."""
+    """The name of each module and parameter, with the first name of the same object."""
     first: dict[int, str] = {}
     for named in (model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)):
         yield from (f"{name} is {first.setdefault(id(each), name)}" for name, each in named)
 
 
 def _settings() -> tuple[Any, ...]:
-    """The settings of torch in this process that a trace reads: defaults, flags of kernels, hooks on all modules."""
+    """The process-wide settings of torch that a trace reads: defaults, kernel flags, hooks on all modules."""
     cuda = torch.backends.cuda
     kernels = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
     flags = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.is_grad_enabled())
@@ -133,7 +132,7 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _of_values(name: str, tensor: torch.Tensor) -> Iterator[str]:
-    """A tensor that a graph has as a constant, with its values."""
+    """A constant of the graph, with its values."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnreadableError(f"{name}, a {type(tensor).__qualname__} of layout {tensor.layout}")
     yield _of_layout(tensor)
@@ -153,7 +152,7 @@ def _of_layout(tensor: torch.Tensor) -> str:
 
 
 def _code(code: types.CodeType) -> Iterator[tuple[object, ...]]:
-    """The instructions, names and constants of code and of the functions in it, without the names of its file and lines."""
+    """The instructions, names and constants of code and nested functions, without file names and lines."""
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_exceptiontable.hex()
     yield code.co_name, code.co_code.hex(), code.co_varnames, code.co_freevars, code.co_names, code.co_flags, *counts
     for at, constant in enumerate(code.co_consts):
@@ -164,7 +163,6 @@ def _code(code: types.CodeType) -> Iterator[tuple[object, ...]]:
 
 
 def _qualified(value: Any) -> str:
-    """The full name of a class, or of code that is compiled or a library's."""
     owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
     return f"{owner}.{getattr(value, '__qualname__', value)}"
 
@@ -180,7 +178,7 @@ def _plain(value: Any) -> str:
 
 
 def _of_set(values: Any) -> str:
-    """The items of a set: plain data, tuples and sets of such, and classes. Raises `UnreadableError` for others."""
+    """The items of a set: plain data, classes, tuples and sets of these. Raises `UnreadableError` for others."""
     return str(sorted(map(_of_set_item, values)))
 
 
@@ -216,6 +214,6 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """Equal for a tensor and its detached alias: address, dtype, shape and strides."""
+    """A key equal for a tensor and its detached alias."""
     address = tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else id(tensor)
     return address, tensor.dtype, tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None

@@ -1,7 +1,4 @@
-"""Read a captured graph from JSON. The contract stands in `format.py`.
-
-`read_graph` raises `CaptureError` that names an operator, function, class, group or constant which this process does not have.
-"""
+"""Read a captured graph from JSON; `format.py` has the contract."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ from graphpp.runtime.program import TensorMeta
 def read_graph(text: str, device: torch.device, held: ModelDigest) -> CapturedGraph:
     """The graph that `write_graph` wrote, with the objects of this process.
 
-    `device`: the device of this process in place of the writer's. `held`: the objects of this process's model and loss.
-    Raises `CaptureError` that names an operator, class, group or constant that this process lacks.
+    `device`: replaces the writer's device. `held`: tensors and groups of this process's model and loss. Raises `CaptureError`
+    that names an operator, function, class, group or constant that this process lacks.
     """
     data = json.loads(text)
     if data["format"] != FORMAT:
@@ -68,8 +65,6 @@ def _read_role(written: Sequence[Any]) -> Any:
 
 @dataclass
 class _Reader:
-    """Reads values that `_Writer` wrote."""
-
     device: torch.device
     held: ModelDigest
     mode: AbstractContextManager[Any]
@@ -80,7 +75,6 @@ class _Reader:
     sources: Sequence[str] = ()
 
     def graph(self, written: Sequence[Mapping[str, Any]]) -> fx.GraphModule:
-        """A module with these nodes."""
         graph = fx.Graph()
         nodes: list[fx.Node] = []
         modules: dict[str, fx.GraphModule] = {}
@@ -115,7 +109,7 @@ class _Reader:
         return meta
 
     def _target(self, name: str) -> Any:
-        """The operator or function of a full name."""
+        """The operator or function with this full name."""
         root, *path = name.split(".")
         try:
             if root not in MODULES:
@@ -153,7 +147,7 @@ class _Reader:
         return self.device if name == "own" else torch.device(name)
 
     def value(self, value: Any) -> Any:
-        """A node's value: fake tensors for the tensors in it."""
+        """A node's value, with fake tensors."""
         if isinstance(value, dict) and "tensor" in value:
             return self._fake(*value["tensor"])
         if isinstance(value, dict) and ("tuple" in value or "list" in value):
@@ -163,7 +157,6 @@ class _Reader:
         return self._size(value) if symbolic else self.literal(value)
 
     def _size(self, written: Any) -> Any:
-        """A size of a value."""
         if not isinstance(written, dict):
             return written
         if "decided" in written:
@@ -186,7 +179,7 @@ class _Reader:
         return torch.nn.Parameter(fake, requires_grad=grad) if is_parameter else fake.requires_grad_(grad)
 
     def constant(self, written: Mapping[str, Any]) -> torch.Tensor:
-        """A constant: the tensor that this process's model or loss holds, or a new one."""
+        """A constant: a tensor of this process's model or loss, or a new tensor."""
         if "held" in written:
             if written["held"] not in self.held.tensors:
                 raise CaptureError(f"the rank that captured has a tensor {written['held']}, which this rank does not have")
@@ -199,7 +192,6 @@ class _Reader:
         return tensor.copy_(numbers.view(tensor.dtype).reshape(shape))
 
     def structure(self, written: Mapping[str, Any]) -> pytree.TreeSpec:
-        """The structure of an output."""
         if "leaf" in written:
             return pytree.leaf_spec()
         children = [self.structure(child) for child in written["children"]]
@@ -221,5 +213,4 @@ class _Reader:
         return self.literal(context)
 
     def leaf(self, written: Any) -> Any:
-        """A leaf of an output."""
         return TENSOR_LEAF if written == {"tensor": True} else self.literal(written)

@@ -1,8 +1,4 @@
-"""Write a captured graph as JSON. The contract stands in `format.py`.
-
-`write_graph` raises `WriteError` for a graph with an object that has no name in another process, and for one whose name means
-another object.
-"""
+"""Write a captured graph as JSON; `format.py` has the contract."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.text.naming import python_name
 from graphpp.runtime.program import Constant, TensorMeta
 
-_COPIES = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)  # of a tensor that code writes down
+_COPIES = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)  # of tensors made from literals
 
 
 class WriteError(Exception):
@@ -47,9 +43,9 @@ class WriteError(Exception):
 
 
 def write_graph(captured: CapturedGraph, device: torch.device, held: ModelDigest) -> str:
-    """The graph as JSON. `device`: the device of the capture. `held`: the objects of model and loss by name.
+    """The graph as JSON. `device`: the device of the capture. `held`: tensors and groups of model and loss, by name.
 
-    Raises `WriteError` if the graph has an object without a name.
+    Raises `WriteError` for an object without a name, or whose name means another object.
     """
     joint = captured.joint
     writer = _Writer(device, held)
@@ -87,7 +83,7 @@ def _written_symbols(symbols: Symbols) -> dict[str, Any]:
 
 
 def _written_size(size: Any) -> Any:
-    """A size: an int, or an expression with its number in the trace; the bounds of symbols that the data decides."""
+    """An int, or an expression with its value in the trace or, if data-dependent, with the bounds of its symbols."""
     if not isinstance(size, SYMBOLIC):
         return size
     if not expression(size).free_symbols:
@@ -102,10 +98,10 @@ def _written_role(role: Any) -> list[Any]:
 
 
 def _is_written_down(tensor: torch.Tensor, node: fx.Node) -> bool:
-    """Whether the forward makes the tensor of a constant anew in each call, as by `torch.tensor([1, 2])`.
+    """Whether the forward makes a constant from literals in each call, as by `torch.tensor([1, 2])`.
 
-    Torch copies such a tensor by `lift_fresh_copy` before the first use. A tensor of a library, whose numbers may change later,
-    is used without a copy, and memory of a NumPy array cannot be resized.
+    Torch copies such a tensor by `lift_fresh_copy` before its first use. A library's tensor, whose values may change later, is
+    used without a copy, and the memory of a NumPy array is not resizable.
     """
     fresh = all(user.target in _COPIES for user in node.users) and tensor.untyped_storage().resizable()
     return fresh and type(tensor) is torch.Tensor and tensor.is_contiguous()
@@ -113,17 +109,14 @@ def _is_written_down(tensor: torch.Tensor, node: fx.Node) -> bool:
 
 @dataclass
 class _Writer:
-    """Writes values as JSON; a tuple, a slice, a dtype and the like become a dict with one key, the kind.
-
-    `tables`: values, module calls and source lines that many nodes share, each written once; by text, with their indices.
-    """
+    """Writes values as JSON. `tables`: values, module calls and source lines that nodes share: JSON text -> index."""
 
     device: torch.device
     held: ModelDigest
     tables: dict[str, dict[str, int]] = field(default_factory=lambda: {"val": {}, "calls": {}, "source": {}})
 
     def graph(self, module: fx.GraphModule) -> list[dict[str, Any]]:
-        """The nodes in order; an argument that is a node is written as the node's index."""
+        """The nodes in order; an argument that is a node becomes its index."""
         index: dict[fx.Node, int] = {}
         nodes = []
         for node in module.graph.nodes:
@@ -203,7 +196,7 @@ class _Writer:
         return self._plain(value, index)
 
     def _plain(self, value: Any, index: Mapping[fx.Node, int] | None) -> Any:
-        kind = type(value)  # exactly: an enum is an instance of int, too
+        kind = type(value)  # no isinstance: an enum may be an int
         if kind in IN_JSON:
             return value
         if kind not in AS_ITEMS:
@@ -212,11 +205,10 @@ class _Writer:
         return {name: [self.literal(each, index) for each in items(value)]}
 
     def _device(self, device: torch.device) -> str:
-        """The device; "own" for that of the capture, of which each rank has another one."""
+        """The device; "own" for the capture's device, which differs among ranks."""
         return "own" if device in (self.device, torch.device(self.device.type)) else str(device)
 
     def value(self, value: Any) -> Any:
-        """The metadata of a node's value."""
         if not isinstance(value, torch.Tensor):
             if type(value) in (list, tuple):
                 return {type(value).__name__: [self.value(each) for each in value]}
@@ -225,13 +217,13 @@ class _Writer:
             raise WriteError(f"a value of layout {value.layout}, or with a delayed minus sign")
         shape, stride, offset = list(value.shape), list(value.stride()), value.storage_offset()
         if any(map(is_unknown, (*shape, *stride, offset))):
-            offset = 0  # no pass asks where such a value begins, and `as_strided` takes no unknown sizes
+            offset = 0  # no pass reads the offset of such a value, and `as_strided` takes no data-dependent sizes
         shape, stride, offset = [*map(_written_size, shape)], [*map(_written_size, stride)], _written_size(offset)
         flags = [value.requires_grad, isinstance(value, torch.nn.Parameter), value.is_conj()]
         return {"tensor": [shape, stride, offset, dtype_name(value.dtype), self._device(value.device), *flags]}
 
     def constants(self, joint: JointGraph) -> dict[str, dict[str, Any]]:
-        """Each constant as the name under which model or loss hold the tensor, or as the numbers in the forward's code."""
+        """Each constant: its name in model or loss, or its numbers if the forward makes it from literals."""
         roles = {node.meta["role"]: node for node in joint.graph.find_nodes(op="placeholder")}
         return {name: self._constant(tensor, roles[Constant(name)]) for name, tensor in joint.constants.items()}
 
@@ -245,14 +237,13 @@ class _Writer:
         return {"numbers": data, "about": [list(tensor.shape), dtype_name(tensor.dtype), self._device(tensor.device)]}
 
     def structure(self, spec: pytree.TreeSpec) -> dict[str, Any]:
-        """The structure of an output, with classes by their full names."""
         if spec.type is None:
             return {"leaf": True}
         children = [self.structure(child) for child in pytree.children(spec)]
         return {"class": self._class(spec.type), "context": self._context(pytree.context(spec)), "children": children}
 
     def _context(self, context: Any) -> Any:
-        """The plain data by which a class of torch's pytree is put together again."""
+        """The plain data from which a pytree class is rebuilt."""
         if isinstance(context, type):
             return {"class": self._class(context)}
         if isinstance(context, list):
@@ -269,5 +260,4 @@ class _Writer:
         return name
 
     def leaf(self, leaf: Any) -> Any:
-        """A leaf of an output: plain data, or the mark of a tensor."""
         return {"tensor": True} if leaf is TENSOR_LEAF else self.literal(leaf)

@@ -1,1 +1,1 @@
-"""Watch the state outside of tensors that a captured graph depends on, between the steps of a training."""
+"""Detect changes between steps of non-tensor state on which a captured graph depends."""

@@ -1,15 +1,15 @@
-"""Detect changes of a model that make its captured graph stale: everything that a trace reads besides the tensors' values.
+"""Detect changes that make a captured graph stale: everything that a trace reads except the values of tensors.
 
 Contract
 --------
-- `Watch.look` gives the structure of the model and the conditions of a capture. The structure changes if a module is
-  exchanged or a parameter tied or untied, which a pipeline cannot follow. The conditions change if another capture is
-  needed: flags, numbers and tensors in attributes and their containers, objects of the program that code of the forward or
-  the loss asks for (`capture/objects/names.py`), functions, hooks, members of classes, global variables, layouts of parameters.
-- A look at an unchanged model compares identities only. Conditions hold their objects, so no identity is used a second time.
-- What a capture itself changes, as a counter in a global variable, is no condition from then on (`Watch.settle`):
-  the path keeps the value that it had before.
-- `Watch.items` gives the same objects, as far as `Limits` say, to the digest by which ranks are compared.
+- `Watch.look` returns the structure of the model and the conditions of a capture. The structure changes if a module is replaced
+  or a parameter tied or untied, which a pipeline does not support. Changed conditions need another capture: flags, numbers and
+  tensors in attributes and containers, objects that the code of forward or loss names (`capture/objects/names.py`), functions,
+  hooks, members of classes, global variables, layouts of parameters.
+- Looking at an unchanged model compares identities only. Conditions keep their objects alive, so that no `id` is reused.
+- Changes made by a capture itself, such as a counter in a global variable, are ignored from then on (`Watch.settle`): the path
+  keeps its earlier value.
+- `Watch.items` gives these objects, within `Limits`, also to the digest that compares ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ABSENT: Any = object()
 
 
 class Same:
-    """An object that is compared by identity, and held, so that no other object gets the same address."""
+    """Compares an object by identity, and keeps it alive so that its address is not reused."""
 
     __slots__ = ("held",)
 
@@ -47,7 +47,7 @@ class Same:
 
 @dataclass(frozen=True, eq=False)
 class Conditions:
-    """The conditions of a capture, pairs of a path and a value, with their hash, which is computed once."""
+    """The conditions of a capture as pairs (path, value), with a cached hash."""
 
     pairs: frozenset[tuple[Path, Any]]
     _hash: int = field(init=False)
@@ -64,14 +64,12 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Look:
-    """The state of a model: its structure, and under which conditions it is captured."""
-
     structure: tuple[Any, ...]
     conditions: Conditions
 
 
 class Watch:
-    """The modules of a model and its loss, and what was seen of them at the latest look."""
+    """The modules of a model and its loss, and the result of the latest look."""
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
         own = list(model.modules())
@@ -81,13 +79,13 @@ class Watch:
         self._own, self._loss = len(own), loss
         self._tree = {id(module): (at,) for at, module in enumerate(self.modules)}
         self._frozen: dict[Path, Any] = {}
-        self._kinds: set[type] = set()  # the classes of the objects that were followed
-        self._functions: dict[str, dict[CodeType, FunctionType]] = {"model": {}, "loss": {}}  # that were followed
+        self._kinds: set[type] = set()  # classes of the objects walked
+        self._functions: dict[str, dict[CodeType, FunctionType]] = {"model": {}, "loss": {}}  # functions walked
         self._reads: dict[str, tuple[frozenset[Same], Reads]] = {}
         self._seen: tuple[Snapshot, Look] | None = None
 
     def look(self) -> Look:
-        """The present state; the same object while nothing has changed."""
+        """The current state; returns the same object while nothing changes."""
         if self._seen is None or not self._seen[0].is_unchanged():
             snapshot, pairs = Snapshot(), {}
             for item in self.items(Limits()):
@@ -101,7 +99,7 @@ class Watch:
         return self._seen[1]
 
     def settle(self) -> None:
-        """Take everything that has changed since the latest look for unchanged, for ever."""
+        """Ignore everything that has changed since the latest look, permanently."""
         if self._seen is None or self._seen[0].is_unchanged():
             return
         before, after = dict(self._seen[1].conditions.pairs), dict(self.look().conditions.pairs)
@@ -111,9 +109,9 @@ class Watch:
             self._seen = None
 
     def items(self, limits: Limits) -> list[Item]:
-        """The objects that the code of model and loss reads, by path."""
+        """The objects that the code of model and loss reads."""
         known = -1
-        while known < self._followed:  # functions and methods of objects that a walk finds may ask for further names
+        while known < self._followed:  # functions and methods found by a walk may read further names
             known = self._followed
             found = {of: list(self._items(of, limits)) for of in self._functions}
             for of, items in found.items():
@@ -128,7 +126,7 @@ class Watch:
         return len(self._kinds) + sum(map(len, self._functions.values()))
 
     def _items(self, of: str, limits: Limits) -> Iterator[Item]:
-        """The objects for which the code of the model, or of the loss, asks."""
+        """The objects that the code of the model, or of the loss, reads."""
         reads = self._reads_of(of)
         walk = Walk(reads.names, self._tree, limits)
         if of == "model":
@@ -140,7 +138,7 @@ class Watch:
             yield from walk.items((of, space.get("__name__"), name), space[name], (space, name))
 
     def _reads_of(self, of: str) -> Reads:
-        """The names for which code asks, and its variables; read again only if another function or class is in reach."""
+        """The names and variables that code reads; cached until a function or class is added or removed."""
         if of == "loss":
             functions, objects = [self._loss, vars(type(self._loss)).get("__call__")], [self._loss]
             objects.append(getattr(self._loss, "__self__", None))
@@ -159,7 +157,7 @@ class Watch:
         return known[1]
 
     def _structure(self) -> tuple[Any, ...]:
-        """The submodules of each module by identity, and which names share a tensor; a replaced parameter changes neither."""
+        """The submodules by `id`, and which names share a tensor; replacing a parameter changes neither."""
         children = tuple(id(child) for module in self.modules for child in module._modules.values())
         first: dict[int, int] = {}
         tensors = (t for module in self.modules for store in (module._parameters, module._buffers) for t in store.values())
@@ -172,13 +170,13 @@ def _full_name(kind: type) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """The type and value of a flag, number or name: a NaN equals itself, and 0.0 is not -0.0."""
+    """The type and value; a NaN equals itself, and 0.0 differs from -0.0."""
     kind = type(value)
     return (kind, repr(value)) if isinstance(value, float | complex) else (kind, value)
 
 
 def comparable(item: Item) -> Any:
-    """The value by which an object is compared with that of an earlier step; None for an object on which no graph depends."""
+    """The value that represents an object in conditions; None for an object on which no graph depends."""
     if item.first is not None:
         return item.first
     return _COMPARABLE.get(item.kind, Same)(item.value)
@@ -193,7 +191,7 @@ _COMPARABLE: Mapping[str, Any] = {
     "text": str,
     "ignored": lambda value: None,
     "parameter": layout,
-    "buffer": lambda tensor: layout(tensor)[2:],  # compiled code relies on the strides
+    "buffer": lambda tensor: layout(tensor)[2:],  # compiled code relies on strides
     "constant": lambda tensor: (Same(tensor), layout(tensor)),
     "array": lambda array: (str(array.dtype), array.shape, array.tobytes()),
     "mapping": lambda mapping: tuple(map(_key, mapping)),
@@ -208,5 +206,5 @@ _COMPARABLE: Mapping[str, Any] = {
 
 
 def autocast_state(device_type: str) -> tuple[bool, str]:
-    """True and the dtype if autocast is on around the call."""
+    """Whether autocast is on, and its dtype."""
     return torch.is_autocast_enabled(device_type), str(torch.get_autocast_dtype(device_type))

@@ -1,8 +1,8 @@
-"""A snapshot of the state of a program that a walk has read, and whether each place still has the same object.
+"""A snapshot of all objects that a walk has read, to check later that nothing changed.
 
-Contract: `Snapshot.note` notes the objects of a walk: keys and values of dicts, items of lists and sets, attributes, global
-variables, variables of closures, elements of small arrays, layouts of parameters. `is_unchanged` compares them by identity, and
-runs no `__eq__` of the program's objects. The objects are held, so that no other object gets the same address.
+Contract: `Snapshot.note` notes keys and values of dicts, items of lists and sets, attributes, global variables, closure
+variables, elements of small arrays, layouts of parameters. `is_unchanged` compares by identity and calls no `__eq__` of user
+objects. A snapshot keeps its objects alive, so that no address is reused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from graphpp.capture.objects.names import in_cell, is_of_library
 from graphpp.capture.objects.walk import REGISTRIES, Item, attributes
 
 _ABSENT: Any = object()
-_Noted = tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]  # a mapping, its keys, its values
+_Noted = tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]  # (mapping, keys, values)
 
 
 @dataclass
 class Snapshot:
-    """The places that were read, with the objects found there."""
+    """The noted places, with their objects."""
 
     mappings: list[_Noted] = field(default_factory=list)
     namespaces: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = field(default_factory=list)
@@ -45,7 +45,6 @@ class Snapshot:
     classes: list[type] = field(default_factory=list)  # of the objects
 
     def is_unchanged(self) -> bool:
-        """Whether every place still has the same object."""
         with without_subclasses():
             return self._is_unchanged()
 
@@ -66,11 +65,11 @@ class Snapshot:
 
     @cached_property
     def _flat_mappings(self) -> _FlatMappings:
-        """All mappings that were noted; read it only when all have been noted."""
+        """All noted mappings; read only after the last `note`."""
         return _FlatMappings(self.mappings)
 
     def note(self, item: Item) -> None:
-        """Note an object of a walk, and the place that holds the object."""
+        """Note an object of a walk, and its place."""
         if item.place is not None:
             holder, name = item.place
             (self.entries if isinstance(holder, Mapping) else self.attributes).append((holder, name, item.value))
@@ -78,7 +77,6 @@ class Snapshot:
             _NOTES[item.kind](self, item.value)
 
     def mapping(self, mapping: Mapping[Any, Any]) -> None:
-        """Note all keys and values of a dict."""
         self.mappings.append((mapping, tuple(mapping), tuple(mapping.values())))
 
     def _sequence(self, value: Any) -> None:
@@ -111,7 +109,7 @@ class Snapshot:
             self.mapping(getattr(module, name))
 
     def _members(self, kind: type) -> None:
-        """Note the names of a class and its bases: a new name may hide a member of a base."""
+        """Note the names in a class and its bases, as a new name may hide a base's member."""
         spaces = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
         self.namespaces += [(space, tuple(space)) for space in spaces]
 
@@ -141,7 +139,7 @@ _NOTES: Mapping[str, Callable[[Snapshot, Any], None]] = {
 
 
 class _FlatMappings:
-    """Many mappings, compared at once: a module has a dozen, and most are empty."""
+    """Compares many mappings at once: a module has a dozen, and most are empty."""
 
     def __init__(self, noted: Sequence[_Noted]) -> None:
         self._empty = [mapping for mapping, keys, _ in noted if not keys]
@@ -152,7 +150,7 @@ class _FlatMappings:
         self._values = [value for _, _, values in full for value in values]
 
     def are_unchanged(self) -> bool:
-        """Whether every mapping has the keys and values that were noted, in that order."""
+        """Whether every mapping still has its noted keys and values, in order."""
         return (
             not any(map(len, self._empty))
             and [*map(len, self._full)] == self._sizes
@@ -169,6 +167,6 @@ def _are(found: Iterable[Any], noted: Iterable[Any]) -> bool:
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The facts of a parameter that a graph is made for: whether it is trained and hooked, dtype, shape, strides or layout."""
+    """The properties of a parameter on which a graph depends: requires_grad, hooks, dtype, shape, strides or layout."""
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     return tensor.requires_grad, bool(tensor._backward_hooks), tensor.dtype, tensor.shape, strides
