@@ -1,10 +1,4 @@
-"""Write a checkpoint while the training goes on.
-
-Contract
---------
-- `host_copies` copies tensors into the host's memory; afterwards the training may change them.
-- `in_background` starts a thread that writes. `PendingSave` is the user's handle of the save, which all ranks wait for.
-"""
+"""Write a checkpoint in the background while the training continues."""
 
 from __future__ import annotations
 
@@ -20,10 +14,7 @@ from graphpp.streams import to_host, wait_for_stream
 
 
 def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
-    """`entries` with every tensor copied into the host's memory, a tensor of several entries once.
-
-    Copies from a GPU go into pinned memory, all of them at once. All copies are complete on return.
-    """
+    """`entries` with every tensor copied to host memory once, all at the same time; complete on return."""
     leaves, structure = tree_flatten(entries)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)}
     copies = {
@@ -36,13 +27,11 @@ def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
     local = local_of(tensor)
     return tensor if local is None else local
 
 
 def in_background(work: Callable[[], object]) -> Future[Any]:
-    """The result of `work` to come, from a thread of its own."""
     thread = ThreadPoolExecutor(1, "graphpp-checkpoint")
     written = thread.submit(work)
     thread.shutdown(wait=False)
@@ -50,7 +39,7 @@ def in_background(work: Callable[[], object]) -> Future[Any]:
 
 
 class PendingSave:
-    """A save that goes on in the background; the training may go on meanwhile."""
+    """A save that continues in the background; the training may continue meanwhile."""
 
     def __init__(self, written: Future[Any] | None, publish: Callable[[], None]) -> None:
         """`written`: None on a rank whose replica does not write; `publish` raises the error of the writing."""
@@ -58,11 +47,11 @@ class PendingSave:
         self._waited = False
 
     def done(self) -> bool:
-        """Whether all is written, so that `wait` would not wait for the disk."""
+        """Whether everything is written, so that `wait` would not wait for the disk."""
         return self._written is None or self._written.done()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete, and give it its name. Called by all ranks; raises the error of the writing."""
+        """Wait until the checkpoint is complete, and publish it. Called by all ranks; raises the error of the writing."""
         if not self._waited:
             self._waited = True
             self._publish()

@@ -1,11 +1,9 @@
-"""The saves in a machine's folder: their names, their files, and the newest save that the machines have together.
+"""The saves in a machine's folder, and the newest save that all machines together have.
 
-Contract
---------
-- A save is the folder `<steps>-<number>-<training>-<run>`, with a subfolder for each replica's part. `training` is a random
-  name that every run of a training inherits from the save that it loads; `run` is a random name of the run that wrote the save.
-  All else in a machine's folder belongs to others: it is never read, never removed.
-- A file counts if it is long enough for all entries that the metadata put there. Metadata that cannot be read count as absent.
+- A save is a folder `<steps>-<number>-<training>-<run>` with a subfolder for each replica's part. `training` is a random name
+  that runs inherit from the save that they load; `run` is a random name of the run that wrote the save. Other files in a
+  machine's folder are never read or removed.
+- A file counts if it has all bytes that the metadata assigns to it. Unreadable metadata counts as missing.
 """
 
 from __future__ import annotations
@@ -31,17 +29,15 @@ _NAME = re.compile(r"(\d{12})-(\d{6})-([0-9a-f]{32})-([0-9a-f]{32})(\.partial)?"
 
 
 def name_of_save(steps: int, number: int, training: str, run: str) -> str:
-    """The name of a save; newer saves of a training have greater names. `training`, `run`: 32 hexadecimal digits."""
+    """The name of a save; newer saves of a training sort later. `training`, `run`: 32 hexadecimal digits."""
     return f"{steps:012}-{number:06}-{training}-{run}"
 
 
 def number_of(save: str) -> int:
-    """The number of a save among those of its training."""
     return int(save.split("-")[1])
 
 
 def training_of(save: str) -> str:
-    """The name of the training that made a save."""
     return save.split("-")[2]
 
 
@@ -51,7 +47,7 @@ def save_of(part: str) -> str:
 
 
 def saves_in(folder: Path) -> list[str]:
-    """The names of all saves in a machine's folder, those that are not published included."""
+    """The names of all saves in a machine's folder, including unpublished ones."""
     if not folder.is_dir():
         return []
     return sorted(each.name for each in folder.iterdir() if _NAME.fullmatch(each.name) and not each.is_symlink())
@@ -65,21 +61,20 @@ def keep_only(saves: Collection[str], folder: Path) -> None:
 
 
 def files_in(within: Path, folder: Path) -> dict[str, int]:
-    """The bytes of all complete files in `within`, by path in `folder`."""
+    """Bytes of all complete files in `within`, by path relative to `folder`."""
     files = (file for file in within.rglob("*") if file.is_file() and file.suffix != INCOMING)
     return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 @dataclass(frozen=True)
 class Part:
-    """The files that a replica has written in a save: their least sizes, and a digest of which entry is where in them."""
+    """The files of a replica in a save: their minimum sizes, and a digest of where each entry is."""
 
     sizes: Mapping[str, int]
     layout: str
 
     @classmethod
     def of(cls, metadata: Metadata) -> Part:
-        """The part that this metadata describes."""
         places = [(str(index), place) for index, place in (metadata.storage_data or {}).items()]
         sizes = {METADATA: 1}
         for _, place in places:
@@ -88,12 +83,11 @@ class Part:
         return cls(sizes, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
     def is_whole(self, file: str, size: int) -> bool:
-        """Whether a file of this part has all bytes that the metadata put there. `size`: its bytes."""
         return size >= self.sizes.get(Path(file).name, 0)
 
 
 def parts_in(folder: Path) -> dict[str, Part]:
-    """The parts of published saves whose metadata are on this machine, by `<save>/<replica>`."""
+    """Parts of published saves whose metadata is on this machine, by `<save>/<replica>`."""
     found: dict[str, Part] = {}
     for save in saves_in(folder):
         for metadata in folder.glob(f"{save}/*/{METADATA}") if not save.endswith(PARTIAL) else ():
@@ -105,7 +99,7 @@ def parts_in(folder: Path) -> dict[str, Part]:
 
 
 class Saves:
-    """The published saves of all machines together. `parts`, `files`: of each rank's machine."""
+    """The published saves of all machines. `parts`, `files`: by rank, those on its machine."""
 
     def __init__(self, parts: Mapping[MeshRank, Mapping[str, Part]], files: Stored) -> None:
         self._parts = {name: part for own in parts.values() for name, part in own.items()}
@@ -115,10 +109,10 @@ class Saves:
         self._there = set[str]().union(*self.files.values())
 
     def newest(self, replica: int) -> tuple[str, list[str]] | None:
-        """The part of the newest complete save that a replica reads, and the parts whose files complete it; None: no save.
+        """The part of the newest complete save for a replica to read, and the parts whose files complete it; None: no save.
 
-        A replica reads its own part, else another replica's, else one of several that are complete together: replicas hold the
-        same parameters, and their files have equal layouts then. Raises `CheckpointError` for saves of several trainings.
+        A replica reads its own part, else another replica's, else several parts that are complete together (replicas have equal
+        parameters and file layouts). Raises `CheckpointError` for saves of several trainings.
         """
         whole = {name: [name] for name in self._parts if self._complete([name])}
         alike: dict[tuple[str, str], list[str]] = {}
@@ -147,12 +141,12 @@ class Saves:
         return part in known and known[part].is_whole(file, size)
 
     def _complete(self, names: list[str]) -> bool:
-        """Whether each file of equal parts is there in one of them."""
+        """Whether each file of equal parts exists in one of them."""
         return all(any(f"{name}/{file}" in self._there for name in names) for file in self._parts[names[0]].sizes)
 
 
 def link(parts: list[str], files: Collection[str], folder: Path) -> None:
-    """Hard-link a machine's files of equal parts into the first part's folder. `files`: those that are whole."""
+    """Hard-link a machine's files of equal parts into the first part's folder. `files`: the complete files."""
     first, *others = parts
     for part in others:
         for file in sorted(files):

@@ -1,16 +1,12 @@
-"""A checkpoint folder: written whole or not at all, read by any layout of ranks.
+"""A checkpoint folder: written completely or not at all, read by any layout of ranks.
 
-Contract
---------
-- `save` writes into `<folder>.partial` and renames when all ranks have written. A process that is killed at any moment leaves
-  the earlier checkpoint, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
-  and `load` takes it where `<folder>` is missing.
-- The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
-- `load` reads no class and runs no code that a file names (`safe_reading.py`), and a checkpoint that does not fit changes
-  nothing (`restore.py`).
-- A folder that is no checkpoint is never replaced.
-- Ranks of one pipeline write and read. Of several replicas the first writes.
-- Errors are `CheckpointError`, raised on all ranks; a rank that fails alone lets the others raise `MismatchError`.
+- `save` writes into `<folder>.partial` and renames once all ranks have written. During the exchange the previous checkpoint is
+  named `<folder>.before`, and `load` reads it if `<folder>` is missing, so a process killed at any moment leaves the old or the
+  new checkpoint.
+- The files are those of `torch.distributed.checkpoint`, readable by `dcp.load`. All ranks see one file system.
+- `load` runs no code that a file names (`safe_reading.py`); a checkpoint that does not fit changes nothing (`restore.py`).
+- A folder that is no checkpoint is never replaced. Of several replicas the first writes.
+- Errors are `CheckpointError` on all ranks; if only one rank fails, the others raise `MismatchError`.
 """
 
 from __future__ import annotations
@@ -37,10 +33,9 @@ from graphpp.parallel.rank_place import RankPlace
 
 
 class Checkpoint:
-    """The training of a pipeline, to save and to load; made by `pipe.checkpoint`.
+    """A pipeline's training state, to save and to load; made by `pipe.checkpoint`.
 
-    `state_dict` and `load_state_dict` make it a `Stateful`, so `dcp.save({"training": checkpoint}, checkpoint_id=folder)`
-    works too. `extra` has the values that were given, and after `load` those of the checkpoint.
+    It is a `Stateful`, so `dcp.save({"training": checkpoint}, checkpoint_id=folder)` works too.
     """
 
     def __init__(self, state: TrainingState, place: RankPlace) -> None:
@@ -49,23 +44,20 @@ class Checkpoint:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The values that the caller adds to the checkpoint."""
+        """The values that the caller gave; after `load`, the checkpoint's values."""
         return self._state.extra
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, by names that do not depend on ranks, stages or schedule."""
+        """This rank's entries, by names that do not depend on ranks, stages or schedule."""
         return self._state.entries()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore this rank's part. Raises `CheckpointError` where the state of an optimizer is missing."""
+        """Restore this rank's entries. Raises `CheckpointError` if the state of an optimizer is missing."""
         self._state.restore(state)
 
     @checked(CheckpointError, folder=PATH)
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a checkpoint. Called by all ranks.
-
-        After an error, or if a process is killed, the folder has the earlier checkpoint.
-        """
+        """Write a checkpoint. Called by all ranks. If it fails or is killed, the folder has the previous checkpoint."""
         path = self._path(folder)
         with self._calls.all_replicas(f"checkpoint {path}"):
             if self._writes:
@@ -76,7 +68,7 @@ class Checkpoint:
 
     @checked(CheckpointError, folder=PATH)
     def async_save(self, folder: str | os.PathLike[str]) -> PendingSave:
-        """Copy the training into the host's memory and write it in the background. Called by all ranks.
+        """Copy the training to host memory and write it in the background. Called by all ranks.
 
         Call `wait` of the result before the next save or load.
         """
@@ -101,10 +93,10 @@ class Checkpoint:
 
     @checked(CheckpointError, folder=PATH, missing_ok=FLAG)
     def load(self, folder: str | os.PathLike[str], *, missing_ok: bool = False) -> bool:
-        """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks.
+        """Read a checkpoint written by any layout of ranks, stages and schedule. Called by all ranks.
 
-        Returns True; with `missing_ok` False where no save into `folder` has ended yet, as at the first start of a job that may
-        be started again. Raises `CheckpointError` on all ranks where the folder is torn or does not fit this training.
+        Returns True; with `missing_ok` False if no save into `folder` has completed yet. Raises `CheckpointError` on all ranks
+        if the folder is damaged or does not fit this training.
         """
         path = self._path(folder)
 
@@ -116,24 +108,22 @@ class Checkpoint:
 
     @checked(CheckpointError, folder=PATH, mirror=or_none(FLAG))
     def local(self, folder: str | os.PathLike[str], *, mirror: bool | None = None) -> LocalCheckpoint:
-        """The same training in a folder of each machine, in memory (`/dev/shm/run`) or on a local disk, with `save` and `load`.
+        """Save and load this training in a folder of each machine, in memory (`/dev/shm/run`) or on a local disk.
 
-        All ranks of a machine name one folder, which holds the saves of this training alone. `mirror`: whether a rank's part is
-        sent to the next machine as well. None: where no replica on another machine has the same values.
+        All ranks of a machine give one folder, only for this training. `mirror`: whether a rank's part is also sent to the next
+        machine; None: only if no replica on another machine has the same values.
         """
         groups = self._place.same_parameters, self._place.whole_model
         own = MeshRank(*(0 if group is None else dist.get_rank(group) for group in groups))
         return LocalCheckpoint(self._state, own, Path(folder).expanduser().resolve(), mirror)
 
-    # ------------------------------------------------------------------------------------------------ inside
-
     def _path(self, folder: str | os.PathLike[str]) -> Path:
-        """The folder's own path. Raises `CheckpointError` where an asynchronous save is not over."""
+        """The absolute path. Raises `CheckpointError` if an asynchronous save is not over."""
         check_not_saving(self._calls)
         return Path(folder).expanduser().resolve()
 
     def _read(self, path: Path, *, copied: bool = False) -> dict[str, Any]:
-        """This rank's entries or copies of them, on all ranks or on none. Removes the files of a save that was killed."""
+        """This rank's entries or copies of them. Removes the files of a killed save. Fails on all ranks or on none."""
         with self._calls.all_ranks(f"checkpoint {path}") as alike, without_os_errors():
             if self._state.first:
                 _check_replaceable(path)
@@ -145,8 +135,6 @@ class Checkpoint:
         return entries
 
     def _publish(self, path: Path) -> None:
-        """Give the complete checkpoint its name."""
-
         with self._calls.all_ranks(f"checkpoint {path} is complete"), without_os_errors():
             if self._state.first:
                 if path.exists():
@@ -157,13 +145,12 @@ class Checkpoint:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise `CheckpointError` where something else than a checkpoint stands at `path`."""
     if path.exists() and not (path.is_dir() and ((path / METADATA).is_file() or not any(path.iterdir()))):
         raise CheckpointError(f"{path} is no checkpoint, and a save would replace it: name a new folder, or remove this one")
 
 
 def complete(path: Path) -> Path:
-    """The folder with the latest complete checkpoint. Raises `CheckpointError` where there is none."""
+    """The folder of the latest complete checkpoint. Raises `CheckpointError` if there is none."""
     for found in (path, _before(path)):
         if (found / METADATA).is_file():
             return found

@@ -1,14 +1,12 @@
-"""A checkpoint in a folder of each machine, so that a restart reads no storage that the machines share.
+"""Checkpoints in a folder of each machine, so that a restart reads no shared storage.
 
-Contract
---------
-- Each rank writes its part into the folder of its own machine. A part that no replica has on another machine is sent to the
-  next machine of the pipeline, unless the caller decides.
-- A save is published when the files of all machines are complete, and counts when every machine has published it. Only then is
-  the save before removed. A machine that is lost at any moment leaves a complete save.
-- `load` takes the newest save of which all files are on some machine, one for all replicas, and sends each machine the files
-  that its ranks read. Ranks, stages, replicas, schedule and machines may be others than those of the save.
-- All methods are called by all ranks of all replicas. Errors are `CheckpointError`, and `RankFailure` for a lost rank.
+- Each rank writes its part to its machine's folder. Unless the caller decides otherwise, a part that no replica has on another
+  machine is also sent to the pipeline's next machine.
+- A save is published once all machines have complete files, and counts once all machines have published it; only then is the
+  previous save removed. Losing a machine at any moment leaves a complete save.
+- `load` takes the newest save whose files are all on some machine, and sends each machine the files that its ranks read. Ranks,
+  stages, replicas, schedule and machines may differ from those of the save.
+- All ranks of all replicas call the methods. Errors are `CheckpointError`, and `RankFailure` for a lost rank.
 """
 
 from __future__ import annotations
@@ -47,33 +45,33 @@ from graphpp.checkpoint.training_state import TrainingState, check_not_saving
 from graphpp.errors import CheckpointError
 
 _LOG = logging.getLogger("graphpp")
-_NAME_IN_ERRORS = "the local checkpoint"  # machines may call the folder differently
-_LITTLE = 2**16  # bytes; a folder with less room counts as full
+_NAME_IN_ERRORS = "the local checkpoint"  # the folder's path may differ between machines
+_LITTLE = 2**16  # bytes; a disk with less free space counts as full
 
 
 class LocalCheckpoint:
-    """The training of a pipeline, to save in the machines' own folders and to load; made by `checkpoint.local`."""
+    """A pipeline's training state in the machines' own folders; made by `checkpoint.local`."""
 
     def __init__(self, state: TrainingState, own: MeshRank, folder: Path, mirror: bool | None) -> None:
-        """`mirror`: whether parts are sent to the next machine; None: those that no replica has on another machine."""
+        """`mirror`: whether parts are sent to the next machine; None: parts that no replica has on another machine."""
         self._state, self._calls, self._own, self._folder, self._mirror = state, state.calls, own, folder, mirror
-        self._looked = False  # whether this run has found that there is no complete save
-        self._last: str | None = None  # the save that this run has loaded or published last
+        self._looked = False  # whether this run found no complete save
+        self._last: str | None = None  # the last save that this run loaded or published
         self._number = 0
 
     def save(self) -> None:
-        """Write this rank's part, and a copy on another machine. Called by all ranks, between an optimizer's step and the next.
+        """Write this rank's part, and a copy on another machine. Called by all ranks, between an optimizer step and the next.
 
-        After an error the save before is still there. Raises `CheckpointError` where the folder has saves of another training.
+        After an error the previous save is intact. Raises `CheckpointError` if the folder has saves of another training.
         """
         entries, save = self._begin_save(copied=False)
         with self._calls.watched():
             self._store(entries, save)
 
     def async_save(self) -> PendingSave:
-        """Copy the training into the host's memory; write, send and publish the save in the background. Called by all ranks.
+        """Copy the training to host memory; write, send and publish the save in the background. Called by all ranks.
 
-        Call `wait` of the result before the next save or load: it raises the error of a save that failed.
+        Call `wait` of the result before the next save or load: it raises the error of a failed save.
         """
         entries, save = self._begin_save(copied=True)
         written = in_background(lambda: self._store(entries, save))
@@ -88,9 +86,8 @@ class LocalCheckpoint:
 
     @checked(CheckpointError, missing_ok=FLAG)
     def load(self, *, missing_ok: bool = False) -> bool:
-        """Restore the newest save that the machines have together. Called by all ranks.
+        """Restore the newest complete save. Called by all ranks. Returns True, or with `missing_ok` False if there is none.
 
-        Returns True; with `missing_ok` False where there is none, so that the training goes on from a checkpoint on a disk.
         Raises `CheckpointError` for a save that does not fit this training, and for saves of several trainings.
         """
         with self._beginning("load"):
@@ -122,15 +119,13 @@ class LocalCheckpoint:
             self._number = number_of(self._last)
         return loaded
 
-    # ------------------------------------------------------------------------------------------------ saving
-
     @cached_property
     def _machines(self) -> Machines:
         return Machines(self._own, self._calls.file_group_of_all, self._folder)
 
     @contextmanager
     def _beginning(self, what: str) -> Iterator[dict[str, Sequence[str]]]:
-        """A context of all ranks of all replicas, as `Calls.all_ranks`; afterwards it is known who shares a machine."""
+        """`Calls.all_ranks` for all replicas; afterwards the ranks of each machine are known."""
         words, calls = f"{what} {_NAME_IN_ERRORS}", self._calls
         with calls.all_replicas(words), calls.all_ranks(words, {"mirror": [str(self._mirror)]}) as alike:
             check_not_saving(calls)
@@ -139,7 +134,7 @@ class LocalCheckpoint:
             _ = self._machines.of
 
     def _begin_save(self, *, copied: bool) -> tuple[dict[str, Any], str]:
-        """This rank's entries, the model's own memory or a copy in the host's, and the name of the save."""
+        """This rank's entries (the model's memory, or host copies of it), and the name of the save."""
         with self._beginning("save") as alike:
             own = self._state.entries()
             entries = host_copies(own) if copied else own
@@ -149,7 +144,6 @@ class LocalCheckpoint:
         return entries, name_of_save(self._calls.steps, self._number, training, self._machines.name)
 
     def _store(self, entries: dict[str, Any], save: str) -> None:
-        """Write, exchange and publish a save."""
         machines, folder, unpublished = self._machines, self._folder, f"{save}{PARTIAL}"
         part = folder / unpublished / str(machines.own.replica)
         machines.once_per_machine(self._make_place)
@@ -164,7 +158,7 @@ class LocalCheckpoint:
         machines.once_per_machine(lambda: keep_only([save], folder))
 
     def _make_place(self) -> None:
-        """Remove the saves of this training but the last."""
+        """Remove all saves of this training but the last."""
         self._folder.mkdir(parents=True, exist_ok=True)
         there = [save for save in saves_in(self._folder) if not save.endswith(PARTIAL)]
         if there and not self._looked and self._last is None:
@@ -206,14 +200,12 @@ class LocalCheckpoint:
         machines.bring(wanted, stored)
 
     def _sends(self, rank: MeshRank) -> bool:
-        """Whether the part of a rank goes to the next machine; of replicas on one machine the first one's."""
+        """Whether a rank's part is sent to the next machine; of replicas on one machine the first sends."""
         machines = self._machines
         twins = machines.twins(rank)
         here = [each for each in twins if machines.of[each] == machines.of[rank]]
         copied = len({machines.of[each] for each in twins}) > 1
         return here[0] == rank and (self._mirror or (self._mirror is None and not copied))
-
-    # ------------------------------------------------------------------------------------------------ loading
 
     def _bring_together(self, found: tuple[str, list[str]], saves: Saves) -> None:
         """Give every machine the metadata of the part that its ranks read, and remove all other saves."""
@@ -224,7 +216,7 @@ class LocalCheckpoint:
         machines.bring(machines.gathered([f"{part}/{METADATA}"]), saves.files)
 
     def _fetch_files(self, part: Path, entries: dict[str, Any]) -> None:
-        """Bring the files with the entries that this rank reads next onto its machine."""
+        """Fetch the files of the entries that this rank reads next."""
         needed: set[str] = set()
         stored: dict[str, int] = {}
 

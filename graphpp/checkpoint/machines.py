@@ -1,11 +1,9 @@
-"""The machines of a job, by the folder that each has for itself, and messages that carry files between them.
+"""The machines of a job, identified by their own folders, and messages that carry files between them.
 
-Contract
---------
-- Ranks are on one machine if they see one folder: each leaves a mark there, and looks for the marks of the others.
-- A file has its name when it is complete and on the disk.
-- All methods are called by all ranks of all replicas, with equal arguments where these concern all ranks. Errors of a rank's
-  own files are `CheckpointError` on all ranks.
+- Ranks are on one machine if they see one folder: each rank leaves a mark there and looks for the others' marks.
+- A file gets its name only once it is complete and on disk.
+- All ranks of all replicas call the methods, with equal arguments where these concern all ranks. A rank's file errors raise
+  `CheckpointError` on all ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +23,18 @@ from graphpp.errors import CheckpointError, GraphPPError
 
 T = TypeVar("T")
 _MESSAGE = 2**28  # bytes
-INCOMING = ".incoming"  # the end of the name of a file that is not complete
+INCOMING = ".incoming"  # suffix of incomplete files
 
 
 class MeshRank(NamedTuple):
-    """A rank in one of the replicas: `rank` among the ranks that together hold the model once."""
+    """A rank of one replica: `rank` counts among the ranks that together have the model once."""
 
     replica: int
     rank: int
 
 
 class Transfer(NamedTuple):
-    """A file, by its path within the folders of both machines, its bytes, and who sends it to whom."""
+    """A file to send. `file`: its path within the folders of both machines; `bytes`: its size."""
 
     file: str
     bytes: int
@@ -44,19 +42,18 @@ class Transfer(NamedTuple):
     target: MeshRank
 
 
-Stored = Mapping[MeshRank, Mapping[str, int]]  # the bytes of each file that the machine of a rank has
+Stored = Mapping[MeshRank, Mapping[str, int]]  # rank -> file on its machine -> bytes
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of all ranks. `group`: gloo, of all ranks of all replicas (None: one process); `folder`: of this machine."""
+    """The machines of all ranks. `group`: gloo, all ranks of all replicas (None: one process); `folder`: this machine's own."""
 
     own: MeshRank
     group: dist.ProcessGroup | None
     folder: Path
 
     def gathered(self, value: T) -> dict[MeshRank, T]:
-        """The values of all ranks, in order."""
         found = [(self.own, value)]
         if self.group is not None:
             found *= dist.get_world_size(self.group)
@@ -64,7 +61,7 @@ class Machines:
         return dict(sorted(found, key=lambda pair: pair[0]))
 
     def agreed(self, work: Callable[[], object]) -> None:
-        """Do `work` with this machine's files on every rank, and go on when all have done it; raise on all where one cannot."""
+        """Run `work` on this machine's files on every rank, then wait for all; raise on all ranks if one fails."""
         fault: Exception | None = None
         try:
             work()
@@ -76,10 +73,8 @@ class Machines:
                 raise CheckpointError(f"replica {replica}, rank {rank}: {text}") from fault
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
-        """As `agreed`, with `work` on the first rank of each machine alone."""
+        """As `agreed`, with `work` on only the first rank of each machine."""
         self.agreed(work if self.of[self.own] == self.own else lambda: None)
-
-    # ------------------------------------------------------------------------------------------------ who is where
 
     @cached_property
     def _marks(self) -> dict[MeshRank, tuple[str, int]]:
@@ -88,12 +83,12 @@ class Machines:
 
     @property
     def name(self) -> str:
-        """A random name of 32 letters and digits, equal on all ranks."""
+        """A random name of 32 hexadecimal digits, equal on all ranks."""
         return self._marks[MeshRank(0, 0)][0].removeprefix(".")
 
     @cached_property
     def of(self) -> dict[MeshRank, MeshRank]:
-        """For each rank the first rank of its machine."""
+        """For each rank, the first rank of its machine."""
         own = self.folder / self._marks[self.own][0]
 
         def mark() -> None:
@@ -107,11 +102,11 @@ class Machines:
         return found
 
     def twins(self, rank: MeshRank) -> list[MeshRank]:
-        """The same rank of all replicas, which hold the same stages, in order."""
+        """The same rank of all replicas (with the same stages), in order."""
         return [each for each in self.of if each.rank == rank.rank]
 
     def on_next_machine(self, rank: MeshRank) -> list[MeshRank]:
-        """The ranks of the same replica on the machine after the rank's; none where the replica is on one machine."""
+        """The ranks of the same replica on the next machine; empty if the replica is on one machine."""
         machines: dict[MeshRank, list[MeshRank]] = {}
         for each, machine in self.of.items():
             if each.replica == rank.replica:
@@ -120,10 +115,8 @@ class Machines:
         after = order[(order.index(self.of[rank]) + 1) % len(order)]
         return machines[after] if len(order) > 1 else []
 
-    # ------------------------------------------------------------------------------------------------ messages
-
     def bring(self, wanted: Mapping[MeshRank, Iterable[str]], stored: Stored) -> None:
-        """Send files, until each machine has those that its ranks want. Every wanted file is on a machine."""
+        """Send files until each machine has those that its ranks want. Some machine must have each file."""
         own = [each for each in self.transfers(wanted, stored) if self.own in (each.source, each.target)]
         contents: list[torch.Tensor] = []
         self.agreed(partial(self._open, own, contents))
@@ -131,7 +124,7 @@ class Machines:
         self.agreed(partial(self._name, own))
 
     def transfers(self, wanted: Mapping[MeshRank, Iterable[str]], stored: Stored) -> list[Transfer]:
-        """The messages of `bring`: each file once to each machine that lacks it, if possible from the same replica."""
+        """The messages of `bring`: each file once to each machine that lacks it, preferably from the same replica."""
         has = self._by_machine(stored)
         pairs = sorted((rank, file) for rank, files in wanted.items() for file in files)
         found: dict[tuple[MeshRank, str], Transfer] = {}  # by machine and file
@@ -157,21 +150,21 @@ class Machines:
         return [each for each in holders if each.replica == target.replica] or holders
 
     def _open(self, transfers: Iterable[Transfer], contents: list[torch.Tensor]) -> None:
-        """Map the files that this rank sends or receives into memory; those that it receives are made, with all their bytes."""
+        """Memory-map the files to send, and create and map the files to receive, in full size."""
         for each in transfers:
             sends = self.own == each.source
             path = self.folder / each.file if sends else self._incoming(each)
             if not sends:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
-                    if each.bytes and hasattr(os, "posix_fallocate"):  # a write into mapped memory could not raise
+                    if each.bytes and hasattr(os, "posix_fallocate"):  # a later write into mapped memory cannot raise
                         os.posix_fallocate(file.fileno(), 0, each.bytes)
             empty = torch.empty(0, dtype=torch.uint8)
             contents.append(torch.from_file(str(path), not sends, each.bytes, dtype=torch.uint8) if each.bytes else empty)
 
     def _exchange(self, transfers: Iterable[Transfer], contents: Iterable[torch.Tensor]) -> None:
         """Send and receive the contents of files. Messages between two ranks arrive in order."""
-        works = list[tuple[dist.Work | None, torch.Tensor]]()  # a work does not keep its tensor alive
+        works = list[tuple[dist.Work | None, torch.Tensor]]()  # a `Work` does not keep its tensor alive
         for each, content in zip(transfers, contents, strict=True):
             for part in content.split(_MESSAGE) if each.bytes else ():
                 if self.own == each.source:
@@ -183,7 +176,7 @@ class Machines:
             work.wait()
 
     def _name(self, transfers: Iterable[Transfer]) -> None:
-        """Give the files that this rank has received their names."""
+        """Sync the received files to disk, and give them their names."""
         for each in transfers:
             if each.target == self.own:
                 path = self._incoming(each)

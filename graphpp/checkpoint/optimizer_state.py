@@ -1,18 +1,14 @@
-"""The state of optimizers by parameter: tensors and plain values under the parameter's FQN, whatever the groups are.
+"""Optimizer state by parameter: tensors and plain values under the parameter's FQN, independent of the groups.
 
-Contract
-    `entries` reads the optimizers and changes nothing. Each parameter has
-        <FQN>.state.<name>    each tensor of its state
-        <FQN>.values          the names of these tensors, the other values of its state, and the values of its group, as text
-                              (`safe_reading.py`)
-    Loading has three steps. `texts` names the text of each parameter, and `check_texts` reads the loaded texts. `targets` makes
-    the memory for the tensors, and `restore` puts texts and tensors into the optimizers: a parameter that had no state when it
-    was saved has none afterwards. The parameters of one group must have been saved with equal values of their group. A
-    parameter belongs to one optimizer.
-    An optimizer whose state is no mapping by parameter, as that of LBFGS is not, or that holds a parameter of another rank is
-    refused. Errors are `CheckpointError`.
+Each parameter has the entries
+    <FQN>.state.<name>    each tensor of its state
+    <FQN>.values          text (`safe_reading.py`): names of these tensors, other values of its state, values of its group
+Loading: `texts` names the text of each parameter, `check_texts` checks the loaded texts, `targets` allocates the tensors, and
+`restore` fills the optimizers. A parameter saved without state has none afterwards. Parameters of one group must have been
+saved with equal group values, and a parameter belongs to one optimizer.
 
-`torch.distributed.checkpoint.state_dict` is not used: it makes the state of a new optimizer by a step of that optimizer.
+Refused with `CheckpointError`: optimizers whose state is no mapping by parameter (LBFGS), or with parameters of another rank.
+`torch.distributed.checkpoint.state_dict` is not used, since it takes an optimizer step to create the state of a new optimizer.
 """
 
 from __future__ import annotations
@@ -29,13 +25,12 @@ from graphpp.checkpoint.safe_reading import as_text, from_text
 from graphpp.errors import CheckpointError
 
 _STATE, _VALUES = ".state.", ".values"
-_ON_HOST = "step"  # a count that optimizers keep on the host, unless their kernels need it on the device
-
+_ON_HOST = "step"  # optimizers keep this count on the host, unless their kernels need it on the device
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of this rank by FQN. `rows`: its rows in a tensor laid out as the flat parameter that has them, if any."""
+    """A parameter of this rank. `rows`: selects its rows in a tensor laid out as its flat parameter, if it has one."""
 
     fqn: str
     parameter: torch.Tensor
@@ -47,7 +42,6 @@ Own = Mapping[int, Sequence[Part]]
 
 
 def check(optimizers: Sequence[Optimizer], own: Own) -> None:
-    """Raise `CheckpointError` for an optimizer that cannot be saved."""
     seen: set[str] = set()
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -81,12 +75,12 @@ def entries(optimizers: Sequence[Optimizer], own: Own) -> dict[str, Any]:
 
 
 def texts(optimizers: Sequence[Optimizer], own: Own) -> dict[str, str]:
-    """The entry for the text of each of this rank's parameters, empty."""
+    """The empty text entry of each of this rank's parameters."""
     return {f"{part.fqn}{_VALUES}": "" for part, *_ in _parameters(optimizers, own)}
 
 
 def check_texts(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` where a text is no plain data, or the parameters of a group have other values than each other."""
+    """Raise `CheckpointError` if a text is no plain data, or if parameters of a group have different group values."""
     groups: dict[int, tuple[str, str]] = {}
     for part, _, group, _ in _parameters(optimizers, own):
         fqn = part.fqn
@@ -102,7 +96,7 @@ def check_texts(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, 
 def targets(
     optimizers: Sequence[Optimizer], own: Own, stored: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Memory for the stored tensors of this rank's parameters. `stored`: each stored tensor as an empty one of its shape."""
+    """Memory for the stored tensors of this rank's parameters. `stored`: a meta tensor for each stored tensor."""
     by_parameter: dict[str, list[str]] = {}
     for name in stored:
         by_parameter.setdefault(name.rpartition(_STATE)[0], []).append(name)
@@ -111,7 +105,7 @@ def targets(
         parameter = part.parameter
         for name in by_parameter.get(part.fqn, ()):
             counts = name.endswith(f"{_STATE}{_ON_HOST}")
-            if stored[name].shape == parameter.shape and not counts:  # sharded as the parameter is
+            if stored[name].shape == parameter.shape and not counts:  # sharded like the parameter
                 found[name] = torch.empty_like(parameter, dtype=stored[name].dtype, requires_grad=False)
                 continue
             on_host = counts and not (group.get("capturable") or group.get("fused"))
@@ -120,7 +114,7 @@ def targets(
 
 
 def restore(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]) -> None:
-    """Put loaded texts and tensors into the optimizers. Raises `CheckpointError`, and changes nothing, if one is missing."""
+    """Fill the optimizers with loaded entries. Raises `CheckpointError`, and changes nothing, if one is missing."""
     check_texts(optimizers, own, loaded)
     states: dict[int, dict[str, Any]] = {}
     for part, _, _, parameter in _parameters(optimizers, own):
@@ -141,16 +135,16 @@ def restore(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]
 
 
 def _part_of(value: torch.Tensor, part: Part, parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor of a state that belongs to `part` of a parameter that the optimizer holds."""
+    """The rows of `part` in a state tensor of the parameter that the optimizer has."""
     if part.rows is None or value.shape != parameter.shape:
         return value
     return with_local(part.parameter, part.rows(value))
 
 
 def _join(state: dict[str, Any], loaded: Mapping[str, Any], part: Part, parameter: torch.Tensor) -> None:
-    """Put the loaded values of `part` into the state of the parameter that has it.
+    """Add the loaded values of `part` to the state of its (flat) parameter.
 
-    Raises `CheckpointError` where parts of a flat parameter have other values, such as another count of steps.
+    Raises `CheckpointError` if parts of a flat parameter disagree, such as about the count of steps.
     """
     for name, value in loaded.items():
         by_element = isinstance(value, torch.Tensor) and value.shape == part.parameter.shape and name != _ON_HOST
@@ -170,7 +164,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _values(fqn: str, loaded: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """The text of a parameter: the names of its state's tensors, the other values of its state, the values of its group."""
+    """Parsed text of a parameter: names of its state's tensors, other values of its state, values of its group."""
     names, values, group = from_text(fqn, loaded[f"{fqn}{_VALUES}"])
     return names, values, group
 

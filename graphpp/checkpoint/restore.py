@@ -1,10 +1,7 @@
 """Restore a training from the files of a checkpoint.
 
-Contract
---------
-- The values that are no tensors are read and checked first, and all names and shapes before a tensor is read: a checkpoint that
-  does not fit changes nothing.
-- Functions are called by all ranks of a pipeline. Errors are `CheckpointError`.
+Values other than tensors, and all names and shapes, are checked before a tensor is read: a checkpoint that does not fit changes
+nothing. All ranks of a pipeline call these functions. Errors are `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from graphpp.checkpoint.safe_reading import SafePlanner, SafeReader
 from graphpp.checkpoint.training_state import TrainingState
 from graphpp.errors import CheckpointError, GraphPPError
 
-ENTRY = "training"  # the name of the training among the entries of a folder
+ENTRY = "training"  # prefix of the training's entries in a folder
 
 
 def restore_from(
@@ -33,10 +30,9 @@ def restore_from(
     find: Callable[[], Path | None],
     provide: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> bool:
-    """Restore the training from the folder that `find` finds; False where it finds none, on all ranks alike.
+    """Restore the training from the folder that `find` returns; returns False if it returns None (on all ranks alike).
 
-    `words` name the checkpoint in errors, as "the checkpoint in run/latest" does. `provide` is called, on all ranks, with the
-    folder and the entries to read next.
+    `words` name the checkpoint in errors. `provide` is called on all ranks with the folder and the entries to read next.
     """
     with state.calls.all_ranks(f"load {words}") as alike:
         folder, plain = find(), state.plain_targets()
@@ -60,7 +56,6 @@ def _fill(
     folder: Path,
     provide: Callable[[Path, dict[str, Any]], None] | None,
 ) -> None:
-    """Read entries, in place."""
     if provide is not None:
         provide(folder, {ENTRY: entries})
     group = state.calls.file_group
@@ -71,7 +66,7 @@ def _fill(
 
 
 def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint by entry, without their values."""
+    """Meta tensors for the tensors of a checkpoint, by entry."""
     stored, prefix = SafeReader(folder).read_metadata().state_dict_metadata, f"{ENTRY}."
     return {
         name.removeprefix(prefix): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
@@ -82,7 +77,7 @@ def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Raise the error of the first rank that failed in torch's distributed checkpoint, instead of torch's table of errors."""
+    """Raise the error of the first rank that failed in torch's distributed checkpoint, not torch's table of errors."""
     try:
         yield
     except CheckpointException as fault:
@@ -93,7 +88,6 @@ def told() -> Iterator[None]:
 
 @contextmanager
 def without_os_errors() -> Iterator[None]:
-    """Raise `CheckpointError` in place of the errors of the file system."""
     try:
         yield
     except OSError as fault:

@@ -1,12 +1,10 @@
 """Read a folder of torch's distributed checkpoint without running code that the folder names.
 
-Contract
---------
-- `SafeReader` reads the folder's `.metadata`, a pickle, and accepts only the classes that torch writes there. `SafePlanner`
-  reads values that are no tensors with `torch.load(weights_only=True)`. Both raise `CheckpointError` with the name of the file
-  or entry. The planner raises too where the folder lacks an entry that a rank needs, or has another shape for it.
-- Values that are no entries of their own are text. `as_text` takes dicts, lists, tuples, numbers, strings and tensors, and
-  NumPy's numbers as Python's; equal values give equal texts. Other classes raise `CheckpointError`, written or read.
+- `SafeReader` unpickles `.metadata` with only the classes that torch writes there. `SafePlanner` reads other values than
+  tensors with `torch.load(weights_only=True)`, and checks that entries exist with the right shapes. Both raise
+  `CheckpointError` with the file or entry.
+- Values without an entry of their own are text. `as_text` takes dicts, lists, tuples, numbers, strings and tensors, and
+  converts NumPy numbers to Python's; equal values give equal texts. Other classes raise `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from graphpp.errors import CheckpointError
 
-METADATA = ".metadata"  # the file that makes a folder a complete checkpoint
+METADATA = ".metadata"  # exists only in complete checkpoints
 _METADATA_CLASSES = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
     *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
@@ -42,7 +40,7 @@ _ACCEPTED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds no class but those that torch writes into the metadata of a checkpoint."""
+    """Loads only the classes that torch writes into the metadata of a checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -52,20 +50,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint folder whose metadata may come from anyone."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._folder = Path(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the folder. Raises `CheckpointError` where it cannot be read or names other classes."""
+        """The metadata of the folder. Raises `CheckpointError` if it cannot be read or names other classes."""
         rank = kwargs.get("rank")
         path = self._folder / (METADATA if rank is None else f"__{rank}{METADATA}")
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except Exception as fault:  # a torn pickle raises nearly anything
+        except Exception as fault:  # a truncated pickle raises nearly anything
             raise CheckpointError(f"{path} cannot be read: {fault}. The checkpoint is torn, or nobody's of torch") from fault
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} holds a {type(metadata).__name__} where the metadata of a checkpoint should stand")
@@ -74,7 +70,7 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """The bytes of an entry. Raises `CheckpointError` where they are not those that were written."""
+        """The bytes of an entry. Raises `CheckpointError` if they are damaged."""
         file.seek(sinfo.offset)
         damage = _damage(file.read(sinfo.length), sinfo.length)
         if damage is not None:
@@ -84,7 +80,7 @@ class SafeReader(FileSystemReader):
 
 
 def _damage(content: bytes, length: int) -> str | None:
-    """Words for bytes that are not those of a file of `torch.save`, which writes checksums and does not compare them."""
+    """The damage of a `torch.save` file in words; torch writes checksums but does not check them."""
     if len(content) < length:
         return f"it ends {length - len(content)} bytes too early"
     try:
@@ -96,7 +92,7 @@ def _damage(content: bytes, length: int) -> str | None:
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Checks the names and shapes of a folder before anything is read, and reads plain values without running code."""
+    """Checks names and shapes before anything is read, and reads plain values without running code."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -105,7 +101,6 @@ class SafePlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Check the names and shapes of everything that this rank needs."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         stored = metadata.state_dict_metadata
@@ -123,7 +118,6 @@ class SafePlanner(DefaultLoadPlanner):
                 raise CheckpointError(f"{self._folder}: {name} is {list(found.size)}, and here {list(value.shape)}")
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a value that is no tensor."""
         try:
             plain = torch.load(value, weights_only=True)
         except Exception as fault:
@@ -135,15 +129,12 @@ class SafePlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, written)
 
 
-# ---------------------------------------------------------------------------------- plain values as text
-
-
 def as_text(name: str, value: Any) -> str:
     """A value as text; `name` is for the error."""
     written = io.BytesIO()
     try:
         torch.save(_plain(value), written)
-    except Exception as fault:  # whatever the value's own pickling raises
+    except Exception as fault:  # a class's own pickling may raise anything
         raise _refusal(name, fault) from fault
     text = base64.b64encode(written.getvalue()).decode()
     from_text(name, text)

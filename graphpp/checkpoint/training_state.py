@@ -1,15 +1,14 @@
 """The contents of a checkpoint, by name and independent of ranks, stages and schedule.
 
-Contract
-    `TrainingState` reads and restores this rank's part of a training. Its entries:
-        model.<key>                 the rank's parameters and buffers, under every key of the model's state dict
-        optimizer.<FQN>...          the state of a parameter's optimizer, and the values of its group (`optimizer_state.py`)
-        others.<number>             schedulers, scalers and all else with a `state_dict`, in the order given
-        extra.<name>                values that the caller adds
-        random.<device type>        the default generator of the pipeline's first rank, which all ranks read
-        steps                       how many training calls the pipeline has made
-    Entries that several ranks have are equal; `alike` gives the texts by which ranks compare them. Reading changes nothing.
-    Values that are no tensors are plain data. Errors are `CheckpointError`.
+`TrainingState` reads and restores this rank's part of a training. Its entries:
+    model.<key>                 the rank's parameters and buffers, under every key of the model's state dict
+    optimizer.<FQN>...          optimizer state of a parameter, and the values of its group (`optimizer_state.py`)
+    others.<number>             other objects with a `state_dict`, such as schedulers and scalers, in the given order
+    extra.<name>                values that the caller adds
+    random.<device type>        the default generator of the pipeline's first rank, which all ranks read
+    steps                       the number of training calls of the pipeline
+Entries that several ranks have are equal; ranks compare the texts of `alike`. Values other than tensors are plain data. Errors
+are `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from graphpp.checkpoint.optimizer_state import Part
 from graphpp.checkpoint.safe_reading import as_text, from_text
 from graphpp.errors import CheckpointError
 
-_EXTRA_STATE = "_extra_state"  # torch's name for what a module's `get_extra_state` returns
+_EXTRA_STATE = "_extra_state"  # torch's key for the result of a module's `get_extra_state`
 
 
 class Trained(Protocol):
-    """The pipeline, as far as a checkpoint needs it."""
+    """The part of a pipeline that a checkpoint needs."""
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries of the model's state dict."""
@@ -47,18 +46,18 @@ class Trained(Protocol):
 
 
 class RankCalls(Protocol):
-    """The calls of a pipeline on this rank, as far as a checkpoint needs them."""
+    """The part of a pipeline's calls on this rank that a checkpoint needs."""
 
     steps: int
-    saving: str | None  # the folder of an asynchronous save until it is waited for
+    saving: str | None  # the folder of an asynchronous save, until `wait` is called
 
     @property
     def file_group(self) -> dist.ProcessGroup | None:
-        """A process group of the pipeline's ranks for checkpoints; None for one process."""
+        """The pipeline's process group for checkpoints; None for one process."""
 
     @property
     def file_group_of_all(self) -> dist.ProcessGroup | None:
-        """A process group of all ranks of all replicas for checkpoints; None for one process."""
+        """The process group of all ranks of all replicas for checkpoints; None for one process."""
 
     def watched(self) -> AbstractContextManager[None]:
         """A context around a call of all ranks."""
@@ -66,24 +65,24 @@ class RankCalls(Protocol):
     def all_ranks(
         self, what: str, alike: Mapping[str, Sequence[str]] = ...
     ) -> AbstractContextManager[dict[str, Sequence[str]]]:
-        """A context around work of every rank, which gives the lines that all ranks must have alike at its end."""
+        """A context around work of every rank; the yielded lines must be equal on all ranks at its end."""
 
     def all_replicas(self, what: str) -> AbstractContextManager[None]:
         """A context around work of every replica."""
 
 
 def check_not_saving(calls: RankCalls) -> None:
-    """Raise `CheckpointError` where an asynchronous save is not over."""
+    """Raise `CheckpointError` if an asynchronous save is not over."""
     if calls.saving is not None:
         raise CheckpointError(f"the asynchronous save into {calls.saving} is not over: call wait() of its result")
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A pipeline's training as it is now.
+    """A pipeline's current training state.
 
-    `check_listed` raises where the model's state dict lacks a tensor of this rank that it should have; `first`: whether this is
-    the pipeline's first rank; `calls` counts the training calls; `flat_parts` gives the flat parameters.
+    `check_listed` raises if the model's state dict lacks a tensor of this rank; `first`: whether this is the pipeline's first
+    rank; `flat_parts` returns the flat parameters.
     """
 
     pipeline: Trained
@@ -111,7 +110,7 @@ class TrainingState:
         return found
 
     def alike(self) -> dict[str, list[str]]:
-        """Digests of the entries that all ranks must have alike, by the words that an error has for them."""
+        """Digests of the entries that all ranks must agree on, by their names in errors."""
         texts = self._texts()
         others = {
             f"the state of the {type(each).__name__} of the checkpoint": [_digest(texts["others"][str(at)])]
@@ -121,7 +120,7 @@ class TrainingState:
         return {**others, **extra, "the training calls": [str(self.calls.steps)]}
 
     def plain_targets(self) -> dict[str, Any]:
-        """The entries of this rank that are no tensors, empty: the first part of a load."""
+        """This rank's entries other than tensors, empty: the first part of a load."""
         own = self._own()
         optimizer_state.check(self.optimizers, own)
         return {
@@ -132,14 +131,14 @@ class TrainingState:
         }
 
     def check_plain(self, loaded: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` where a loaded entry that is no tensor does not fit; nothing is changed."""
+        """Raise `CheckpointError` if a loaded entry other than a tensor does not fit; changes nothing."""
         optimizer_state.check_texts(self.optimizers, self._own(), loaded["optimizer"])
         for kind in ("others", "extra"):
             for name, text in loaded[kind].items():
                 from_text(f"{kind}.{name}", text)
 
     def tensor_targets(self, stored: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Memory for this rank's tensors: the model's own, new memory for optimizers. `stored`: as for `optimizer_state`."""
+        """Memory for this rank's tensors: the model's own, new memory for optimizers; `stored`: as for `optimizer_state`."""
         prefix = "optimizer."
         of_optimizers = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
         found: dict[str, Any] = {
@@ -150,7 +149,7 @@ class TrainingState:
         return found
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
-        """Put loaded entries in place; the model's tensors may be loaded already."""
+        """Restore loaded entries; the model's tensors may be loaded already."""
         others = {at: from_text(f"argument {at}", text) for at, text in loaded["others"].items()}
         extra = {name: from_text(f"extra[{name!r}]", text) for name, text in loaded["extra"].items()}
         optimizer_state.restore(self.optimizers, self._own(), loaded["optimizer"])
@@ -167,14 +166,11 @@ class TrainingState:
                 generator.set_state(loaded["random"][type_])
         self.calls.steps = loaded["steps"]
 
-    # ------------------------------------------------------------------------------------------------ inside
-
     def _own(self) -> optimizer_state.Own:
         own = {id(parameter): [Part(fqn, parameter)] for fqn, parameter in self.pipeline.named_parameters()}
         return {**own, **self.flat_parts()}
 
     def _model_entries(self) -> dict[str, torch.Tensor]:
-        """This rank's entries of the model's state dict, all of them tensors."""
         entries = self.pipeline.state_dict()
         for key, value in entries.items():
             if not isinstance(value, torch.Tensor) or key.rpartition(".")[2] == _EXTRA_STATE:
@@ -208,7 +204,7 @@ def _state_of(value: Any) -> Any:
 
 
 def check_stateful(arguments: Sequence[object], extra: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Stateful]]:
-    """The optimizers, and the other objects with a state. Raises `CheckpointError` for an object without one."""
+    """The optimizers, and the other objects. Raises `CheckpointError` for an object without a state."""
     for at, each in enumerate(arguments):
         if not isinstance(each, Stateful) or isinstance(each, type):
             raise CheckpointError(

@@ -1,8 +1,4 @@
-"""The command line as a whole: the root, its groups, and the entry point of the script `graphpp`.
-
-Contract: a command or a group of commands has a file of its own, which gets the root here and adds itself. Help, the check of
-the usage and the completion of shells (`graphpp --install-completion`) are typer's.
-"""
+"""The root of the command line, its groups, and the entry point of the script `graphpp`."""
 
 from __future__ import annotations
 
@@ -42,5 +38,4 @@ def root(
 
 
 def main() -> None:
-    """Run the command line with the arguments of the process, and exit."""
     app(prog_name="graphpp")

@@ -1,4 +1,4 @@
-"""`graphpp cache list|size|empty`: the folder of compiled regions. `cache/contents.py` does the work."""
+"""`graphpp cache list|size|empty`: the folder of compiled regions (`cache/contents.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ Folder = Annotated[
 
 
 def add_to(root: typer.Typer) -> None:
-    """Add the group."""
     group = typer.Typer(no_args_is_help=True, help="Show and empty the folder of compiled regions.")
     root.add_typer(group, name="cache")
     add_command(group, "list")(list_entries)
@@ -57,7 +56,7 @@ def _found(folder: Path | None) -> Listing:
 
 
 def _folder(folder: Path | None) -> Path:
-    """The folder, if it is one or does not exist yet; None: that of this user. Raises `GraphPPError` for a file."""
+    """The given folder, if it is not a file; None: the user's default."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise GraphPPError(f"--folder: {folder} is no folder")
     return folder or default_folder()

@@ -1,12 +1,10 @@
-"""How every command takes `--json` and `--traceback`, prints its answer, and ends.
+"""How every command takes `--json` and `--traceback`, prints its answer, and exits.
 
-Contract
-    A command is a function that returns an `Answer`, or None where another rank prints it. `add_command` registers it with
-    typer. Exit codes: `YES`, `NO`, and `ERROR` for wrong usage (typer's) and for every exception. A `GraphPPError` is printed
-    as Python prints it, without its traceback unless asked for; any other exception is a defect, with its traceback.
-    Of the ranks that torchrun started the first one prints its answer; errors are printed by all.
-    Under `--json` standard output gets one JSON document and nothing else: the answer, or `{"error": ..}`. Anything that other
-    code prints there meanwhile goes to standard error.
+- A command is a function that returns an `Answer`, or None if another rank prints it. Exit codes: `YES`, `NO`, and `ERROR` for
+  wrong usage (by typer) and exceptions. A `GraphPPError` is printed without its traceback unless asked for; any other exception
+  is a defect, printed with its traceback. Under torchrun only rank 0 prints its answer; all ranks print errors.
+- With `--json` standard output gets exactly one JSON document: the answer, or `{"error": ..}`. Other output goes to standard
+  error.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ YES, NO, ERROR = 0, 1, 2
 class Answer:
     """The result of a command: text for people, and data for `--json`.
 
-    `yes`: False makes the exit code `NO`. `notes`: lines for standard error, such as the names of files that were written.
+    `yes`: False makes the exit code `NO`. `notes`: lines for standard error, such as names of written files.
     """
 
     text: str
@@ -52,7 +50,7 @@ _OPTIONS = {
 
 
 def add_command(app: typer.Typer, name: str) -> Callable[[Command], Command]:
-    """A decorator: register a function with typer under `name`; the function itself is returned unchanged."""
+    """A decorator that registers a function with typer under `name` and returns it unchanged."""
 
     def add(function: Command) -> Command:
         app.command(name)(_ending(function))
@@ -62,13 +60,13 @@ def add_command(app: typer.Typer, name: str) -> Callable[[Command], Command]:
 
 
 def _ending(function: Command) -> Callable[..., None]:
-    """The function with the two options, that prints the answer and raises `typer.Exit`."""
+    """The function with the two added options, which prints the answer and raises `typer.Exit`."""
 
     @functools.wraps(function)
     def run(*, as_json: bool, with_traceback: bool, **given: Any) -> None:
         with _kept_output() if as_json else contextlib.nullcontext():
             answer, error = _attempt(function, given, with_traceback)
-        if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun started the first one answers
+        if os.environ.get("RANK", "0") == "0":
             _print(answer, error, as_json)
         raise typer.Exit(ERROR if error is not None else YES if answer is None or answer.yes else NO)
 
@@ -84,7 +82,7 @@ def _ending(function: Command) -> Callable[..., None]:
 
 
 def _attempt(function: Command, given: Mapping[str, Any], with_traceback: bool) -> tuple[Answer | None, Exception | None]:
-    """The answer of a command, or the exception that it raised, which is then printed to standard error."""
+    """The answer of a command, or its exception, which is printed to standard error."""
     try:
         return function(**given), None
     except Exception as error:
@@ -97,7 +95,7 @@ def _attempt(function: Command, given: Mapping[str, Any], with_traceback: bool) 
 
 
 def _print(answer: Answer | None, error: Exception | None, as_json: bool) -> None:
-    """Print the answer, or the document of the error, to standard output, and notes to standard error."""
+    """Print the answer, or the error as JSON, to standard output, and notes to standard error."""
     if error is not None and as_json:
         typer.echo(_json({"error": {"type": type(error).__name__, "message": str(error)}}))
     if answer is not None:
@@ -107,7 +105,7 @@ def _print(answer: Answer | None, error: Exception | None, as_json: bool) -> Non
 
 
 def write_text(file: Path, text: str) -> str:
-    """Write a file; a note that says so. Raises `GraphPPError` where it cannot be written."""
+    """Write a file; returns a note about it. Raises `GraphPPError` if it cannot be written."""
     try:
         file.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as fault:  # ValueError: an impossible path
@@ -117,7 +115,7 @@ def write_text(file: Path, text: str) -> str:
 
 @contextlib.contextmanager
 def _kept_output() -> Iterator[None]:
-    """Send to standard error what is printed to standard output meanwhile, by Python and by compiled code such as gloo's."""
+    """Redirect standard output to standard error, for Python and for compiled code such as gloo."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         with contextlib.suppress(OSError):  # a process may have no standard output
@@ -133,7 +131,7 @@ def _json(document: Mapping[str, object]) -> str:
 
 
 def _plain(value: object) -> object:
-    """The value as JSON has it; an infinite number and a NaN, which JSON lacks, as the strings `inf`, `-inf`, `nan`."""
+    """The value as JSON data; infinite numbers and NaN become the strings `inf`, `-inf`, `nan`."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

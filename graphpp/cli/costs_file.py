@@ -1,8 +1,6 @@
-"""Costs in a file: the fields of `graphpp.Costs` and `graphpp.StageCosts` as JSON.
+"""Read a JSON file with the fields of `graphpp.Costs`, as `json.dumps(asdict(costs))` writes it.
 
-Contract: the document has the fields of `Costs`, of which only `stages` may not be left out; `json.dumps(asdict(costs))` writes
-one. Raises `ScheduleError` that names file and field: for an unknown field, one that stands twice, a value of another type, and
-numbers that `Costs` refuses.
+Raises `ScheduleError` with file and field for unknown, repeated or mistyped fields, and for numbers that `Costs` refuses.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from graphpp.schedules.table.costs import Costs
 
 
 def read_costs(path: Path) -> Costs:
-    """The costs in a file of JSON."""
     try:
         given = document(path, str(path))
         found: Costs = read(Costs, given, str(path))

@@ -1,7 +1,7 @@
-"""`graphpp doctor`: versions, devices, backends, defects of this torch, and under torchrun the links between the ranks.
+"""`graphpp doctor`: versions, devices, backends, torch's defects, and under torchrun the links between ranks.
 
-Contract: rank 0 prints. Exit code 1 where graphpp cannot run: a torch that it does not support, or a library that is missing.
-Each pair (r, r + 1), and (last, 0) of more than two ranks, is measured over the pipeline's group while the others wait.
+Rank 0 prints. Exit code 1 if graphpp cannot run. Each pair (r, r + 1), and (last, 0) of more than two ranks, is measured over
+the pipeline's group while the others wait.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 
     from graphpp.parallel.rank_place import RankPlace
 
-SUPPORTED = (2, 11), (2, 16)  # of torch, the second one excluded; `pyproject.toml` says the same
+SUPPORTED = (2, 11), (2, 16)  # torch >= 2.11, < 2.16, as in `pyproject.toml`
 REQUIRED = ("filelock", "jinja2", "networkx", "numpy", "rich", "safetensors", "typer")
 OPTIONAL = ("triton", "transformers", "torchdata")
 
 
 def add_to(root: typer.Typer) -> None:
-    """Add the command."""
     add_command(root, "doctor")(doctor)
 
 
@@ -41,7 +40,7 @@ def doctor(
     repeats: Annotated[int, typer.Option(min=1, max=10_000, help="Messages over each link.")] = 20,
 ) -> Answer | None:
     """Print what this machine and its PyTorch can do. Under torchrun (-m graphpp doctor) measure the links between ranks."""
-    import torch.distributed as dist  # help pages need not load torch
+    import torch.distributed as dist  # loads torch, which help pages do not need
 
     from graphpp.parallel.place import place_of
 
@@ -50,7 +49,7 @@ def doctor(
         place = place_of(None, None, None)
         first, links = place.rank == 0, measure_links(place, nbytes, repeats)
         dist.barrier(place.group)
-        dist.destroy_process_group()  # gloo's threads may abort a process that ends with a living group
+        dist.destroy_process_group()  # gloo's threads may abort a process that exits with a group
         if not first:
             return None
     found, release = versions(), ".".join(metadata.version("torch").split(".")[:2])
@@ -65,7 +64,7 @@ def doctor(
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python, graphpp, torch and the libraries; None: not installed."""
+    """Versions of Python, graphpp, torch and the libraries; None: not installed."""
     installed = {each.name.lower(): each.version for each in metadata.distributions()}
     own = {"python": platform.python_version(), "graphpp": str(sys.modules["graphpp"].__version__)}
     return {**own, **{name: installed.get(name) for name in ("torch", *REQUIRED, *OPTIONAL)}}
@@ -77,7 +76,7 @@ def is_supported(release: str) -> bool:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU with its cores and torch's threads, and every accelerator; `bytes` of memory."""
+    """The CPU and every accelerator, with `bytes` of memory."""
     import torch
 
     from graphpp.backends.processor import processor_name
@@ -90,7 +89,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def measure_links(place: RankPlace, size: int, repeats: int) -> list[dict[str, Any]]:
-    """By pair of ranks the latency (seconds of 8 bytes) and the bandwidth (bytes per second), medians; on every rank."""
+    """Median latency (seconds for 8 bytes) and bandwidth (bytes per second) of each pair of ranks; returned on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -111,7 +110,7 @@ def measure_links(place: RankPlace, size: int, repeats: int) -> list[dict[str, A
 
 
 def _round_trip(place: RankPlace, pair: tuple[int, int], sent: torch.Tensor, back: torch.Tensor, repeats: int) -> float:
-    """The median seconds of `sent` from the first rank of the pair to the second, then `back`; the first trip warms up."""
+    """Median seconds of `sent` from the pair's first rank to its second, then `back`; the first trip is a warm-up."""
     import torch.distributed as dist
 
     from graphpp.streams import wait_for_device

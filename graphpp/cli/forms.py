@@ -1,7 +1,6 @@
-"""The options of a command line, which are text, as the forms that `graphpp.compile` and `graphpp.verify` take.
+"""Convert command-line text to the forms that `graphpp.compile` and `graphpp.verify` take.
 
-Contract: text in, a form out, or `GraphPPError` that begins with the option. Whether the form fits the model, the readers of
-`graphpp.options` and the planner decide.
+A `GraphPPError` begins with the option. Whether a form fits the model is checked later, by `graphpp.options` and the planner.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from graphpp.errors import GraphPPError, SplitError
 
-if TYPE_CHECKING:  # the forms load torch, which help pages need not
+if TYPE_CHECKING:  # these modules load torch, which help pages do not need
     from graphpp.options.memory import Memory
     from graphpp.options.split import Split
 
@@ -44,14 +43,13 @@ def read_split(text: str | None) -> Split:
 
 
 def read_memory(recompute: str | None, cap: str | None) -> Memory:
-    """`--memory` and `--cap`."""
     from graphpp.options.memory import Memory
 
     return Memory(recompute=_recompute(recompute), cap=None if cap is None else read_bytes("--cap", cap))
 
 
 def read_bytes(option: str, text: str) -> int:
-    """A number of bytes, with a unit or without: `100000`, `512 MiB`, `1.5GB`."""
+    """A number of bytes, with or without a unit: `100000`, `512 MiB`, `1.5GB`."""
     found = _BYTES.fullmatch(text)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:

@@ -1,11 +1,9 @@
 """Causal language models of transformers: built from a `config.json` with random weights, and random tokens for them.
 
-Contract
-    in   a folder with a `config.json`; nothing else of it is read, none of its code runs, and nothing is downloaded
-    out  the model in training mode, in the dtype of the configuration (float32 where it names none), without a cache of keys
-         and values; on the meta device under `meta`, otherwise in memory, with the values that transformers initialises
-    Raises `GraphPPError` without transformers, for a configuration that cannot be read, for another kind of model, and for a
-    model whose weights alone exceed the memory of this machine.
+- Only the folder's `config.json` is read. No code of the folder runs, and nothing is downloaded.
+- The model is in training mode, without a key-value cache, in the configuration's dtype (default float32).
+- Raises `GraphPPError` if transformers is missing, the configuration is unreadable, the model is of another kind, or its
+  weights exceed the machine's memory.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ _MOST_TEXT = 300  # characters of a message of the library
 
 
 def causal_model(folder: Path, *, meta: bool) -> nn.Module:
-    """The causal language model of the folder's `config.json`."""
+    """The model of the folder's `config.json`; with `meta` on the meta device."""
     transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as fault:  # OSError, ValueError, KeyError and classes of its own, by the kind of fault
+    except Exception as fault:  # OSError, ValueError, KeyError or the library's own
         raise GraphPPError(f"MODEL: {folder / 'config.json'} cannot be read: {_shortened(fault)}") from fault
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise GraphPPError(
             f"MODEL: {folder} has a {config.model_type}, and only causal language models can be built from a configuration: "
             "write a function that returns (model, loss, example), and name it as file.py:function"
         )
-    config.use_cache = False  # a step of training needs no keys and values of earlier tokens
+    config.use_cache = False
     empty = _built(transformers, folder, config, meta=True)
     if not meta:
         _check_memory(folder, empty)
@@ -46,7 +44,7 @@ def causal_model(folder: Path, *, meta: bool) -> nn.Module:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether a model is one of transformers for causal language modelling, whose example `random_tokens` can make."""
+    """Whether a model is a causal language model of transformers, for which `random_tokens` works."""
     config = getattr(model, "config", None)
     if not type(model).__module__.startswith("transformers.") or config is None:
         return False
@@ -55,9 +53,9 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def random_tokens(model: nn.Module, rows: int | None, length: int | None) -> Microbatch:
-    """`rows` x `length` tokens as `input_ids` and `labels`, int64, the same in every call; on the model's device.
+    """`rows` x `length` tokens as `input_ids` and `labels`, int64, equal in every call; on the model's device.
 
-    Raises `GraphPPError` for more tokens than the configuration has positions for: on the meta device no embedding notices.
+    Raises `GraphPPError` for more tokens than the configuration has positions, which the meta device would not notice.
     """
     config: Any = model.config
     config = config.get_text_config()
@@ -89,13 +87,13 @@ def _built(transformers: Any, folder: Path, config: Any, *, meta: bool) -> nn.Mo
     try:
         with torch.device("meta" if meta else "cpu"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as fault:  # the library's code on numbers that do not fit each other
+    except Exception as fault:  # the library may raise anything for inconsistent numbers
         raise GraphPPError(f"MODEL: transformers cannot build the model of {folder}: {_shortened(fault)}") from fault
     return model.train()
 
 
 def _check_memory(folder: Path, model: nn.Module) -> None:
-    """Raise `GraphPPError` where the weights alone exceed the memory of the machine."""
+    """Raise `GraphPPError` if the weights exceed the memory of the machine."""
     needed = sum(parameter.nbytes for parameter in model.parameters())
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > machine:
@@ -104,6 +102,6 @@ def _check_memory(folder: Path, model: nn.Module) -> None:
 
 
 def _shortened(fault: Exception) -> str:
-    """The beginning of the library's message, which may be many lines, on one line."""
+    """The beginning of the library's message, on one line."""
     text = " ".join(str(fault).split())
     return f"{type(fault).__name__}: {text if len(text) <= _MOST_TEXT else f'{text[:_MOST_TEXT]}...'}"

@@ -1,16 +1,12 @@
-"""Find the model that a command is to work on, by its name.
+"""Find the model that a command names.
 
-Contract
-    name   `package.module:function`, `path/to/file.py:function`, or a folder with a Hugging Face `config.json`
-           (`hugging_face.py`). The function takes no arguments. Its result is one of
-               (model, loss, example)   a tuple; the loss may be None where the model's output has a `.loss`
-               an object                with the attributes `model`, `loss` and `example`
-               a model alone            of transformers, for causal language modelling: its example is then random tokens
-           The example is a `graphpp.Microbatch`. Modules are looked for in the working folder first, as `python -m` does;
-           a file may import its neighbours, as under `python path/to/file.py`.
-    meta   the function runs, or the model is built, under `torch.device("meta")`: no tensor that is made has memory
-    The random numbers of torch start from seed 0 before the function runs.
-    Raises `GraphPPError` that names the function for everything else, and for an exception of the function.
+- `package.module:function`, `path/to/file.py:function`, or a folder with a Hugging Face `config.json` (`hugging_face.py`).
+  Modules are looked up in the working folder first; a file may import its neighbours.
+- The function takes no arguments. It returns (model, loss, example), where the loss may be None if the model's output has a
+  `.loss`; an object with the attributes `model`, `loss` and `example` (a `graphpp.Microbatch`); or only a causal language model
+  of transformers, whose example is random tokens.
+- With `meta` everything is built under `torch.device("meta")`: no tensor has memory. torch's random numbers start from seed 0.
+- Every fault, including an exception of the function, raises a `GraphPPError` that names the function.
 """
 
 from __future__ import annotations
@@ -51,11 +47,10 @@ class LoadedModel:
 def load_model(
     name: str, *, rows: int | None = None, length: int | None = None, meta: bool = False, length_needed: bool = False
 ) -> LoadedModel:
-    """The model that `name` says, by the contract of this file.
+    """The model called `name`. `length_needed`: random tokens need a given `length`.
 
-    `rows`, `length`: of the random tokens that are the example of a language model; None: 2 rows of 64 tokens, or of as many
-    as the model takes. `length_needed`: random tokens have no length but a given one. Raises `GraphPPError`, also where they
-    are given and the function returns an example.
+    `rows`, `length`: size of the random tokens; None: 2 rows of 64 tokens, or the model's maximum if that is less. Raises
+    `GraphPPError`, also if they are given and the function returns an example.
     """
     torch.manual_seed(0)
     if ":" not in name:
@@ -79,7 +74,7 @@ def _require_length(length: int | None) -> None:
 
 
 def _config_folder(name: str) -> Path:
-    """The folder, if it has a `config.json`. Raises `GraphPPError` that says what `name` is instead."""
+    """The folder, if it has a `config.json`; else raises a `GraphPPError` that says how to name a model."""
     path = Path(name)
     if name and path.is_dir():
         if (path / "config.json").is_file():
@@ -90,9 +85,6 @@ def _config_folder(name: str) -> Path:
     if path.is_file():
         raise GraphPPError(f"MODEL: name a function of the file too: {name}:FUNCTION; it returns {_RETURNS}")
     raise GraphPPError(f"MODEL: take {_FORMS}, got {name!r}, and there is no such file or folder")
-
-
-# ------------------------------------------------------------------------------------------------- the function
 
 
 def _function(name: str) -> Callable[[], Any]:
@@ -116,7 +108,7 @@ def _function(name: str) -> Callable[[], Any]:
 
 
 def _functions_of(found: Any) -> str:
-    """The functions that a module defines itself, as a hint."""
+    """The functions that a module itself defines, as a hint."""
     own = vars(found).items() if isinstance(found, ModuleType) else ()
     names = [key for key, value in own if callable(value) and getattr(value, "__module__", "") == found.__name__]
     names = [key for key in names if not isinstance(vars(found)[key], type)]
@@ -129,7 +121,7 @@ def _import(module: str) -> ModuleType:
         sys.path.insert(0, "")
     try:
         known = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent package is missing or fails; an impossible name
+    except (ImportError, ValueError):  # a parent package is missing or fails, or the name is invalid
         known = False
     if not known and module.partition(".")[0] == module:
         raise GraphPPError(f"MODEL: there is no module {module!r} in this folder or among the installed packages")
@@ -138,7 +130,7 @@ def _import(module: str) -> ModuleType:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """The module of a file, which is run once, under the name of the file where no other module has this name."""
+    """Run a file and return its module, named after the file unless that name is taken."""
     if not path.is_file():
         raise GraphPPError(f"MODEL: there is no file {path}")
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_the_command_line"
@@ -157,7 +149,7 @@ def _run_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Raise `GraphPPError` for an exception of the user's code, also where the code ends the program."""
+    """Raise `GraphPPError` for an exception or exit of the user's code."""
     try:
         yield
     except GraphPPError:
@@ -167,7 +159,7 @@ def _reported(what: str) -> Iterator[None]:
 
 
 def _own_line(fault: BaseException) -> str:
-    """The innermost line of the traceback outside of the import system and of this file."""
+    """The innermost line of the traceback outside of the import system and this file."""
     frames, trace = [], fault.__traceback__
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
@@ -177,11 +169,7 @@ def _own_line(fault: BaseException) -> str:
     return "".join(f"\n  at {file}:{line}" for file, line in own[-1:])
 
 
-# --------------------------------------------------------------------------------------------------- its result
-
-
 def _read(name: str, result: Any, rows: int | None, length: int | None) -> LoadedModel:
-    """The result of the function as a `LoadedModel`."""
     if isinstance(result, nn.Module):
         if not is_causal(result):
             alone = f"{name} returned a {type_name(result)} alone, which is no causal language model of transformers"

@@ -33,7 +33,6 @@ _FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE alone the best one."
 
 
 def add_to(root: typer.Typer) -> None:
-    """Add the commands."""
     for function in (plan, compare, report):
         add_command(root, function.__name__)(function)
 
@@ -103,7 +102,7 @@ def compare(
 
 
 def _plan(text: str) -> TrainingPlan:
-    """A plan of a file. Raises `GraphPPError` for a number that the file does not have."""
+    """The plan `FILE[:NUMBER]`. Raises `GraphPPError` for a number that the file lacks."""
     numbered = re.fullmatch(r"(.+):([0-9]{1,9})", text)
     file, number = (numbered[1], int(numbered[2])) if numbered and not Path(text).exists() else (text, 1)
     plans = _plans(Path(file)).plans
@@ -129,7 +128,7 @@ def report(
 
 
 def read_machines(text: str) -> Machines:
-    """Machines from "<count>x<device>", or from a JSON file of their fields, whose device may be the name of a known one."""
+    """Machines from "<count>x<device>", or from a JSON file of their fields, in which `device` may be a known name."""
     if not text.endswith(".json"):
         return Machines.read(text)
     from graphpp.from_json import document, read
@@ -148,7 +147,6 @@ def read_machines(text: str) -> Machines:
 
 
 def _sizes(name: str, text: str | None) -> Sequence[int] | None:
-    """Numbers between commas. Raises `GraphPPError` for anything else."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
@@ -170,7 +168,7 @@ def _recompute(text: str) -> str | float | None:
 
 
 def _styles(option: str, text: str) -> dict[str, str | int]:
-    """Styles by pattern from "pattern=style,..". Raises `GraphPPError` for anything else."""
+    """Styles by pattern from "pattern=style,.."."""
     pairs = [[part.strip() for part in each.split("=")] for each in text.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise GraphPPError(f"{option}: take pattern=style, or several with commas, got {text!r}")
@@ -178,7 +176,7 @@ def _styles(option: str, text: str) -> dict[str, str | int]:
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    """The dtype of a name; None for "own". Raises `GraphPPError` for another name."""
+    """The dtype of a name; None for "own"."""
     import torch
 
     found = None if name == "own" else getattr(torch, name, None)

@@ -1,7 +1,4 @@
-"""`graphpp schedule show|check|simulate|compare`: tables by name or file, without a model.
-
-Contract: no command runs a model. `simulated.py` says in which units a step is simulated.
-"""
+"""`graphpp schedule show|check|simulate|compare`: tables by name or file, without running a model."""
 
 from __future__ import annotations
 
@@ -39,11 +36,10 @@ Stages = Annotated[int | None, typer.Option(min=1, help="With how many stages; b
 Microbatches = Annotated[int | None, typer.Option(min=1, help="For how many microbatches.")]
 CostsFile = Annotated[Path | None, typer.Option("--costs", help="Times and bytes of the stages: graphpp.Costs as JSON.")]
 Written = Path | None
-_WIDE = 10_000  # characters: a table is read by people and by scripts, so no cell is cut
+_WIDE = 10_000  # characters: no cell is cut, since scripts read tables too
 
 
 def add_to(root: typer.Typer) -> None:
-    """Add the group."""
     group = typer.Typer(no_args_is_help=True, help="Show, check, simulate and compare tables of actions.")
     root.add_typer(group, name="schedule")
     for function in (show, check, simulate, compare):
@@ -82,7 +78,7 @@ def show(  # noqa: PLR0913 - one option for each form of the table
 def check(source: Source, ranks: Ranks = None, stages: Stages = None, microbatches: Microbatches = None) -> Answer:
     """Prove that a table computes everything once and cannot deadlock. Exit code 1 with the fault where it does not."""
     try:
-        known = read_schedule(source)  # a file's own counts may differ from the given ones, about which the checker says more
+        known = read_schedule(source)  # the checker explains counts of a file that differ from the given ones
         table = known if isinstance(known, Schedule) else table_by_name(known, Counts(ranks, stages, microbatches))
         training = bool(table.kinds - {Kind.F})
         check_table(
@@ -142,20 +138,17 @@ def compare(
     return Answer("\n".join(lines), {"schedules": [each.document() for each in found], "refused": refused})
 
 
-# ------------------------------------------------------------------------------------------------------- tables
-
-
 def _counts(costs: Costs | None, ranks: int | None, stages: int | None, microbatches: int | None) -> Counts:
     return Counts(ranks, stages, microbatches, None if costs is None else len(costs.stages))
 
 
 def _all_known(counts: Counts) -> tuple[list[Schedule], dict[str, str]]:
-    """The tables of all known names that train and fit the counts, and the messages for those that do not fit."""
+    """Tables of all known names that train and fit the counts, and error messages of the others."""
     if counts.ranks is None or counts.microbatches is None:
         raise GraphPPError("name schedules or files to compare; to compare all known ones, give --ranks and --microbatches")
     tables, refused = [], {}
     for name in SCHEDULES:
-        if name not in ("auto", "ForwardOnly"):  # the first is another one of the list, the second does not train
+        if name not in ("auto", "ForwardOnly"):  # "auto" picks one of the others; ForwardOnly does not train
             try:
                 tables.append(table_by_name(name, counts))
             except ScheduleError as fault:

@@ -1,11 +1,10 @@
-"""Schedules that a command line names: by a name of `graphpp.schedules.SCHEDULES`, or by a file.
+"""Schedules on the command line: a name of `graphpp.schedules.SCHEDULES`, or a file.
 
-Contract
-    A file is CSV as torch writes it, with or without communication (`Schedule.load`; its name ends in `.csv`); the text that
-    `graphpp schedule show` prints (`Schedule.parse`); or, in either layout, the orders of Megatron-Core: a line for each rank
-    with the signed numbers of its chunks, +c a forward, -c a backward (`schedules.from_orders`).
-    A known name is never taken for a file. Raises `GraphPPError` for an unknown name and for a file that cannot be opened,
-    `ScheduleError` for the content of a file and for counts that do not fit.
+A file is torch's CSV, with or without communication (`Schedule.load`; named `.csv`); the text of `graphpp schedule show`
+(`Schedule.parse`); or, as CSV or text, Megatron-Core's orders (`schedules.from_orders`): a line per rank with the signed
+numbers of its chunks, +c a forward, -c a backward. A known name is never taken for a file.
+
+Raises `GraphPPError` for an unknown name or unreadable file, `ScheduleError` for a file's content and for unfitting counts.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ _MOST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts that a command was given for a table; None: not given.
-
-    `costs`: of how many stages a named schedule is to be simulated.
-    """
+    """The given counts for a table; None: not given. `costs`: the number of stages with costs."""
 
     ranks: int | None = None
     stages: int | None = None
@@ -43,7 +39,7 @@ class Counts:
 
 
 def complete_name(incomplete: str) -> list[str]:
-    """The names of schedules that a shell may complete."""
+    """The schedule names that complete a prefix in a shell."""
     return [name for name in (*SCHEDULES, *ALIASES) if name.casefold().startswith(incomplete.casefold())]
 
 
@@ -64,8 +60,8 @@ def read_schedule(text: str) -> Schedule | str:
 def table_of(text: str, counts: Counts) -> Schedule:
     """The table of a name or file.
 
-    A name needs ranks and microbatches, and otherwise has as many stages as the costs, or its usual number. Counts that are
-    given for a file must be the file's own.
+    A name needs ranks and microbatches; stages default to those of the costs, then to its usual number. Counts that are given
+    for a file must equal the file's own.
     """
     source = read_schedule(text)
     if isinstance(source, Schedule):
@@ -75,7 +71,7 @@ def table_of(text: str, counts: Counts) -> Schedule:
 
 
 def table_by_name(name: str, counts: Counts) -> Schedule:
-    """The table of a known name. Raises `GraphPPError` where the counts do not tell which."""
+    """The table of a known name. Raises `GraphPPError` if a needed count is missing."""
     if counts.ranks is None or counts.microbatches is None:
         missing = [f"--{each}" for each in ("ranks", "microbatches") if getattr(counts, each) is None]
         raise GraphPPError(f"{name} is a schedule for any number of ranks and microbatches: give {' and '.join(missing)}")
@@ -90,7 +86,7 @@ def _check_own(table: Schedule, counts: Counts) -> None:
 
 
 def readable(path: Path) -> str:
-    """The text of a file. Raises `GraphPPError` for a file that cannot be opened, is no text, or is very large."""
+    """The text of a file. Raises `GraphPPError` if it cannot be opened, is no text, or is very large."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise GraphPPError(f"{path} is larger than {_MOST_BYTES >> 20} MiB, which no schedule is")

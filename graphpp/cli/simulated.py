@@ -1,7 +1,7 @@
 """One simulated step of a table, as the commands on schedules print it.
 
-Contract: without costs F = I = W = 1 for each rank and microbatch, and activations are counted in microbatches of a whole rank;
-with costs in seconds and bytes.
+Without costs F = I = W = 1 for each rank and microbatch, and activations are counted in microbatches of a whole rank; with
+costs the units are seconds and bytes.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute."""
+        """The fraction of all ranks' time in which they are idle."""
         ranks = range(self.timeline.schedule.ranks)
         return sum(map(self.timeline.bubble, ranks)) / max(len(ranks), 1)
 
     @property
     def peak(self) -> str:
-        """The peak of the rank with the highest."""
+        """The highest peak memory of a rank."""
         ranks = range(self.timeline.schedule.ranks)
         return self.size(max(ranks, key=self.timeline.peak_bytes, default=0))
 
     def time(self, time: float) -> str:
-        """A time with its unit."""
         return f"{time:g} units" if self.units else spell_time(time, "s")
 
     def size(self, rank: int) -> str:
-        """The most that a rank holds at one time, with its unit."""
+        """The peak memory of a rank, with its unit."""
         count = self.timeline.peak_bytes(rank) if self.timeline.memory else 0
         return f"{count / _UNIT_BYTES:g} microbatch{'es' * (count != _UNIT_BYTES)}" if self.units else spell_bytes(count)
 
     def document(self) -> dict[str, object]:
-        """The numbers as data, with the costs; `read_costs` takes the costs."""
+        """The numbers as data, with the costs as `read_costs` reads them."""
         ranks = range(self.timeline.schedule.ranks)
         return {
             **facts_of(self.timeline.schedule),

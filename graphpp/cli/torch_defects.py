@@ -1,5 +1,7 @@
-"""Defects of PyTorch that were reproduced: on which versions (`seen`; `gone`: the same reproduction failed), and how graphpp
-avoids each. About other versions the table says nothing. `test` is the test of graphpp that would fail with the defect.
+"""Reproduced defects of PyTorch, and how graphpp avoids each.
+
+`seen`: versions with the defect; `gone`: versions on which the same reproduction fails; other versions were not tried. `test`:
+the test of graphpp that would fail with the defect.
 """
 
 from __future__ import annotations
@@ -8,8 +10,6 @@ from typing import Literal, NamedTuple
 
 
 class Defect(NamedTuple):
-    """One defect of torch, and how graphpp avoids it."""
-
     where: str
     seen: tuple[str, ...]
     what: str

@@ -1,4 +1,4 @@
-"""`graphpp verify MODEL`: one step run as stage programs, as the uncut joint graph and in plain eager, in this process."""
+"""`graphpp verify MODEL`: one step run as stage programs, as the uncut joint graph and in eager, in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ MODEL_HELP = (
 
 
 def add_to(root: typer.Typer) -> None:
-    """Add the command."""
     add_command(root, "verify")(verify)
 
 
@@ -45,7 +44,7 @@ def verify(  # noqa: PLR0913 - the options of a pipeline
     dump: Annotated[Path | None, typer.Option(help="A folder for the graphs, as Python that runs.")] = None,
 ) -> Answer:
     """Check that the pipeline of a model computes what plain PyTorch computes. Exit code 1 where they differ."""
-    from graphpp import api  # load torch, which help pages need not
+    from graphpp import api  # these load torch, which help pages do not need
     from graphpp.cli.models import load_model
 
     options = {
@@ -64,7 +63,7 @@ def verify(  # noqa: PLR0913 - the options of a pipeline
         backend=backend,
         tolerance=tolerance,
         against="whole batch" if whole_batch else "microbatches",
-        **options,  # type: ignore[arg-type]  # each by the reader of its form
+        **options,  # type: ignore[arg-type]  # forms made by readers
     )
     return Answer(str(found), _document(found), found.ok)
 

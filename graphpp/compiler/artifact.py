@@ -1,17 +1,12 @@
 """Save captured graphs in the folder of `artifact=`, and load them at a later start.
 
-Contract
---------
-- A graph is one file of two lines: a header in JSON with the facts on which the graph depends and the SHA-256 of the second
-  line, and the graph as data (`capture/transfer/`). The digest of the facts names the file. Nothing is pickled.
-- The facts are the signature of the microbatch, training or evaluation, the options that a capture reads, FQNs with shapes and
-  dtypes, the digest by which the ranks of one job are compared (`capture/transfer/digest.py`), the source files of the
-  classes and functions in the trees of model and loss, and the versions of torch and graphpp. A graph is loaded only if all
-  facts are equal.
-- What else the code of model and loss reads, the user answers for; `graphpp.verify(artifact=)` compares a loaded graph with
-  eager.
-- A damaged file is not loaded, and the graph that is captured in its place replaces it. A folder that cannot be written is
-  logged.
+- A file has two lines: a JSON header with the facts and the SHA-256 of the second line, then the graph (`capture/transfer/`).
+  The file's name is a digest of the facts. Nothing is pickled.
+- A graph is loaded only if all facts are equal: microbatch signature, training or evaluation, options that capture reads, FQNs
+  with shapes and dtypes, the digest of model and loss (`capture/transfer/digest.py`), the source files of classes and functions
+  in both, and the versions of torch and graphpp.
+- The user answers for anything else that model and loss read; `graphpp.verify(artifact=)` compares a loaded graph with eager.
+- A damaged file is replaced by the newly captured graph. An unwritable folder is logged.
 """
 
 from __future__ import annotations
@@ -42,13 +37,13 @@ Facts = Mapping[str, str]
 
 
 class Artifact:
-    """The graphs of one model and loss in a folder. `digest`: that of the objects of model and loss."""
+    """The graphs of one model and loss in a folder; `digest`: the digest of their objects."""
 
     def __init__(self, folder: Path, request: CompileRequest, digest: bytes) -> None:
         self._folder, self._request, self._digest = folder, request, digest
 
     def load(self, example: FlatMicrobatch, training: bool, open_sizes: Open) -> str | None:
-        """The text of the graph for microbatches like `example`; None if the folder has none, or a damaged one."""
+        """The text of the graph for microbatches like `example`; None if it is missing or damaged."""
         facts = self._facts(example, training, open_sizes)
         path = self._path(facts)
         try:
@@ -82,7 +77,7 @@ class Artifact:
         return self._folder / f"graph-{_sha256(json.dumps(facts))[:40]}.json"
 
     def _facts(self, example: FlatMicrobatch, training: bool, open_sizes: Open) -> Facts:
-        """The facts on which a graph depends, by the name that a message gives them."""
+        """The digest of each fact that a graph depends on, by its name in messages."""
         model, loss, device = self._request.model, self._request.loss, self._request.place.device.type
         trees = [tree for tree in (model, loss) if isinstance(tree, nn.Module)]
         flags = [f"{fqn}={module.training}" for tree in trees for fqn, module in tree.named_modules()]
@@ -107,7 +102,7 @@ def _header(facts: Facts, text: str) -> str:
 
 
 def _difference(folder: Path, facts: Facts) -> str:
-    """How the most similar graph of a folder differs, as a part of a message; empty if the folder has no graph."""
+    """How the most similar graph of a folder differs, as part of a message; empty without graphs."""
     others = []
     for path in folder.glob("graph-*.json"):
         try:
@@ -120,7 +115,7 @@ def _difference(folder: Path, facts: Facts) -> str:
 
 
 def _place(place: RankPlace) -> list[Any]:
-    """This rank's coordinates on the dimensions of the mesh along which ranks have graphs of their own."""
+    """This rank's coordinates on the mesh dimensions whose ranks have different graphs."""
     if place.mesh is None:
         return []
     at = zip(place.mesh.mesh_dim_names or (), place.mesh.mesh.shape, place.mesh.get_coordinate() or (), strict=True)
@@ -128,7 +123,7 @@ def _place(place: RankPlace) -> list[Any]:
 
 
 def _sources(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
-    """The Python modules of the classes and functions in the trees of model and loss, with digests of their files."""
+    """Python modules of the classes and functions in model and loss, with digests of their files."""
     modules = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
     classes = {base for module in modules for base in type(module).__mro__}
     functions = [value for module in modules for value in vars(module).values() if callable(value)]
@@ -142,13 +137,13 @@ def _sources(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _source_digest(file: str) -> str:
-    """The digest of a source file when it was first asked for: a later edit does not change the code of this process."""
+    """The digest of a source file at its first use: a later edit does not change this process's code."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @functools.cache
 def _version() -> str:
-    """The digest of graphpp's own source files, which may change between versions."""
+    """The digest of graphpp's own source files."""
     root = Path(__file__).parents[1]
     source = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -1,11 +1,4 @@
-"""From a lowered call to its runner.
-
-Contract
-    in   `Lowered`, agreed on by all ranks; who holds which parameter
-    out  a `GraphPPRunner`: this rank's stages under the backend, woven where the table overlaps them, and in CUDA graphs where
-         asked for; with gradient sums, matrix products and offloading as the options say
-    Called by all ranks, `compile` before `runner`.
-"""
+"""Make the runner of a lowered call that all ranks agreed on. All ranks call `compile`, then `runner`."""
 
 from __future__ import annotations
 
@@ -32,7 +25,7 @@ Owners = Mapping[str, Sequence[int]]
 
 
 class Assembly:
-    """Makes runners, and keeps what they share: groups of ranks, compiled regions, CUDA graphs."""
+    """Makes runners, and keeps their shared process groups, compiled regions and CUDA graphs."""
 
     def __init__(self, request: CompileRequest, state: ModelState) -> None:
         self._options, self._place, self._state = request.options, request.place, state
@@ -47,10 +40,10 @@ class Assembly:
             self.regions.keep_only(graphs)
 
     def compile(self, lowered: Lowered, replicas: dist.ProcessGroup | None) -> None:
-        """Compile the regions of a call under the backend.
+        """Compare the collectives of each of the model's process groups, then compile the regions of a call.
 
-        Before that the ranks of each process group of the model compare their collectives. Raises `MismatchError` where two of
-        them differ, `GraphPPError` where the model exchanges values with ranks that average its gradients.
+        Raises `MismatchError` if the ranks' collectives differ, `GraphPPError` if the model exchanges values with ranks that
+        average its gradients.
         """
         agree_on_collectives(lowered.collectives, self._place.agreement)
         if replicas is not None:
@@ -65,7 +58,7 @@ class Assembly:
         owners: Owners,
         sharded: ShardedParameters | None = None,
     ) -> GraphPPRunner:
-        """The runner of a compiled call; `owners`: the ranks that hold each parameter; `sharded`: those of this rank."""
+        """The runner of a compiled call; `owners`: the ranks of each parameter; `sharded`: this rank's shards."""
         programs, woven = list(lowered.programs), list(lowered.woven)
         if self._options.backend.cudagraphs:
             programs, woven = self.recorded.record_all(programs, woven, lowered.local, lowered.sources)

@@ -1,11 +1,6 @@
-"""From the captured graphs of a call and its table to all that the ranks agree on before anything runs.
+"""Lower the captured graphs of a call for its table. Ranks compare the result, `Lowered`, before anything runs.
 
-Contract
-    in   the graph of each microbatch, a checked table
-    out  `Lowered`: a value. It holds the programs of each microbatch, the values that are offloaded, the woven programs of this
-         rank, the collectives of a step, and the facts that the ranks compare. Each of them is computed once, for each
-         distinct kind of microbatch and not for each microbatch.
-    Nothing is compiled by a backend, nothing is sent, and the model stays as it is.
+Each part is computed once per distinct kind of microbatch. Nothing is compiled by a backend or sent; the model is not changed.
 """
 
 from __future__ import annotations
@@ -35,12 +30,12 @@ from graphpp.schedules.table.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """One call, lowered for this rank. `graphs` and `programs` are those of each microbatch.
+    """A call, lowered for this rank. `graphs` and `programs` have one entry per microbatch.
 
-    `programs`: under a backend, this rank's stages call the regions in `region_calls`, which are still to be compiled.
-    `windows`: the offloaded values of all ranks. `woven`: the programs of this rank's overlapped actions. `collectives`: by
-    process group, the collectives of the programs of a step in the order in which this rank issues them; `groups_of_model`: the
-    groups of those that are not gathers of sharded parameters.
+    `programs`: under a backend, this rank's stages call `region_calls`, which are not compiled yet. `windows`: the offloaded
+    values of all ranks. `woven`: the programs of this rank's overlapped actions. `collectives`: by process group, the
+    collectives of a step in the order in which this rank issues them. `groups_of_model`: the process groups of the model's own
+    collectives, which exclude gathers of sharded parameters.
     """
 
     graphs: tuple[CompiledGraph, ...]
@@ -61,12 +56,12 @@ class Lowered:
 
     @cached_property
     def facts(self) -> Facts:
-        """The lines that all ranks of the pipeline must have alike."""
+        """Facts that all ranks of the pipeline must agree on."""
         return facts.of_call([graph.facts for graph in _distinct(self.graphs)], self.table)
 
     @cached_property
     def replica_facts(self) -> Facts:
-        """The lines that ranks which average their gradients must have alike."""
+        """Facts that ranks which average their gradients must agree on."""
         known = facts.of_replica([self.programs[0].stages[stage] for stage in self.local], self.table)
         return known.adding(facts.of_layers(self.programs, self.local)) if self.programs[0].gathers_layers else known
 
@@ -78,10 +73,10 @@ def lowered(
     backend: RegionCache | None,
     memory_cap: Sequence[int] | None = None,
 ) -> Lowered:
-    """Lower the graphs of a call's microbatches for its table.
+    """Lower the graphs of a call (one per microbatch) for its table. `memory_cap`: bytes allowed on each rank.
 
-    `memory_cap`: the bytes that each rank may hold. Raises `ScheduleError` where the table does not fit the
-    graphs or the cap, `BatchError` where the microbatches cannot share a step.
+    Raises `ScheduleError` if the table does not fit the graphs or the cap, `BatchError` if the microbatches cannot share a
+    step.
     """
     place = request.place
     programs, windows = checked_programs(request, graphs, table, memory_cap)
@@ -114,10 +109,7 @@ def checked_programs(
     table: CheckedTable,
     memory_cap: Sequence[int] | None = None,
 ) -> tuple[list[PipelineProgram], tuple[OffloadWindow, ...]]:
-    """The stage programs of each microbatch and the offloaded values of all ranks, checked against the table.
-
-    Raises `ScheduleError` and `BatchError`, as `lowered` does.
-    """
+    """The stage programs of each microbatch and the offload windows of all ranks, checked as in `lowered`."""
     distinct = _distinct(graphs)
     _check_ranks(table.plain, distinct)
     _check_forward_order(table, distinct)
@@ -129,7 +121,7 @@ def checked_programs(
 
 
 def check_same_results(graphs: Sequence[CompiledGraph]) -> None:
-    """Raise `BatchError` where graphs cannot serve microbatches of one step: they must make the same results."""
+    """Raise `BatchError` if the graphs of one step's microbatches produce different kinds of results."""
     usual = _results(graphs[0])
     for graph in _distinct(graphs):
         for kind, found in _results(graph).items():
@@ -141,9 +133,9 @@ def check_same_results(graphs: Sequence[CompiledGraph]) -> None:
 
 
 def check_homes(first: CompiledGraph, graph: CompiledGraph) -> None:
-    """Raise `GraphPPError` where a graph reads a parameter or written buffer off the rank that the first graph gave it.
+    """Raise `GraphPPError` if a graph reads a parameter or written buffer on a rank where the first graph did not place it.
 
-    Nobody would update the tensor there.
+    The tensor would never be updated on that rank.
     """
     homes = {fqn: set(ranks) for fqn, ranks in first.ranks_of_parameter.items()}
     for stage, fqn in first.written_buffers():
@@ -160,7 +152,7 @@ def check_homes(first: CompiledGraph, graph: CompiledGraph) -> None:
 
 
 def _distinct(graphs: Iterable[CompiledGraph]) -> list[CompiledGraph]:
-    """Each graph once, in the order of their first microbatches."""
+    """Each graph once, in order of first use."""
     return list({id(graph): graph for graph in graphs}.values())
 
 
@@ -171,13 +163,13 @@ def _results(graph: CompiledGraph) -> dict[str, object]:
         "numbers to report": graph.program.metrics,
         "losses": loss.dtype if loss is not None else None,
         "gradients": [sorted(stage.gradients) for stage in stages] + [sorted(graph.program.partial)],
-        # A graph that does not write a buffer may read it in its backward, before or after another microbatch writes it.
+        # A graph that only reads a buffer may read it in its backward, before or after another microbatch writes it.
         "new values of buffers": [sorted(stage.written_buffers) for stage in stages],
     }
 
 
 def _check_forward_order(table: CheckedTable, graphs: Iterable[CompiledGraph]) -> None:
-    """Raise `ScheduleError` where a stage that writes buffers would see the microbatches in another order than a plain loop."""
+    """Raise `ScheduleError` if a stage that writes buffers runs its forwards in another order than the microbatches'."""
     orders = table.forward_orders()
     for stage, fqn in (pair for graph in graphs for pair in graph.written_buffers()):
         order = orders.get(stage.index, [])
@@ -189,7 +181,7 @@ def _check_forward_order(table: CheckedTable, graphs: Iterable[CompiledGraph]) -
 
 
 def _check_ranks(table: Schedule, graphs: Iterable[CompiledGraph]) -> None:
-    """Parameters stay on the ranks that the first table put them on, whatever table a number of microbatches gets."""
+    """Raise `ScheduleError` if this table moves a stage to another rank than the one with its parameters."""
     for graph in graphs:
         before, now = graph.plan.rank_of_stage, table.rank_of_stage
         for stage in (stage for stage, rank in before.items() if now[stage] != rank):
@@ -208,7 +200,7 @@ def _check_memory(
     windows: Sequence[OffloadWindow],
     cap: Sequence[int],
 ) -> None:
-    """Raise `ScheduleError` where more bytes are alive on a rank than the caller allows; all else was checked before."""
+    """Raise `ScheduleError` if a rank needs more bytes than `cap` allows."""
     case = ScheduleUnderCheck(table.running, table.running.stages, table.running.microbatches)
     costs, held = costs_of_microbatches(programs, table.flow), held_by_ranks(request, first, programs, table)
     check_memory(case, costs, cap, windows, held)

@@ -1,17 +1,13 @@
-"""Capture on one rank, and give the graph to the other ranks of the pipeline.
+"""Capture on one rank, and send the graph to the other ranks of the pipeline.
 
-Contract
---------
-- The first rank of the group captures and writes the graph as data (`capture/transfer/`). All ranks, the first one too, read
-  this text. So all have the same graph, also where a trace depends on the order of a set.
-- A rank takes the graph only if the code and data that its own model and loss reach are those of the first rank
-  (`capture/transfer/digest.py`). If the ranks differ or cannot be compared, or the graph has an object that cannot be
-  written, each rank captures by itself. The compiled programs are compared afterwards, so ranks whose models differ raise
-  `MismatchError`.
-- With `artifact=` the first rank, or the only one, looks for the graph in the folder first, and saves the graph that it
-  captured (`compiler/artifact.py`). The other ranks read no file.
-- Called by all ranks of the group. If the capture fails, all ranks raise: the first rank its own error, the others
-  `MismatchError` with the first rank's message.
+- The group's first rank captures and serialises the graph (`capture/transfer/`). All ranks, the first included, read this text,
+  so all have the same graph even if tracing depends on the order of a set.
+- A rank accepts the graph only if its model and loss have the first rank's code and data (`capture/transfer/digest.py`). If
+  they differ or cannot be compared, or the graph cannot be serialised, each rank captures by itself. Compiled programs are
+  compared later, so different models raise `MismatchError`.
+- With `artifact=` the first rank looks for the graph in the folder, and saves a graph that it captured (`artifact.py`).
+- All ranks of the group call these functions. If the capture fails, the first rank raises its error and the others raise
+  `MismatchError` with its message.
 """
 
 from __future__ import annotations
@@ -46,10 +42,10 @@ _LOG = logging.getLogger("graphpp")
 def capture_graph(
     request: CompileRequest, example: FlatMicrobatch, training: bool, open_sizes: Open | None = None
 ) -> CapturedGraph:
-    """Capture the model on an example microbatch, in this process.
+    """Capture the model on an example microbatch, in this process, with autograd on.
 
-    The graph is that of a plain loop, also where the caller has switched autograd off. If it cannot hold for `open_sizes`, the
-    graph holds for the sizes of the example, and `fixed_because` says why. Raises `CaptureError`.
+    If the graph cannot be valid for `open_sizes`, it is specialised to the example's sizes, and `fixed_because` says why.
+    Raises `CaptureError`.
     """
     began = time.perf_counter()
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
@@ -65,7 +61,7 @@ def capture_graph(
 
 
 def loaded_or_captured(request: CompileRequest, example: FlatMicrobatch) -> CapturedGraph:
-    """The training graph that `graphpp.verify` checks: that in the folder of `artifact=` if one is named, else a captured one.
+    """The training graph for `graphpp.verify`: loaded from the `artifact=` folder if given, else captured.
 
     Raises `CaptureError`, and `GraphPPError` if the folder has no graph for such a microbatch.
     """
@@ -88,10 +84,10 @@ def capture_graphs(
     training: bool,
     open_sizes: Sequence[Open],
 ) -> list[CapturedGraph]:
-    """A graph for each example microbatch, captured by the first rank of the group. Called by all ranks of the group.
+    """A graph for each example microbatch, captured by the first rank. Called by all ranks of the group.
 
-    `open_sizes`: for each example the sizes that the graph is to leave open. Raises `CaptureError`, and `MismatchError` if the
-    first rank has failed.
+    `open_sizes`: for each example, the sizes to keep symbolic. Raises `CaptureError`, and `MismatchError` if the first rank
+    failed.
     """
     if not examples:
         return []
@@ -120,9 +116,9 @@ def capture_graphs(
 
 @dataclass
 class _Capturing:
-    """The work of the first or only rank: `captured` has its graphs, and `read_again` the graphs that all ranks read.
+    """The work of the rank that captures. `captured`: its graphs; `read_again`: these graphs after serialisation.
 
-    `held`: the objects of model and loss by name; `digest`: of these objects.
+    `held`: the objects of model and loss by name; `digest`: the digest of these objects.
     """
 
     request: CompileRequest
@@ -141,7 +137,7 @@ class _Capturing:
         try:
             if refused is None:
                 self.read_again += [self.read(str(text)) for text in texts]
-        except Exception as error:  # each rank can still capture, so nothing is lost
+        except Exception as error:  # each rank can still capture
             _LOG.warning("a captured graph cannot be read by other ranks: please report this fault", exc_info=error)
             refused = error
         if refused is not None:
@@ -149,11 +145,11 @@ class _Capturing:
         return json.dumps({"graphs": texts}).encode()
 
     def read(self, text: str) -> CapturedGraph:
-        """The graph of a text, with the objects of this process. Raises `CaptureError`."""
+        """Deserialise a graph, with the objects of this process. Raises `CaptureError`."""
         return read_graph(text, self.request.place.device, self.held)
 
     def obtained(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str | Exception]:
-        """The graph of an example, loaded or captured, and its text, or the reason why the graph cannot be written."""
+        """The loaded or captured graph of an example, with its text or the error that prevented writing it."""
         found = self.loaded(example, open_sizes)
         if found is not None:
             return found
@@ -169,7 +165,7 @@ class _Capturing:
         return graph, text
 
     def loaded(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str] | None:
-        """The graph of an example and its text, from the folder of `artifact=`; None if there is none."""
+        """The graph of an example and its text from the `artifact=` folder; None if there is none."""
         began = time.perf_counter()
         text = None if self._artifact is None else self._artifact.load(example, self.training, open_sizes)
         if text is None:
@@ -187,9 +183,9 @@ class _Capturing:
 
 
 def _compared(request: CompileRequest, several: bool) -> tuple[ModelDigest | None, bytes]:
-    """The objects of model and loss, and their digest; if they cannot be compared: None, and bytes unlike another rank's.
+    """The objects of model and loss, and their digest; if they cannot be compared: None, and bytes that differ between ranks.
 
-    `several`: whether they are compared with those of other ranks, whose graphs may be others if code asks for the process.
+    `several`: also refuse code that reads the process or its environment, since ranks may capture different graphs of it.
     """
     try:
         held = ModelDigest(request.model, request.loss, request.options.parallel.param_dtype)

@@ -1,10 +1,7 @@
-"""From a captured graph to a compiled one: cut into stages, lower, plan.
+"""Cut a captured graph into stages, lower them, and plan memory, offloading and sharding.
 
-Contract
---------
-- `compile_graph` is a function of the captured graph, the options and the table alone. Every rank compiles all stages
-  and gets the same programs; `CompiledGraph.facts` says so in plain text, which the ranks compare.
-- A later graph of the same model is cut before the same module calls as the first one.
+- Given the captured graph, options and table, the result is the same on every rank: each rank compiles all stages.
+- Later graphs of a model are cut before the same module calls as its first graph.
 - The model's forward runs on tensors without data. The model is not changed.
 """
 
@@ -50,12 +47,11 @@ TableFor = Callable[[int], CheckedTable]
 
 @dataclass(frozen=True, eq=False)
 class CompiledGraph:
-    """One captured graph, cut into stages and planned.
+    """A captured graph, cut into stages and planned.
 
-    `program`: the stage programs of the variant that the first table asked for. `boundaries`: for each stage but the first
-    the module calls from its start on, in order; a later graph is cut at the same calls. `variants`: the stage programs
-    lowered so far. `sources`: the graph of each program. `values`: the sizes for which the programs are, if they are those of
-    a graph with symbolic sizes, `general`.
+    `program`: the stage programs of the variant that the first table asked for. `boundaries`: for each stage but the first, the
+    module calls from its start on, in order. `variants`: all stage programs lowered so far. `values`, `general`: the sizes, and
+    the graph with symbolic sizes that was specialised to them.
     """
 
     captured: CapturedGraph
@@ -69,34 +65,33 @@ class CompiledGraph:
     general: CompiledGraph | None = None
 
     def at(self, values: Values) -> CompiledGraph:
-        """The graph for one set of sizes, from one with symbolic sizes."""
+        """This graph with symbolic sizes, specialised to one set of sizes."""
         variants = {variant: sized_program(program, values) for variant, program in self.variants.items()}
         own = next(variants[variant] for variant, program in self.variants.items() if program is self.program)
         return replace(self, program=own, variants=variants, values=values, general=self)
 
     @cached_property
     def facts(self) -> Facts:
-        """The code of the model, the split and the programs, which all ranks must have alike."""
+        """Facts about code, split and programs that all ranks must agree on."""
         if self.general is not None:
             return self.general.facts
         return facts.of_graph(self.captured.joint, self.program)
 
     @property
     def output_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the tensors in the model's output for one microbatch."""
+        """Shapes of the model's output tensors for one microbatch."""
         with considering(self.values):
             return [tuple(map(hint, shape)) for shape in output_shapes(self.captured)]
 
     def local_stages(self, rank: int) -> list[StageProgram]:
-        """The stages that stand on `rank`."""
         return [stage for stage in self.program.stages if self.plan.rank_of_stage[stage.index] == rank]
 
     def parameters(self, rank: int) -> set[str]:
-        """FQNs of the parameters that `rank` holds."""
+        """FQNs of the parameters on `rank`."""
         return set(self.stages_of_parameter(rank))
 
     def stages_of_parameter(self, rank: int) -> dict[str, list[int]]:
-        """For each parameter that `rank` holds, by FQN, the stages of the rank that read it."""
+        """For each parameter FQN on `rank`, the stages of the rank that read it."""
         found: dict[str, list[int]] = {}
         for stage in self.local_stages(rank):
             for fqn in stage.parameters:
@@ -104,22 +99,22 @@ class CompiledGraph:
         return found
 
     def buffers(self, rank: int) -> set[str]:
-        """FQNs of the buffers that `rank` holds."""
+        """FQNs of the buffers on `rank`."""
         return {fqn for stage in self.local_stages(rank) for fqn in stage.buffers}
 
     def reads(self, rank: int) -> set[str]:
-        """The paths of the tensors of a microbatch that the stages of `rank` read."""
+        """Paths of the microbatch tensors that the stages of `rank` read."""
         stages = (stage for program in self.variants.values() or [self.program] for stage in program.stages)
         own = (stage for stage in stages if self.plan.rank_of_stage[stage.index] == rank)
         return {role.path for stage in own for role in stage.inputs if isinstance(role, Input)}
 
     @cached_property
     def ranks_of_parameter(self) -> dict[str, list[int]]:
-        """For each parameter the ranks that hold it, ascending; the first one counts it in norms."""
+        """For each parameter, its ranks in ascending order; the first one counts it in norms."""
         return ranks_of_parameters(self.program, self.plan.rank_of_stage)
 
     def state(self, request: CompileRequest) -> tuple[StateBytes, ...]:
-        """The bytes of parameters, gradients, optimizer and buffers, by the stages that read them."""
+        """Bytes of parameters, gradients, optimizer state and buffers, by the stages that read them."""
         return state_bytes(request, self.captured.joint, self.program.stages)
 
     def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
@@ -132,7 +127,7 @@ def compile_graph(
 ) -> CompiledGraph:
     """Compile the stages of a captured graph for a table.
 
-    `first` is the pipeline's first graph, whose split counts; None: this one is the first. Raises `SplitError`,
+    `first`: the pipeline's first graph, whose split is reused (None: this graph is the first). Raises `SplitError`,
     `ScheduleError`.
     """
     options, training = request.options, captured.joint.training
@@ -143,7 +138,7 @@ def compile_graph(
     calls = module_calls(captured.joint)
     if first is not None:
         starts = same_starts(first.boundaries, calls)
-    elif isinstance(options.split, str) and options.split == "auto":  # an array would be compared element by element
+    elif isinstance(options.split, str) and options.split == "auto":  # `==` on an array is element-wise
         starts = fastest_starts(request, captured.joint, calls, table_for(stages_of(options, request.place.ranks)))
     else:
         starts = resolved_starts(request, calls)
@@ -173,16 +168,13 @@ def compile_graph(
 def held_by_ranks(
     request: CompileRequest, graph: CompiledGraph, programs: Sequence[PipelineProgram], table: CheckedTable
 ) -> tuple[HeldBytes, ...]:
-    """The state that each rank of the pipeline holds in a step: parameters, gradients, optimizer, buffers.
-
-    `programs`: those of each microbatch.
-    """
+    """Bytes of parameters, gradients, optimizer state and buffers on each rank; `programs`: one per microbatch."""
     layers = layer_bytes(programs) if programs[0].gathers_layers else None
     return held_by_rank(request, graph.state(request), table, layers)
 
 
 def freed_windows(request: CompileRequest, windows: Sequence[OffloadWindow]) -> Sequence[OffloadWindow]:
-    """The offloaded values whose eviction gives memory back: on the CPU none."""
+    """The offload windows whose eviction frees device memory: none on the CPU."""
     return windows if eviction_frees_memory(request.place.device) else ()
 
 
@@ -193,7 +185,7 @@ def _memory_plan(
     table: CheckedTable,
     windows: Sequence[OffloadWindow],
 ) -> MemoryPlan:
-    """The bytes of each rank under the table that the ranks run. `programs`: those of each microbatch."""
+    """Peak bytes of each rank under `table.running`; `programs`: one per microbatch."""
     held, freed = held_by_ranks(request, graph, programs, table), freed_windows(request, windows)
     peaks = step_peaks(table.running, costs_of_microbatches(programs, table.flow), held, freed)
     return MemoryPlan.of(peaks, graph.state(request), request.options.memory.optimizer)
@@ -202,7 +194,7 @@ def _memory_plan(
 def _shard_plan(
     request: CompileRequest, graph: CompiledGraph, programs: Sequence[PipelineProgram], table: CheckedTable
 ) -> ShardPlan | None:
-    """The cost of sharded parameters under the table that the ranks run; None where they are whole."""
+    """The cost of sharded parameters under `table.running`; None if parameters are not sharded."""
     if table.shards is None or request.place.shards is None:
         return None
     if programs[0].gathers_layers:
@@ -213,10 +205,7 @@ def _shard_plan(
 
 
 def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:
-    """The stage programs of each microbatch; `graphs` are those of each microbatch.
-
-    Microbatches with one graph and the same recomputed stages share one object.
-    """
+    """The stage programs of each microbatch; equal (graph, recomputed stages) share one object."""
     known: dict[tuple[int, frozenset[int]], PipelineProgram] = {}
     programs = []
     for graph, stages in zip(graphs, table.recomputed_stages(request.options.memory.recompute is not None), strict=True):
@@ -230,7 +219,7 @@ def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table:
 def offload_windows(
     request: CompileRequest, graphs: Sequence[CompiledGraph], programs: Sequence[PipelineProgram], table: CheckedTable
 ) -> tuple[OffloadWindow, ...]:
-    """The saved values of all ranks that are in the host's memory for a while; `programs` are those of each microbatch."""
+    """The periods in which saved values of any rank are in host memory; `programs`: one per microbatch."""
     choice = request.options.memory.offload
     if choice is None or not table.training:
         return ()
@@ -239,7 +228,7 @@ def offload_windows(
 
 
 def _program(request: CompileRequest, graph: CompiledGraph, split: bool, recomputed: frozenset[int]) -> PipelineProgram:
-    """The stage programs in which the stages of `recomputed` compute values again, and the others save them."""
+    """The stage programs in which the stages `recomputed` recompute values that the others save."""
     each = [stage.index in recomputed for stage in graph.program.stages]
     variants = {flag: _variant(request, graph, ProgramVariant(split, flag)) for flag in set(each)}
     program = variants[each[0]]
@@ -251,7 +240,7 @@ def _program(request: CompileRequest, graph: CompiledGraph, split: bool, recompu
 
 def _variant(request: CompileRequest, graph: CompiledGraph, variant: ProgramVariant) -> PipelineProgram:
     joint = graph.captured.joint
-    if not joint.training:  # forwards alone: there is no backward to split, and nothing to compute again
+    if not joint.training:  # no backward to split or to recompute for
         return graph.program
     if variant not in graph.variants and graph.general is not None and graph.values is not None:
         general = _variant(request, graph.general, variant)

@@ -1,12 +1,8 @@
-"""Outlines the regions of stage programs and compiles each distinct region once, under a backend.
+"""Outline the regions of stage programs and compile each distinct region once, under a backend.
 
-Contract
---------
-- Only the programs of this rank's stages are outlined and compiled. Ranks share compiled regions through the backend's cache.
-- An outlined program has the inputs and outputs of the program that it was made from, and computes the same values within
-  the backend's tolerance.
-- Equal layers of any stage, phase, microbatch or captured graph share one compiled region.
-- A compiled region is kept as long as a captured graph that uses the region.
+- Only programs of this rank's stages are outlined. Ranks share compiled regions through the backend's cache.
+- An outlined program has its original's inputs and outputs, and the same values within the backend's tolerance.
+- Equal layers of any stage, phase, microbatch or graph share one region, kept as long as a captured graph uses it.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from graphpp.runtime.program import PipelineProgram, Program, StageProgram
 
 
 class RegionCache:
-    """The regions of a pipeline's programs on this rank: taken out of the programs, and compiled by a backend."""
+    """The regions of a pipeline's programs on this rank."""
 
     def __init__(self, compiler: RegionCompiler, rank: int) -> None:
         self._regions, self._rank = Regions(compiler), rank
@@ -38,10 +34,9 @@ class RegionCache:
     def outlined(
         self, graphs: Sequence[CompiledGraph], programs: Sequence[PipelineProgram], stages: Collection[int]
     ) -> tuple[list[PipelineProgram], tuple[SizedCall, ...]]:
-        """The programs of each microbatch in which `stages` call their regions, and these calls, not compiled yet.
+        """Each microbatch's programs in which `stages` call their regions, and these calls, not compiled yet.
 
-        `graphs` and `programs` are those of each microbatch. Microbatches that shared a program
-        object share the outlined program too.
+        `graphs`, `programs`: one per microbatch. Microbatches that share a program share its outlined program.
         """
         distinct = {id(pipeline): (pipeline, graph) for graph, pipeline in zip(graphs, programs, strict=True)}
         items = [(item, graph) for pipeline, graph in distinct.values() for item in _programs(pipeline, stages)]
@@ -58,10 +53,7 @@ class RegionCache:
         return [exchanged[id(pipeline)] for pipeline in programs], tuple(calls.values())
 
     def compile(self, calls: Sequence[SizedCall]) -> None:
-        """Compile the regions that are new, and let the calls run them.
-
-        Each rank begins with another region, so that ranks with one cache folder share the work.
-        """
+        """Compile new regions, and bind them to `calls`. Ranks start at different regions to share work through the cache."""
         new = deque(sorted(self._regions.new(calls), key=lambda call: call.region.key))
         new.rotate(-self._rank * max(len(new) // 2, 1))
         with working("compiling regions", len(new)) as step:
@@ -71,7 +63,7 @@ class RegionCache:
         self._regions.bind(calls)
 
     def keep_only(self, graphs: Iterable[CompiledGraph]) -> None:
-        """Forget the programs and regions of other graphs than these."""
+        """Forget the programs and regions of all other graphs."""
         stages = [stage for graph in graphs for pipeline in graph.variants.values() for stage in pipeline.stages]
         items = [item for stage in stages for item in stage.programs.values()]
         runs, kept = {id(item.run) for item in items}, set(map(id, stages))
@@ -85,7 +77,7 @@ class RegionCache:
         )
 
     def _stage(self, stage: StageProgram) -> StageProgram:
-        """The stage with its outlined programs; one object for all microbatches that share the stage's programs."""
+        """The stage with outlined programs; one object for all microbatches that share the stage."""
         if id(stage) not in self._stages:
             programs = {phase: self._outlined(item) for phase, item in stage.programs.items()}
             self._stages[id(stage)] = (stage, replace(stage, programs=programs))

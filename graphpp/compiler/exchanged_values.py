@@ -1,7 +1,6 @@
-"""Refuse graphs in which ranks would go on with values that differ, and must not: along `tp`, and of experts along `ep`.
+"""Refuse graphs in which ranks along `tp`, or experts along `ep`, would continue with wrongly differing values.
 
-Contract: `check_shared_layers` is called by all ranks that share layers, for their own graphs of one call, after
-`key_random_ops`. `check_gathered_experts` looks at this rank's graph alone.
+`check_shared_layers` is collective over the ranks that share layers and runs after `key_random_ops`.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _UNEQUAL: dict[type, str] = {
 
 
 def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
-    """Raise `CaptureError` where ranks along `tp` would go on with different values.
+    """Raise `CaptureError` if ranks along `tp` would continue with different values.
 
-    These are: random numbers for a sharded value, of which each rank would draw one process's first ones; a gradient of a whole
-    parameter, the new value of a whole buffer, or the loss, if it is computed from sharded values.
+    That happens if random numbers are drawn for a sharded value (each rank would draw the first shard's numbers), or if the
+    loss, the gradient of a whole parameter or the update of a whole buffer is computed from sharded values.
     """
     layers = request.place.tp_group
     if layers is None:
@@ -55,7 +54,7 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
                 "tp: each rank would draw the same numbers for its part, where one process draws others for every part. Draw "
                 "(dropout) where the values are whole, or set the probability to 0."
             )
-    fine = sharded | joint.partial.keys()  # partial gradients are added up by the runtime
+    fine = sharded | joint.partial.keys()  # the runtime sums partial gradients
     for role, node in joint.outputs() if joint.training else ():
         whole = isinstance(role, Loss) or (isinstance(role, Gradient | BufferUpdate) and role.fqn not in fine)
         if whole and node in differing:
@@ -63,10 +62,10 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
 
 
 def check_gathered_experts(request: CompileRequest, joint: JointGraph) -> None:
-    """Raise `CaptureError` for an expert that an all-gather over `ep` reads, and whose gradient no collective adds up.
+    """Raise `CaptureError` for an expert that is all-gathered over `ep` while no collective sums its gradient.
 
-    `DTensor.full_tensor()` without `grad_placements` takes the gradient of the whole tensor to be equal on all ranks. Along
-    `ep` each rank computes the gradient from rows of its own, so the ranks' gradients must be added up.
+    `DTensor.full_tensor()` without `grad_placements` assumes that all ranks have the whole gradient, but along `ep` each rank
+    computes it from different rows.
     """
     group = request.place.experts_group
     if group is None:
@@ -89,7 +88,7 @@ def _is_over(node: fx.Node, group: str) -> bool:
 
 
 def _readers(value: fx.Node) -> list[fx.Node]:
-    """The operations that read a value, or its copy in another form."""
+    """The operations that read a value, directly or through views, casts and the like."""
     found = list(value.users)
     for node in found:
         if _passes(node):
@@ -98,7 +97,7 @@ def _readers(value: fx.Node) -> list[fx.Node]:
 
 
 def _makers(value: fx.Node) -> list[fx.Node]:
-    """The operations that make a value, seen through sums and other forms of it."""
+    """The operations that make a value, looking through sums, waits, views and the like."""
     found = [value]
     for node in found:
         if _passes(node) or is_wait(node) or getattr(getattr(node.target, "_schema", None), "name", "") == _ADD:

@@ -1,7 +1,7 @@
-"""The facts that ranks compare before they run a call together, in the order in which an error names a difference.
+"""The facts that ranks compare before a call, in the order in which an error reports a difference.
 
-Contract: lines of plain text, equal on two ranks exactly if both would run the same. They contain no path, no address and no
-value of a parameter; of a parameter that several ranks hold they contain a checksum.
+Facts are lines of plain text, equal on two ranks exactly if both would run the same. They contain no paths, addresses or
+parameter values, but checksums of parameters that several ranks have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 
 
 def of_graph(joint: JointGraph, program: PipelineProgram) -> Facts:
-    """The lines about one captured graph and its stage programs."""
+    """Facts about a captured graph and its stage programs."""
     begins = {stage.index: ", ".join(stage.modules[:3]) or "(no module)" for stage in program.stages}
     split = [f"stage {index} begins with {modules}" for index, modules in begins.items()]
     return Facts(
@@ -28,7 +28,7 @@ def of_graph(joint: JointGraph, program: PipelineProgram) -> Facts:
 
 
 def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
-    """The lines about a call: those of its graphs, one after the other, and its table."""
+    """Facts about a call: those of its graphs in order, and its table."""
     names = ("the code of the model or the loss", "the split")
     lines = {name: [line for graph in graphs for line in graph.lines[name]] for name in names}
     programs = [line for graph in graphs for line in graph.lines["the compiled programs"]]
@@ -36,24 +36,21 @@ def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
 
 
 def of_copies(state: ModelState, owners: Mapping[str, Sequence[int]], rank: int) -> dict[str, list[str]]:
-    """Checksums of the tensors of this rank that other ranks hold too: copies of a tied parameter must start equal."""
+    """Checksums of this rank's tensors that other ranks have too: copies of a tied parameter must start equal."""
     shared = [fqn for fqn, ranks in owners.items() if len(ranks) > 1 and rank in ranks]
     sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in shared}
     return {f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()}
 
 
 def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:
-    """The lines that the ranks which average the gradients of these stages must have alike."""
+    """Facts that ranks which average the gradients of these stages must agree on."""
     gradients = [f"stage {stage.index}: {fqn}" for stage in stages for fqn in stage.gradients]
     written = [f"stage {stage.index}: {fqn}" for stage in stages for fqn in stage.written_buffers]
     return Facts({"the gradients of its stages": gradients, "the buffers that it writes": written, "the schedule": table.text})
 
 
 def of_layers(programs: Sequence[PipelineProgram], stages: Sequence[int]) -> dict[str, list[str]]:
-    """The layers that the programs of these stages gather and reduce, which the ranks that hold shards must have alike.
-
-    A microbatch has lines where they differ from those of the microbatch before.
-    """
+    """The order of layer gathers and reductions, equal on ranks that share shards; repeated only if a microbatch differs."""
     found, before = list[str](), list[str]()
     for microbatch, pipeline in enumerate(programs):
         items = [item for stage in stages for item in pipeline.stages[stage].programs.values() if item.layers is not None]
@@ -68,7 +65,7 @@ def of_layers(programs: Sequence[PipelineProgram], stages: Sequence[int]) -> dic
 
 
 def _code(joint: JointGraph) -> list[str]:
-    """A line per module call of the forward: the operations in the call itself, in order."""
+    """A line per module call of the forward: its own operations, in order."""
     operations: dict[str, list[str]] = {}
     for node in joint.computed():
         if not node.meta["backward"]:
@@ -86,6 +83,6 @@ def _texts(compiled: PipelineProgram) -> list[str]:
 
 
 def _code_of(text: str) -> bytes:
-    """The text without comments, which name folders, and without the lines that name this rank's own GPU and groups."""
+    """The text without comments, which contain paths, and without lines that name this rank's GPU and groups."""
     lines = (line.partition("  #")[0] for line in text.splitlines())
     return "\n".join(line for line in lines if not line.startswith(("_device_", "_group_"))).encode()

@@ -1,9 +1,4 @@
-"""The bytes of parameters, gradients, optimizer and buffers, by the stages that read them and by the ranks that hold them.
-
-Contract
-    in   the request, a joint graph and stages that were lowered from it, a checked table
-    out  `StateBytes` by stages; `HeldBytes` of each rank of the pipeline in a step of this table
-"""
+"""Bytes of parameters, gradients, optimizer state and buffers, by stage and by rank."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from graphpp.schedules.table.state_bytes import HeldBytes, Layers, StateBytes, h
 
 
 def state_bytes(request: CompileRequest, joint: JointGraph, stages: Sequence[StageProgram]) -> tuple[StateBytes, ...]:
-    """The bytes of parameters, gradients, optimizer and buffers, by the stages that read them."""
+    """The bytes by the stages that read them."""
     options, parameters = request.options, dict(request.model.named_parameters())
     precision = Precision(options.parallel.param_dtype, options.parallel.reduce_dtype)
     dtypes = StateDtypes({fqn: each.dtype for fqn, each in parameters.items()}, options.gradients.dtype, precision)
@@ -37,7 +32,7 @@ def state_bytes(request: CompileRequest, joint: JointGraph, stages: Sequence[Sta
 def held_by_rank(
     request: CompileRequest, state: Sequence[StateBytes], table: CheckedTable, layers: Layers | None = None
 ) -> tuple[HeldBytes, ...]:
-    """The state that each rank holds in a step. `layers`: what computations hold that gather single layers."""
+    """The bytes on each rank in a step. `layers`: bytes of programs that gather single layers."""
     home, ranks = table.running.rank_of_stage, table.running.ranks
     shards = request.place.shards if table.shards is not None else None
     frees, in_order = request.options.parallel.keep is not None, not request.options.fused or layers is not None

@@ -1,10 +1,8 @@
 """The woven programs of one rank's overlapped actions, and the collectives of its step.
 
-Contract: `woven` weaves the programs of an action's parts, once for each distinct tuple of programs. Two parts run one after
-the other instead if (a) neither has a collective, so that there is no wait to hide, or (b) both are forwards of one stage
-that writes a buffer, because the second reads the buffer that the first wrote, or (c) they gather layers of sharded
-parameters. `collectives_of` lists the collectives that the model itself runs in a step, by process group, in the order in which
-the rank issues them; all ranks of a group must issue the same ones.
+Parts of an action run one after the other, unwoven, if (a) none has a collective, so that there is no wait to hide, (b) two are
+forwards of a stage that writes a buffer, since the second reads what the first wrote, or (c) they gather layers of sharded
+parameters.
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Progra
 from graphpp.schedules.table.actions import Action
 
 ProgramIds = tuple[int, ...]
-WovenHook = Callable[[WovenGraph, WovenProgram, float], None]  # sees the woven graph, its program, and the seconds of weaving
+WovenHook = Callable[[WovenGraph, WovenProgram, float], None]  # (woven graph, its program, seconds of weaving)
 
 
 @dataclass(frozen=True)
 class ProgramRow:
-    """The actions of one rank, the stage programs of each microbatch, and the graphs that the programs were emitted from."""
+    """The actions of one rank, the stage programs of each microbatch, and the graphs of these programs."""
 
     actions: Iterable[Action | None]
     programs: Sequence[PipelineProgram]
     sources: ProgramGraphs
 
     def __iter__(self) -> Iterator[tuple[Action, tuple[Program, ...]]]:
-        """The computing actions, each with the programs of its parts."""
+        """The compute actions, each with the programs of its parts."""
         for action in self.actions:
             if action is not None and action.is_compute:
                 yield action, tuple(map(self._program, action.leaves))
@@ -50,7 +48,7 @@ class ProgramRow:
 def woven(
     row: ProgramRow, cost: Cost, watch: WovenHook = lambda made, emitted, seconds: None
 ) -> dict[ProgramIds, tuple[WovenGraph, WovenProgram]]:
-    """The woven graphs and programs of a row, by the ids of their parts' programs; `cost`: the seconds of an operation."""
+    """Woven graphs and programs of a row, by the ids of their parts' programs; `cost`: seconds of an operation."""
     made: dict[ProgramIds, tuple[WovenGraph, WovenProgram]] = {}
     seen: set[ProgramIds] = set()
     for action, parts in row:
@@ -82,7 +80,7 @@ def collectives_of(row: ProgramRow, made: Mapping[ProgramIds, tuple[WovenGraph, 
 
 
 def groups_of_model(row: ProgramRow) -> frozenset[str]:
-    """The process groups of the collectives that the model itself runs; gathers of sharded parameters are graphpp's."""
+    """The process groups of the model's own collectives; graphpp's gathers of sharded parameters do not count."""
     programs = {id(part.run): part for _, parts in row for part in parts}
     nodes = (node for part in programs.values() for node in row.sources.of(part).graph.nodes)
     return frozenset(group_of(node) for node in nodes if is_collective(node) and not is_gather(node))
@@ -90,6 +88,6 @@ def groups_of_model(row: ProgramRow) -> frozenset[str]:
 
 def _worth_weaving(parts: Sequence[PhaseGraph]) -> bool:
     writers = Counter(part.stage for part in parts if any(isinstance(role, BufferUpdate) for role in part.outputs))
-    if any(part.layers is not None for part in parts):  # to gather for two parts at a time would hold more layers whole
+    if any(part.layers is not None for part in parts):  # gathering for two parts at once needs more memory
         return False
     return max(writers.values(), default=0) < 2 and any(is_collective(node) for part in parts for node in part.graph.nodes)

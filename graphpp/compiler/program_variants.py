@@ -1,9 +1,4 @@
-"""The kinds of stage programs that tables run, the passes that each kind takes, and the programs for one set of sizes.
-
-Contract
-    in   the request, the captured joint graph, a checked table
-    out  `ProgramVariant`: which phases the programs have; `LoweringOptions`: the passes, as the options and the table say
-"""
+"""The variants of stage programs that tables run, the passes of each variant, and programs for one set of sizes."""
 
 from __future__ import annotations
 
@@ -28,10 +23,10 @@ from graphpp.runtime.program import Boundary, PipelineProgram, StageProgram, Ten
 
 @dataclass(frozen=True)
 class ProgramVariant:
-    """The kinds of stage programs that a table runs. The same joint graph gives one set of programs for each variant.
+    """A variant of the stage programs of a joint graph.
 
-    `split_backward`: the backward also comes as input gradient (I) and weight gradient (W). `recomputed`: values that the
-    option `recompute` names are computed again in the backward, not saved.
+    `split_backward`: the backward also exists as input gradient (I) and weight gradient (W). `recomputed`: the backward
+    recomputes the values that the option `recompute` names.
     """
 
     split_backward: bool
@@ -39,21 +34,21 @@ class ProgramVariant:
 
 
 def variant_of(request: CompileRequest, table: CheckedTable) -> ProgramVariant:
-    """The kind of programs that a table asks for first."""
+    """The variant that a table uses first."""
     recomputed = table.recomputed_stages(request.options.memory.recompute is not None)
     return ProgramVariant(table.splits_backward, any(recomputed))
 
 
 def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVariant) -> LoweringOptions:
-    """The passes that make the programs of a variant, and their settings."""
+    """The passes of a variant, and their settings."""
     options, place = request.options, request.place
     recompute = options.memory.recompute or Recompute()
     region = policy.region_of(recompute, module_calls(joint)) if variant.recomputed and joint.training else None
     savings = policy.recompute_budget(recompute, region, place.device.type, options.parallel.node_seconds())
-    whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
+    whole = region if recompute.fraction is None else None  # a budget chooses single values
     whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
     rerun, layers = policy.may_repeat_in_weight_grad(recompute), _sharded_layers(request, joint)
-    fused = options.fused and layers is None  # a gradient leaves at once, so there is no sum to multiply into
+    fused = options.fused and layers is None  # gradients are reduced at once: there is no sum to fuse with
     shared_by = None if place.tp_group is None else place.tp_group.group_name
     workspace = workspace_of(options.backend)
     return LoweringOptions(
@@ -62,7 +57,7 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
 
 
 def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:
-    """How programs gather single layers; None where they are given whole parameters."""
+    """How programs gather single layers; None if they take whole parameters."""
     sharding, parallel = request.place.sharding, request.options.parallel
     if sharding is None or parallel.keep != 0:
         return None
@@ -78,10 +73,9 @@ def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers
 
 
 def sized_program(program: PipelineProgram, values: Values) -> PipelineProgram:
-    """The programs of a graph with symbolic sizes, for the sizes of one microbatch.
+    """Specialise programs with symbolic sizes to one microbatch's sizes.
 
-    The programs are those of `program`, which are compiled once for all sizes. Boundaries, saved values and bytes are those of
-    the microbatch, and `sizes` has the numbers that the programs are given.
+    The compiled code is shared by all sizes; only boundaries, saved values, bytes and `sizes` change.
     """
     return replace(
         program,

@@ -1,4 +1,4 @@
-"""The request that a pipeline is compiled from: the caller's model, loss and options, and the place of this rank."""
+"""The request that a pipeline is compiled from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ignore(passed: PassResult) -> None:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """A model, its loss (None: the model returns it), the options of `graphpp.compile`, and where this rank stands.
+    """A model, its loss (None: the model returns it), the options of `graphpp.compile`, and this rank's place.
 
     `watch` sees the captured graph (as pass "capture") and the result of each pass. `dumps`: whether `debug.dump` is written.
     """

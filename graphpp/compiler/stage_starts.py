@@ -1,10 +1,4 @@
-"""Where the stages of a captured graph start: as the option `split` says, or where the first graph of the pipeline has them.
-
-Contract
-    in   the request, the captured joint graph and its module calls, for `split="auto"` the table
-    out  the position of the first operation of each stage (the contract of `planner/resolve_split.py`)
-    Equal graphs, options and tables give equal starts. The graph is not changed.
-"""
+"""Where the stages of a captured graph start: the position of each stage's first operation (`planner/resolve_split.py`)."""
 
 from __future__ import annotations
 
@@ -31,7 +25,7 @@ from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes
 
 
 def resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The positions in the forward at which the stages start, as the option `split` says."""
+    """The stage starts that the option `split` asks for."""
     options = request.options
     stages = None if options.split is not None else stages_of(options, request.place.ranks)
     return resolve(options.split, calls, stages, [name for name, _ in request.model.named_modules()])
@@ -40,9 +34,9 @@ def resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tup
 def fastest_starts(
     request: CompileRequest, joint: JointGraph, calls: Sequence[ModuleCall], table: CheckedTable
 ) -> tuple[int, ...]:
-    """The positions of the cut that the simulator finds fastest under a table, among those at module calls."""
+    """The starts, among module calls, that are fastest in the simulation of a table."""
     options, place = request.options, request.place
-    # Gathers of single layers take their time on a line of their own: they do not count here.
+    # The simulation counts gathers of layers separately.
     choices = replace(choices_of(request, joint, variant_of(request, table)), layers=None)
 
     def state(stages: Sequence[StageProgram]) -> tuple[StateBytes, ...]:
@@ -58,14 +52,14 @@ def fastest_starts(
 
 
 def pricing_of(request: CompileRequest) -> Pricing:
-    """The seconds of programs on the request's device as estimated from their shapes, or as `parallel.op_costs` says."""
+    """Seconds of programs on this device, estimated from shapes or given by `parallel.op_costs`."""
     device = OpCosts.of(request.place.device.type)
     seconds = request.options.parallel.node_seconds() or device
     return Pricing(seconds_by_operations(seconds), device.message)
 
 
 def timed_pricing(request: CompileRequest) -> Pricing:
-    """The seconds of programs as timed on the request's device by all ranks together, or as `parallel.op_costs` says."""
+    """Seconds of programs, timed by all ranks together or given by `parallel.op_costs`."""
     pricing, place = pricing_of(request), request.place
     if request.options.parallel.node_seconds() is not None:
         return pricing
@@ -74,9 +68,9 @@ def timed_pricing(request: CompileRequest) -> Pricing:
 
 
 def same_starts(boundaries: Sequence[Sequence[str]], calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The positions at which the first graph's boundaries are in this one.
+    """The positions of the first graph's boundaries in this graph.
 
-    A call may have no operation here (dropout in evaluation): the stage then starts before the next call that has.
+    A call may have no operation here (dropout in evaluation): the stage then starts before the next call that has one.
     """
     positions = {call.fqn: call.position for call in calls}
     end = max((call.end for call in calls), default=0)

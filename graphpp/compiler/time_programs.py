@@ -1,15 +1,12 @@
-"""Time stage programs on this device without a pipeline, for `split="auto"`: each distinct program alone, on made-up inputs.
+"""Time stage programs on this device for `split="auto"`: each distinct program alone, on made-up inputs.
 
-Contract
-    in   programs and their graphs; the device, the ranks that time together, the cache, and an estimate
-    out  the seconds of each program as an action of a step (`timing/trials.py`), equal on all of these ranks
-    Programs with the same operations on inputs of the same layout are timed once: 32 equal layers cost as much time as one.
-    All ranks time the same program at once, since they share the memory of their machine in a step too; the seconds are the
-    mean over the ranks of each rank's median. Seconds in the first rank's cache are not measured again: a key names the
-    program, the device, the numbers of threads and ranks, torch's version, and its precision and determinism.
-
-Where sizes depend on data, or a program raises on made-up values, the estimate counts for all programs, and the log says so.
-Where the programs have collectives, the error is raised instead, and ends the call on all ranks.
+- Programs with the same operations and input layouts are timed once.
+- All ranks time the same program at once, since ranks of a machine share memory bandwidth in a step too. The result, equal on
+  all ranks, is the mean over the ranks of each rank's median.
+- Results are cached by the first rank. The key names program, device, threads, ranks, torch's version, precision and
+  determinism.
+- If sizes depend on data, or a program raises on made-up values, all programs are estimated, with a warning. If programs
+  contain collectives, the error is raised instead, on all ranks.
 """
 
 from __future__ import annotations
@@ -43,14 +40,14 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger("graphpp")
 _TABLE = "action_seconds.json"  # in the cache
-_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 10.0, 5, 25  # all programs are timed for about so long, in so many rounds
+_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 10.0, 5, 25  # total time of the measurement, limits of its rounds
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Where programs are timed. `agreement`: of the ranks that time together, which all call it with the same programs.
+    """Times programs. `agreement`: the ranks that time together, each with the same programs.
 
-    `estimate` gives the seconds of programs that cannot be timed.
+    `estimate` returns the seconds of programs that cannot be timed.
     """
 
     device: torch.device
@@ -59,7 +56,7 @@ class Stopwatch:
     estimate: Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]
 
     def __call__(self, lowered: PipelineProgram, sources: ProgramGraphs) -> ProgramSeconds:
-        """The seconds of all programs. Raises `MismatchError` where the ranks have different numbers of programs."""
+        """The seconds of all programs. Raises `MismatchError` if the ranks have different numbers of programs."""
         places: dict[str, list[tuple[int, Phase]]] = {}
         items: dict[str, tuple[Program, fx.Graph]] = {}
         for stage in lowered.stages:
@@ -102,7 +99,7 @@ class Stopwatch:
         return f"{key} {device}, {counts}, torch {torch.__version__}, {_settings()}"
 
     def _measured(self, items: Sequence[tuple[Program, fx.Graph]]) -> list[float]:
-        """The seconds of each program. All run in turn, round by round, so that no program finds its data in a cache."""
+        """The seconds of each program. Programs run in turn, round by round, so that none finds its data in a cache."""
         together = any(is_collective(node) for _, graph in items for node in graph.nodes)
         trials = self._on_all_ranks(lambda: warmed_up(items, self.device), together)
         once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials), together)
@@ -112,14 +109,14 @@ class Stopwatch:
         return [fmean(each) for each in self.agreement.of_all(torch.tensor(mine, dtype=torch.float64)).T.tolist()]
 
     def _on_all_ranks(self, work: Callable[[], T], together: bool) -> T:
-        """The result of `work`; raises `_CannotRunError` on all ranks where it raises on any rank. Called by all ranks.
+        """The result of `work`; raises `_CannotRunError` on all ranks if it raises on any. Called by all ranks.
 
-        `together`: the ranks meet in collectives of the programs, so they cannot meet again after an error, which is raised.
+        `together`: the programs have collectives, so the ranks cannot communicate again after an error, which is raised.
         """
         found = list[T]()
         try:
             found.append(work())
-        except Exception as error:  # a kernel may refuse made-up values, and memory may end
+        except Exception as error:  # a kernel may refuse made-up values, or memory may run out
             if together and self.agreement.several:
                 raise
             reason = (str(error).splitlines() or [""])[0]
@@ -134,7 +131,7 @@ class _CannotRunError(Exception):
 
 
 def _seconds_in(text: str | None) -> float | None:
-    """The positive seconds in a cell of the cache's table; None for no cell, and for one that somebody has changed."""
+    """The positive seconds in a cache entry; None for a missing or invalid entry."""
     try:
         seconds = float(text or "nan")
     except ValueError:
@@ -143,7 +140,7 @@ def _seconds_in(text: str | None) -> float | None:
 
 
 def _settings() -> str:
-    """The settings of torch on which the fastest kernel depends."""
+    """The settings of torch that decide which kernel is fastest."""
     backends: Any = torch.backends
     exact = torch.are_deterministic_algorithms_enabled()
     precision = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.mkldnn.matmul.fp32_precision
@@ -151,18 +148,18 @@ def _settings() -> str:
 
 
 def _key(item: Program, graph: fx.Graph) -> str:
-    """A name of a program's operations and input layouts, and of the results that are gradients, which are added up."""
+    """Identifies a program's operations, input layouts, and which results are accumulated gradients."""
     gradients = [index for index, role in enumerate(item.outputs) if isinstance(role, Gradient)]
     sizes = [hint(size) for node in graph.find_nodes(op="placeholder") for size in _symbolic_sizes(node.meta["val"])]
     return f"{graph_key(graph, _without_number)} {gradients} {item.fused} {sizes}"
 
 
 def _without_number(node: fx.Node) -> Sequence[Any]:
-    """A node's arguments; those of a random operator without the operator's number, which differs between equal layers."""
+    """A node's arguments; for a random operator without its number, which differs between equal layers."""
     return (node.args[0], *node.args[2:]) if node.target in (seeded, dropout_mask) else node.args
 
 
 def _symbolic_sizes(value: Any) -> list[Any]:
-    """The sizes and strides of an input, or the input that is a size itself, if they are symbolic."""
+    """The symbolic sizes and strides of an input, or the input itself if it is a symbolic size."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     return [size for size in sizes if isinstance(size, SYMBOLIC)]

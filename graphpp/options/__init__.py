@@ -1,5 +1,4 @@
-"""Every option of `graphpp.compile`, declared once: `options.py` has the list, a file each has the groups and the readers.
+"""Every option of `graphpp.compile`: `options.py` has the list, the other files the groups and readers.
 
-The package knows the types of schedules and of `runtime/program.py`, and no graph. Policies that turn an option into
-operations of a graph stand in `planner/`, compilers in `backends/`.
+This package knows no graphs: `planner/` turns options into operations of a graph, `backends/` has the compilers.
 """

@@ -1,7 +1,6 @@
-"""`backend=`: who runs the operations of a stage program.
+"""`backend=`: the compiler or interpreter of a stage program's operations, as data.
 
-Contract: a backend is data here; `backends/choose_backend.py` makes the compiler that the data means. To add one: a frozen
-dataclass like `Inductor` in this file and a row in `backends/choose_backend.py`.
+To add one: a frozen dataclass like `Inductor` in this file and a row in `backends/choose_backend.py`.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ BACKEND_FORMS = '"eager", "inductor", `Eager`, `Inductor`, `Custom`, a function 
 
 
 def read_backend(form: BackendLike) -> Backend:
-    """Any form as a backend. Raises `GraphPPError` for anything else."""
     if isinstance(form, Eager | Inductor | Custom):
         return form
     if isinstance(form, str) and form in ("eager", "inductor"):
@@ -95,7 +93,7 @@ def read_backend(form: BackendLike) -> Backend:
 
 
 def describe_backend(backend: Backend) -> list[str]:
-    """The choice as text that is the same on every rank; caches may differ."""
+    """The choice as text, equal on all ranks; caches may differ."""
     kind = type(backend).__name__.lower()
     options = [f"mode {backend.mode}", f"options {sorted(backend.options.items())}"] if isinstance(backend, Inductor) else []
     return [kind, *options, f"cudagraphs={backend.cudagraphs}"]

@@ -24,7 +24,7 @@ class Debug(Group):
     dump: Option[str | os.PathLike[str] | None, Path | None] = Option(
         None,
         read=_read_dump,
-        describe=None,  # each rank may write where it likes
+        describe=None,  # may differ between ranks
         takes="the path of a folder",
         about="The folder for dumps of graphs, plan and schedule. None: the variable `GRAPHPP_DUMP`, if it is set.",
     )

@@ -1,4 +1,4 @@
-"""Prints `docs/options.md` from the declarations: `python -m graphpp.options.document > docs/options.md`."""
+"""Print `docs/options.md` from the declarations: `python -m graphpp.options.document > docs/options.md`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _table(group: type[Group]) -> Iterator[str]:
 
 
 def _fields(kind: type) -> Iterator[str]:
-    """The fields of a dataclass that an option takes: its signature and its docstring."""
+    """Signature and docstring of a dataclass that an option takes."""
     yield f"## `graphpp.{kind.__name__}`\n"
     shown = [f"{item.name}={'{}' if item.default is MISSING else repr(item.default)}" for item in fields(kind)]
     yield f"```text\ngraphpp.{kind.__name__}({', '.join(shown)})\n```\n".replace("function={}", "function")

@@ -1,4 +1,4 @@
-"""`memory=`: which activations are alive between forward and backward, which parameters stay, and a cap for all bytes."""
+"""`memory=`: activations that are kept until the backward, released parameters, and a cap for all bytes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ def _read_optimizer(form: object) -> str | float:
 
 @dataclass(frozen=True)
 class Memory(Group):
-    """The activations that are alive between forward and backward, the parameters that a rank keeps, and a cap for all bytes.
-
-    Raises `GraphPPError` for values that no option takes.
-    """
+    """Saved activations, released parameters, and a cap for all bytes. Raises `GraphPPError` for invalid values."""
 
     prefix: ClassVar[str] = "memory"
 
@@ -93,12 +90,12 @@ class Memory(Group):
     )
 
     def optimizer_bytes(self, elements: int, itemsize: int) -> int:
-        """The bytes of the optimizer's state for trained elements of so many bytes each."""
+        """Bytes of optimizer state for trained elements of `itemsize` bytes each."""
         each = _VALUES[self.optimizer] * itemsize if isinstance(self.optimizer, str) else self.optimizer
         return math.ceil(elements * each)
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
-        """The cap of each rank in bytes. Raises `GraphPPError` if there are not as many as ranks."""
+        """The cap of each rank in bytes. Raises `GraphPPError` if their number is not `ranks`."""
         if self.cap is None:
             return None
         caps = self.cap if isinstance(self.cap, tuple) else (self.cap,) * ranks

@@ -1,7 +1,4 @@
-"""`memory.offload`: which saved values wait for their backward in the host's memory.
-
-Contract: the option is data. `planner/offload_windows.py` finds the values of a schedule that it means.
-"""
+"""`memory.offload`: saved values that wait in host memory. `planner/offload_windows.py` finds them in a schedule."""
 
 from __future__ import annotations
 
@@ -39,12 +36,12 @@ class Offload:
             raise GraphPPError(f"values come back at least one action ahead, got ahead={shown(self.ahead)}")
 
     def __str__(self) -> str:
-        """The choice as text that is the same on every rank."""
+        """The choice as text, equal on all ranks."""
         which = f"from {self.least_bytes} bytes" if self.values is None else "by a function"
         return f"{self.fraction} of the saved bytes, values {which}, {self.ahead} actions ahead"
 
     def wants(self, meta: TensorMeta, nbytes: int) -> bool:
-        """Whether a value that may leave the device is to leave."""
+        """Whether a value that may be offloaded should be."""
         if self.values is None:
             return nbytes >= self.least_bytes
         return bool(callback(GraphPPError, "memory.offload", FLAG, self.values)(meta))
@@ -55,7 +52,7 @@ OFFLOAD_FORMS = "True, a fraction of the saved bytes, a function of a `TensorMet
 
 
 def read_offload(form: OffloadLike) -> Offload | None:
-    """Any form as an `Offload`; None and False: nothing leaves. Raises `GraphPPError` for anything else."""
+    """Any form as an `Offload`; None and False: no offloading."""
     if form is None or form is False:
         return None
     if isinstance(form, Offload):

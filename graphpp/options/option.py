@@ -1,11 +1,8 @@
-"""One declaration of an option: reading, errors, the text that ranks compare, and the row of `docs/options.md` follow from it.
+"""Declaration of an option: its reading, its errors, the text that ranks compare, and its row of `docs/options.md`.
 
-Contract
-    An `Option` is a field of a frozen dataclass that inherits `Group`. The field takes every form that users may write,
-    `read` turns the form into one value when the object is made, and the field then gives that value.
-    Reading is idempotent: `read(read(form)) == read(form)`, so that `dataclasses.replace` works.
-    An error of `read` keeps its type and gets the option's path in front: `memory.cap: ...`.
-    `Group.facts` lists the text of each option by its path, in the order of declaration; `describe=None` leaves one out.
+- An `Option` is a field of a frozen dataclass that inherits `Group`. `read` converts any accepted form to one value when the
+  object is made. It must be idempotent, so that `dataclasses.replace` works.
+- An error of `read` keeps its type and gets the option's path as a prefix: `memory.cap: ...`.
 """
 
 from __future__ import annotations
@@ -25,16 +22,16 @@ FLOATING_DTYPE = Accepted(
     lambda form: isinstance(form, torch.dtype) and form.is_floating_point and form.itemsize > 1,
 )
 
-Form = TypeVar("Form")  # every form that a user may write
-Value = TypeVar("Value")  # the one form that graphpp works with
+Form = TypeVar("Form")  # the forms that a user may write
+Value = TypeVar("Value")  # the form that graphpp uses
 G = TypeVar("G", bound="Group")
 
 
 class Option(Generic[Form, Value]):
-    """A field of a `Group`: `default`, its reader, its description for other ranks, and its documentation.
+    """A field of a `Group`.
 
-    `read`: a reader, or the values that are taken as they are. `takes`: the forms in a few words, where `read` does not have
-    them; `about`: the effect, for `docs/options.md`.
+    `read`: a reader, or the values that are taken unchanged. `takes`: the forms in a few words, if `read` does not have them;
+    `about`: the effect, for `docs/options.md`; `describe`: text for comparison with other ranks (None: not compared).
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class Option(Generic[Form, Value]):
         self.name = self.path = ""
 
     def __set_name__(self, owner: type[Group], name: str) -> None:
-        """Called by Python when the group's class is made."""
         self.name = name
         self.path = f"{owner.prefix}.{name}" if owner.prefix else name
 
@@ -63,27 +59,27 @@ class Option(Generic[Form, Value]):
     def __get__(self, instance: Group, owner: type) -> Value: ...
 
     def __get__(self, instance: Group | None, owner: type) -> Form | Value:
-        """The value; on the class the default, which is where `dataclass` looks for it."""
+        """The value; on the class the default, where `dataclass` looks for it."""
         if instance is None:
             return self.default
         value: Value = instance.__dict__[self.name]
         return value
 
     def __set__(self, instance: Group, form: Form) -> None:
-        """Read the form. Raises the reader's `GraphPPError`, with the option's path in front."""
+        """Read the form. Raises the reader's `GraphPPError`, prefixed by the option's path."""
         try:
             instance.__dict__[self.name] = self.read(form)
         except GraphPPError as error:
             if str(error).startswith(f"{self.path}.") or str(error).startswith(f"{self.path}: "):
-                raise  # a group inside has said which of its options
+                raise  # an inner group has already added its path
             raise type(error)(f"{self.path}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Group:
-    """Options that belong together. Subclasses are frozen dataclasses whose fields are `Option`s."""
+    """A group of options. Subclasses are frozen dataclasses whose fields are `Option`s."""
 
-    prefix: ClassVar[str] = ""  # the name under which `compile` takes the group
+    prefix: ClassVar[str] = ""  # the group's argument of `compile`
 
     @classmethod
     def options(cls) -> list[Option[Any, Any]]:
@@ -91,7 +87,7 @@ class Group:
         return [vars(cls)[item.name] for item in fields(cls)]
 
     def facts(self) -> Iterator[tuple[str, list[str]]]:
-        """(path, lines of text) of each option that all ranks must be given alike, groups inside taken apart."""
+        """(path, lines of text) of each option, inner groups included, that must be equal on all ranks."""
         for option in self.options():
             value = getattr(self, option.name)
             if isinstance(value, Group) and option.describe is not None:
@@ -101,7 +97,7 @@ class Group:
 
 
 def group_reader(group: type[G], short: str, accepts: Callable[[object], bool]) -> Callable[[Any], G]:
-    """A reader of a whole group: None (all defaults), the group, or a form of its option `short` where `accepts` says so."""
+    """A reader of a group: None (all defaults), the group, or a form of its option `short` if `accepts` allows it."""
     forms = next(option.takes for option in group.options() if option.name == short)
 
     def read(form: object) -> G:
@@ -117,7 +113,7 @@ def group_reader(group: type[G], short: str, accepts: Callable[[object], bool]) 
 
 
 def reader_of(accepted: Accepted, error: type[GraphPPError] = GraphPPError) -> Callable[[Any], Any]:
-    """A reader that takes accepted values as they are. Raises `error` for anything else."""
+    """A reader that returns accepted values unchanged. Raises `error` for anything else."""
 
     def read(form: object) -> object:
         if not accepted.accepts(form):
@@ -128,7 +124,6 @@ def reader_of(accepted: Accepted, error: type[GraphPPError] = GraphPPError) -> C
 
 
 def read_folder(form: Any) -> Path | None:
-    """The reader of a folder, or of None. Raises `GraphPPError` for anything else."""
     if form is not None and not PATH.accepts(form):
         raise GraphPPError(f"take the path of a folder, or None, got {shown(form)}")
     return None if form is None else Path(form)

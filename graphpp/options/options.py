@@ -1,8 +1,7 @@
 """Every option of `graphpp.compile` and `graphpp.verify`, declared once.
 
-Contract: `Options(...)` reads each option; an error names the option. `Options.facts()` is what all ranks must be given alike.
-`docs/options.md` is printed from these declarations (`python -m graphpp.options.document`). The mesh is no option of this list:
-it says where a rank stands, and `parallel/place.py` reads it.
+`docs/options.md` is printed from these declarations (`python -m graphpp.options.document`). `mesh=` is read by
+`parallel/place.py` instead.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MICROBATCHES = positive_up_to(16)
 
 
 def _describe_schedule(schedule: Schedule | str | ScheduleFunction) -> list[str]:
-    """The schedule as text that is the same on every rank: a name, all rows of a table, the name of a function."""
+    """The schedule as text, equal on all ranks: a name, all rows of a table, or the name of a function."""
     if isinstance(schedule, Schedule | str):
         return str(schedule).splitlines()
     return [f"the function {getattr(schedule, '__qualname__', type(schedule).__name__)}"]
@@ -99,7 +98,7 @@ class Options(Group):
     artifact: Option[str | os.PathLike[str] | None, Path | None] = Option(
         None,
         read=read_folder,
-        describe=None,  # the first rank alone reads and writes the folder
+        describe=None,  # only the first rank uses the folder
         takes="the path of a folder",
         about="The folder in which the first start saves its captured graphs, and from which a later start loads those of an "
         "unchanged model ([Start-up](cache.md#captured-graphs)). None: each start captures.",
@@ -116,13 +115,13 @@ class Options(Group):
 
     @property
     def fused(self) -> bool:
-        """Whether matrix products are added into the sums of gradients: as asked for, else under every backend but eager."""
+        """Whether matrix products accumulate into gradient sums: as given, else under every backend but eager."""
         return not isinstance(self.backend, Eager) if self.gradients.fused is None else self.gradients.fused
 
     @property
     def hoists(self) -> bool:
-        """Whether step-invariant values are computed once a step.
+        """Whether step-invariant values are computed once a step. Only under eager without CUDA graphs.
 
-        Under eager alone: Inductor folds such values anyway, and a CUDA graph would copy each as one more input.
+        Inductor folds such values anyway, and a CUDA graph would copy each as one more input.
         """
         return isinstance(self.backend, Eager) and not self.backend.cudagraphs

@@ -1,4 +1,4 @@
-"""`parallel=`: where a rank runs, and how the collectives of the model overlap with computation."""
+"""`parallel=`: the rank's device, data parallelism, and the overlap of collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader
 ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
 SumOrder = Literal["ranks", "any"]
-NodeSeconds = Callable[[Any], float]  # the seconds of a graph's node
+NodeSeconds = Callable[[Any], float]  # node of a graph -> seconds
 _TIMEOUT = Accepted("a positive number of seconds below 1e9", lambda form: NUMBER.accepts(form) and 0 < form < 1e9)  # type: ignore[operator]
 
 
@@ -33,14 +33,14 @@ def _read_device(form: object) -> torch.device | None:
 
 @dataclass(frozen=True)
 class Parallel(Group):
-    """The device of a rank, and the overlap of its collectives. Raises `GraphPPError` for values of other types."""
+    """A rank's device, data parallelism and overlap. Raises `GraphPPError` for values of other types."""
 
     prefix: ClassVar[str] = "parallel"
 
     device: Option[torch.device | str | None, torch.device | None] = Option(
         None,
         read=_read_device,
-        describe=None,  # ranks compare the type of the device that was found
+        describe=None,  # ranks compare the resulting device type instead
         takes="a device",
         about="Where this rank runs. None: the model's own CUDA device, else CUDA by `LOCAL_RANK` where every local rank has "
         "a GPU, else the CPU.",
@@ -119,11 +119,11 @@ class Parallel(Group):
 
     @property
     def mixed(self) -> bool:
-        """Whether shards are gathered, or gradients sent, in a dtype of their own."""
+        """Whether shards are gathered, or gradients sent, in another dtype."""
         return self.param_dtype is not None or self.reduce_dtype is not None
 
     def node_seconds(self) -> NodeSeconds | None:
-        """`op_costs`, with its results checked; None where none was given."""
+        """`op_costs` with checked results; None if not given."""
         return None if self.op_costs is None else callback(GraphPPError, "parallel.op_costs", SECONDS, self.op_costs)
 
 

@@ -1,7 +1,4 @@
-"""`memory.recompute`: which values are computed a second time for the backward instead of being saved.
-
-Contract: the option is data. `planner/recompute_policy.py` finds the operations of a graph that it means.
-"""
+"""`memory.recompute`: values that the backward recomputes. `planner/recompute_policy.py` finds their operations in a graph."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class Recompute:
             raise GraphPPError(f"a fraction of the usually saved bytes is above 0 and at most 1, got {shown(self.fraction)}")
 
     def __str__(self) -> str:
-        """The choice as text that is the same on every rank."""
+        """The choice as text, equal on all ranks."""
         nodes = self.nodes if self.nodes is None or isinstance(self.nodes, str) else "a function"
         usual = f"layers {self.layers}, operations {nodes}, weight_grad={self.weight_grad}"
         return f"{usual}, fraction={self.fraction}, free={self.free}"
@@ -63,14 +60,14 @@ RECOMPUTE_FORMS = '"full", "selective", a fraction, FQNs, a function of a node, 
 
 
 def is_recompute(form: object) -> bool:
-    """Whether a form is one that `read_recompute` takes, by its type."""
+    """Whether `read_recompute` accepts the type of a form."""
     if isinstance(form, str):
         return form in ("full", "selective")
     return isinstance(form, Recompute) or NUMBER.accepts(form) or _are_names(form) or _FUNCTION.accepts(form)
 
 
 def read_recompute(form: RecomputeLike) -> Recompute | None:
-    """Any form as a `Recompute`; None stays None. Raises `GraphPPError` for anything else."""
+    """Any form as a `Recompute`; None stays None."""
     if form is None or isinstance(form, Recompute):
         return form
     if not is_recompute(form):

@@ -1,7 +1,4 @@
-"""`split=`: the forms that say where stages start, and the module calls among which they choose.
-
-Contract: the option is data. `planner/resolve_split.py` finds the first operation of each stage.
-"""
+"""`split=`: the forms that say where stages start. `planner/resolve_split.py` finds the first operation of each stage."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class ModuleCall:
 
 @runtime_checkable
 class Splitter(Protocol):
-    """Anything that finds the stages itself, by the contract of this file. `Layout` is one."""
+    """Anything that finds the stages itself, such as `Layout`."""
 
     def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
         """The first operation of each stage."""
@@ -42,10 +39,7 @@ _MOST_STAGES = 2**20
 
 
 def read_split(form: Any) -> Split:
-    """The form, if its type is one of a split; names are resolved later, among the module calls of the captured graph.
-
-    Raises `SplitError` for anything else.
-    """
+    """Check a form's type; names are resolved later. Raises `SplitError`."""
     if isinstance(form, type) or not (form is None or isinstance(form, SupportsIndex | Sequence | Splitter)):
         forms = 'FQNs, a list of FQNs per stage, a number of stages, split_points(), a Layout or "auto"'
         raise SplitError(f"take {forms}, not {type_name(form)}")
@@ -56,5 +50,5 @@ def read_split(form: Any) -> Split:
 
 
 def describe_split(split: Split) -> list[str]:
-    """The split as text that is the same on every rank."""
+    """The split as text, equal on all ranks."""
     return [repr(split) if split is None or isinstance(split, int | Sequence) else f"a {type(split).__name__}"]

@@ -1,16 +1,11 @@
-"""The whole model out of the ranks that hold its parts: gathered on one rank, or written as safetensors for Hugging Face.
+"""Collect the whole model from its ranks: gathered on one rank, or written as safetensors for Hugging Face.
 
-Contract
---------
-- `gathered`: every rank goes through the same entries in the order of the model's state dict. The holder of an entry sends, and
-  the receiver keeps a copy in the host's memory; an entry under a second key is sent once. An entry that no rank's stage reads
-  has the same value everywhere. On the way a rank has one entry more than it keeps.
-- `Export`: each rank writes the tensors of which it is the first holder, so no tensor travels. A tensor under several keys is
-  written under the first. A file has at most `max_file_bytes`, or one tensor; that many bytes are copied at a time.
-- All ranks know the files of all ranks from shapes and holders alone. The first rank writes `model.safetensors.index.json`, or
-  there is one file `model.safetensors`.
-- Files are written into a folder inside of `folder` and moved up when all ranks have written, the index last. A folder with
-  weights in it is never changed. All ranks see one file system.
+- `gathered`: all ranks iterate over the same entries in state-dict order. An entry's owner sends it, and the receiver copies it
+  to host memory. Tensors under several keys are sent once; entries that no stage reads are equal on all ranks.
+- `Export`: each rank writes the tensors that it is the first rank to own, so no tensor is sent. A tensor under several keys is
+  written under the first. All ranks compute the same list of files.
+- Files are written to a subfolder of `folder` and moved up after all ranks have written, the index last. A folder that already
+  contains weights is never changed. All ranks share one file system.
 """
 
 from __future__ import annotations
@@ -40,10 +35,10 @@ _UNFINISHED = ".unfinished"
 
 @dataclass(frozen=True)
 class Export:
-    """The files of a model.
+    """The files of a model, each with at most `max_file_bytes`, or one tensor.
 
-    `entries`: its tensors, or stand-ins for those of other ranks, by key; `holders`: the rank that holds a tensor, by its `id`,
-    where it is not every rank.
+    `entries`: tensors by key, meta stand-ins for other ranks' tensors; `holders`: `id` of a tensor -> its rank, if not all
+    ranks.
     """
 
     entries: Mapping[str, torch.Tensor]
@@ -54,7 +49,7 @@ class Export:
 
     @cached_property
     def files(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
-        """(Rank that writes it, tensors by name) for each file. Raises `CheckpointError` for two tensors of one name."""
+        """(writing rank, tensors by name) for each file. Raises `CheckpointError` if two tensors get one name."""
         files: list[tuple[int, dict[str, torch.Tensor]]] = []
         sizes: list[int] = []
         for rank, tensors in self._by_rank().items():
@@ -69,7 +64,6 @@ class Export:
         return files
 
     def _by_rank(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The tensors that each rank writes, by name."""
         name_of = callback(CheckpointError, "names", TEXT, self.names) if self.names is not None else str
         found: dict[int, dict[str, torch.Tensor]] = {}
         keys: dict[str, str] = {}
@@ -88,7 +82,7 @@ class Export:
     def save(self, folder: Path, place: RankPlace, calls: RankCalls, check: Callable[[], None]) -> None:
         """Write all files into `folder`. Called by all ranks; of several replicas the first one writes.
 
-        `check` raises where this rank's tensors cannot be written.
+        `check` raises if this rank's tensors cannot be written.
         """
         first, unfinished = place.first_holder, folder / _UNFINISHED
         if not place.writes_files:
@@ -123,7 +117,6 @@ class Export:
                     raise CheckpointError(f"safetensors cannot hold {keys} ..: {type(fault).__name__}: {fault}") from fault
 
     def _write_index(self, folder: Path) -> None:
-        """Write the index of all files."""
         if len(self.files) > 1:
             where = {name: self._file(number) for number, (_, tensors) in enumerate(self.files) for name in tensors}
             size = sum(self._bytes(tensor) for _, tensors in self.files for tensor in tensors.values())
@@ -135,7 +128,6 @@ class Export:
         return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
     def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype in which a tensor is written."""
         return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def _bytes(self, tensor: torch.Tensor) -> int:
@@ -146,7 +138,7 @@ class Export:
 
 
 def _begin(folder: Path, unfinished: Path) -> None:
-    """Make the folder for incomplete files. Raises `CheckpointError` where `folder` has weights already."""
+    """Make the folder for incomplete files. Raises `CheckpointError` if `folder` already contains weights."""
     files = [each.name for each in folder.iterdir()] if folder.exists() else []
     weights = sorted(name for name in files if name.endswith(_WEIGHTS))
     if weights:
@@ -162,11 +154,8 @@ def _publish(unfinished: Path, folder: Path) -> None:
     unfinished.rmdir()
 
 
-# ---------------------------------------------------------------------------------- to one rank
-
-
 def keys_of(names: str | Sequence[str], known: Mapping[str, object]) -> list[str]:
-    """The keys that are asked for, in the model's order. Raises `GraphPPError` for one that the model's state dict lacks."""
+    """The requested keys, in the model's order. Raises `GraphPPError` for a key that the state dict lacks."""
     if names == "all":
         return list(known)
     wanted = [names] if isinstance(names, str) else list(names)
@@ -179,10 +168,7 @@ def keys_of(names: str | Sequence[str], known: Mapping[str, object]) -> list[str
 def gathered(
     entries: Mapping[str, torch.Tensor], holders: Mapping[int, int], place: RankPlace, rank: int | None
 ) -> dict[str, torch.Tensor]:
-    """Copies of `entries` on `rank` of the pipeline (None: on every rank); {} elsewhere.
-
-    `entries`: the tensors of the model by key, or their stand-ins; `holders`: the rank that holds a tensor, by its `id`.
-    """
+    """Copies of `entries` on `rank` of the pipeline (None: on every rank); {} elsewhere. Arguments as in `Export`."""
     distinct = {id(tensor): tensor for tensor in entries.values()}
     copies = {key: _passed(tensor, holders.get(key), place, rank) for key, tensor in distinct.items()}
     found = {key: copies[id(tensor)] for key, tensor in entries.items()}
@@ -190,7 +176,7 @@ def gathered(
 
 
 def _passed(tensor: torch.Tensor, holder: int | None, place: RankPlace, rank: int | None) -> torch.Tensor | None:
-    """Send or receive one tensor; the copy on a rank that receives, else None."""
+    """Send or receive one tensor; returns the copy on a receiving rank, else None."""
     receives = rank is None or rank == place.rank
     if holder is None or place.group is None or (rank is not None and holder == rank):
         return whole_tensor(tensor).to("cpu", copy=True) if receives else None

@@ -1,12 +1,9 @@
-"""The values with which ranks begin that hold the same parameters and buffers: compared once, before the first training step.
+"""Compare the initial values of tensors that several ranks have, once, before the first training step.
 
-Contract
---------
-- Ranks along `tp` have equal values of all tensors that each of them holds whole. Replicas have equal values, except of experts
-  along `ep`; or the first replica sends its values to the others, where `replica_values="broadcast"` asks for it. Ranks with
-  the same experts have equal values of them.
-- A difference raises `MismatchError` on all ranks, naming the tensor.
-- Ranks compare checksums. Of parameters that are sharded since, the checksums are those of the whole values before.
+- Values must be equal between ranks along `tp` (unsharded tensors), between replicas (except experts along `ep`), and between
+  ranks with the same experts. With `replica_values="broadcast"` the first replica sends its values instead.
+- Ranks compare checksums; a difference raises `MismatchError` with the tensor's name on all ranks. Parameters sharded since are
+  compared by their checksums before sharding.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from graphpp.runtime.model_state import ModelState
 
 
 class InitialValues:
-    """Compares this rank's values with those of other ranks. `known`: whether that is done."""
+    """Compares this rank's values with those of other ranks. `known`: whether this is done."""
 
     def __init__(
         self, options: Options, place: RankPlace, replicas: Agreement, ownership: Ownership, state: ModelState
@@ -44,18 +41,17 @@ class InitialValues:
                 r.compare(self._of_shared_layers())
 
     def of_replica(self) -> Mapping[str, Sequence[str]]:
-        """The lines that all replicas must have alike."""
+        """The lines that must be equal on all replicas."""
         if self.known or not self._replicas.several:
             return {}
         return self._of_tensors() if self._broadcasts else self._checksums(self._ownership.local - self._ownership.experts)
 
     @property
     def sends(self) -> bool:
-        """Whether `send` is due."""
         return self._broadcasts and not self.known
 
     def send(self) -> None:
-        """Give all replicas the values of the first one. Called by all replicas."""
+        """Copy the first replica's values to all replicas. Called by all replicas."""
         sharded, replicas = self._ownership.sharded, self._place.replicas
         assert replicas is not None, "values are sent to replicas only"
         own = [fqn for fqn in sorted(self._ownership.local) if sharded is None or fqn not in sharded]

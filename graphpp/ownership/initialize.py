@@ -1,13 +1,11 @@
-"""Run the code that initialises a model on a rank that has memory for a part of it.
+"""Run the code that initialises a model on a rank that has memory for only a part of it.
 
-Contract
---------
-- `initialize` calls a function with every module, children first, in the order of `nn.Module.apply`. Tensors of other ranks
-  have memory while one call touches them (`lent_memory.py`), so that the generators of random numbers move on as in a process
-  that holds the whole model. This rank's values are bit-equal to those of such a process.
-- With a seed, each module draws from generators seeded by the seed and the module's FQN, and modules without a tensor of this
-  rank are left out. The values are equal for every split and number of ranks; the generators are as before.
-- Code that reads a tensor of another rank, whose values an earlier call has written, raises `GraphPPError`.
+- `initialize` calls a function with every module in the order of `nn.Module.apply`. Other ranks' tensors get memory during a
+  call (`lent_memory.py`), so the random generators advance as in a process with the whole model, and this rank's values are
+  bit-equal to that process's.
+- With a seed, each module's generators are seeded by the seed and its FQN, and modules without a tensor of this rank are
+  skipped. Values then do not depend on split and ranks; the generators' states are restored.
+- Code that reads another rank's tensor which an earlier call wrote raises `GraphPPError`.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def reset(module: nn.Module) -> None:
 def initialize(
     model: nn.Module, init: Initializer, own: Collection[int], lent: LentMemory, seed: int | None, device: torch.device
 ) -> None:
-    """Call `init` with the modules of `model`. `own`: the `id` of this rank's tensors; `lent` has the memory of all others."""
+    """Call `init` with the modules of `model`. `own`: `id`s of this rank's tensors; `lent` has the memory of all others."""
     holding = {id(each) for each in model.modules() if any(id(tensor) in own for _, tensor in _tensors_below(each))}
     with torch.no_grad(), lent, _generators_kept(seed, device):
         for fqn, module in _children_first(model, ""):
@@ -79,7 +77,7 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def _generators_kept(seed: int | None, device: torch.device) -> Iterator[None]:
-    """A context that restores the generators of random numbers where a seed is given."""
+    """A context that restores the random generators if a seed is given."""
     states = [] if seed is None else [(each, each.get_state()) for each in default_generators(device)]
     try:
         yield

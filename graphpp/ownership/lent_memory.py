@@ -1,13 +1,11 @@
-"""Memory that tensors have while code that initialises a model touches them, so that no rank holds the whole model.
+"""Lend memory to tensors while initialising code touches them, so that no rank has the whole model in memory.
 
-Contract
---------
-- `LentMemory.like(tensor, fqn)` is a tensor without memory. Inside of the context the first operator that takes the tensor
-  makes its memory, and `give_back` frees the memory of all of them.
-- The memory of another rank's tensor begins without values (`unwritten.py`). Until an operator fills it, an operator that reads
-  it raises `GraphPPError` with the FQN. Views and changes in place read nothing for others.
-- A parameter that `dp_shard` or `tp` spreads (`ShardValues`) keeps this rank's part when its memory is freed; the next touch
-  gathers the whole values. All ranks of the mesh touch such parameters in one order.
+- `LentMemory.like(tensor, fqn)` is a tensor without memory. Inside the context, the first operator that takes the tensor
+  allocates its memory; `give_back` frees all of it.
+- Another rank's tensor starts unwritten (`unwritten.py`). An operator that reads it before one fills it raises `GraphPPError`;
+  views and in-place changes do not count as reads.
+- A parameter that `dp_shard` or `tp` shards (`ShardValues`) keeps this rank's part when freed; the next touch gathers the whole
+  value. All ranks of the mesh must touch such parameters in the same order.
 """
 
 from __future__ import annotations
@@ -29,11 +27,13 @@ from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters
 from graphpp.runtime.released import like
 
-_FILLS = ("fill_", "zero_", "copy_")  # operators that write their first argument whatever it held, beside random ones
+_FILLS = ("fill_", "zero_", "copy_")  # these, and random operators, overwrite their whole first argument
 
 
 class ShardValues:
-    """The parts of parameters that get values. `kept`: FQNs of parts without an unwritten element; `checksums`: of wholes."""
+    """Parts of parameters that get values. `kept`: FQNs of completely written parts; `checksums`: of the values before
+    sharding.
+    """
 
     def __init__(self, sharded: ShardedParameters | SpreadParameters, replicas: dist.ProcessGroup | None) -> None:
         """`replicas`: the ranks that take the values of the first of them; None: each rank keeps its own."""
@@ -56,14 +56,14 @@ class ShardValues:
 
     @torch.no_grad()
     def restore(self, fqn: str, whole: torch.Tensor) -> bool:
-        """Gather the values of a parameter into `whole`, if `take` has had some."""
+        """Gather a parameter's values into `whole` if `take` was called for it; returns whether it was."""
         if fqn in self.checksums:
             whole.copy_(whole_tensor(self.sharded.parameters[fqn]))
         return fqn in self.checksums
 
 
 class LentMemory(DispatchMode):
-    """The context. `shards`: the parameters whose parts this rank keeps; all others are other ranks' tensors."""
+    """The context. `shards`: the parameters whose parts this rank keeps; all others belong to other ranks."""
 
     def __init__(self, device: torch.device, shards: ShardValues | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,14 +98,13 @@ class LentMemory(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, with memory for the tensors that it takes."""
         for leaf in tree_flatten((args, kwargs))[0]:
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.untyped_storage() in self._lent:
                 self._lend(leaf, operator, changed=operator._schema.is_mutable and leaf is args[0])
         return operator(*args, **(kwargs or {}))
 
     def _lend(self, tensor: torch.Tensor, operator: Any, *, changed: bool) -> None:
-        """Make the memory of a tensor that an operator takes; `changed`: the operator changes the tensor in place."""
+        """Allocate the memory of an operator's argument; `changed`: the operator changes it in place."""
         storage, name = tensor.untyped_storage(), operator.overloadpacket.__name__
         size, fqn, own = self._lent[storage]
         shards = self._shards if self._shards is not None and fqn in self._shards else None

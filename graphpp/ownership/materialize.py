@@ -1,17 +1,13 @@
-"""Give this rank's part of a model on the meta device memory and values.
+"""Allocate and fill this rank's part of a model that is on the meta device.
 
-Contract
---------
-- Memory is made for this rank's parameters and buffers that have none, and for tensors that no rank's stage reads, on the
-  rank's device. New parameter objects take the places of the old ones, under all their names, with their attributes.
-- Values come from code that initialises the model (`initialize.py`), or from a checkpoint on disk (`weight_files.py`) and, for
-  tensors that no state dict holds, from such code. A tensor that nothing has written is refused, as is code that gives a
-  parameter another dtype or shape.
-- Of a parameter that is to be sharded, or that `tp` spreads, a rank keeps its part (`lent_memory.py`). The parameter is whole
-  while a call of the code touches it, or while it is read from files: a rank needs the memory of its parts and of the largest
-  module, or of the largest tensor in the files.
-- `Materials.fill` changes the model on this rank alone. Where `fill` raises, `undo` puts back the former tensors and the state
-  of the generators; values of tensors that had memory before may have changed. Errors are `GraphPPError`.
+- Memory is allocated on the rank's device for its parameters and buffers on the meta device, and for such tensors that no stage
+  reads. New parameters replace the old ones under all their names, with their attributes.
+- Values come from code that initialises the model (`initialize.py`), or from a checkpoint (`weight_files.py`) and, for tensors
+  that no state dict contains, from such code. Unwritten tensors are refused, and code that changes a dtype or shape.
+- Of a parameter that will be sharded, or that `tp` shards, a rank keeps its part (`lent_memory.py`). The parameter is whole
+  only while a call touches it or files are read: peak memory is the rank's parts plus the largest module or file tensor.
+- If `Materials.fill` raises, `undo` restores tensors and generators on this rank, but not values overwritten in tensors that
+  already had memory. Errors are `GraphPPError`.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ class Source:
     strict: bool
 
     def describe(self, device: torch.device) -> dict[str, list[str]]:
-        """Lines that all ranks must have alike; without a seed, also the state of the generators."""
+        """Lines that must be equal on all ranks; without a seed, these include the generator states."""
         lines = {"the arguments of materialize": [f"{name}={_shown(value)}" for name, value in vars(self).items()]}
         if self.weights is None and self.seed is None:
             states = [each.get_state().numpy() for each in default_generators(device)]
@@ -66,7 +62,7 @@ class Source:
 
 
 class Materials:
-    """The tensors of a model before and after they get memory."""
+    """The tensors of a model before and after materialization."""
 
     def __init__(self, model: nn.Module, state: ModelState, device: torch.device) -> None:
         self._model, self._state, self._device = model, state, device
@@ -77,7 +73,7 @@ class Materials:
         self._generators = [(each, each.get_state()) for each in default_generators(device)]
 
     def undo(self) -> None:
-        """Put the tensors back that the model had at first, and the state of the generators."""
+        """Restore the model's first tensors, and the states of the generators."""
         self._state.exchange(self._original)
         for store, tensors in zip(self._stores, self._before, strict=True):
             store.clear()
@@ -88,9 +84,9 @@ class Materials:
     def fill(
         self, needed: Collection[str], unread: Collection[str], source: Source, shards: ShardValues | None = None
     ) -> None:
-        """Give `needed` memory and values; and `unread`, where the source has values for them.
+        """Give `needed` memory and values, and `unread` where the source has values for them.
 
-        `shards` gets the values of the parameters without memory that are to be sharded; the model's have none afterwards.
+        `shards` gets the values of meta parameters that will be sharded; these stay on the meta device in the model.
         """
         held = {fqn: self._state.tensor(fqn) for fqn in (*needed, *unread)}
         old = {fqn: tensor for fqn, tensor in held.items() if tensor.is_meta}
@@ -115,12 +111,12 @@ class Materials:
         forget(((filled[fqn], fqn) for fqn in new), "pipe.materialize has put others in their places")
 
     def _not_in(self, shards: ShardValues | None, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The model's own tensors, but those of which `shards` has all values and the model none."""
+        """The model's tensors `fqns`, except meta tensors whose values are complete in `shards`."""
         tensors = {fqn: self._state.tensor(fqn) for fqn in fqns}
         return {fqn: own for fqn, own in tensors.items() if shards is None or not own.is_meta or fqn not in shards.kept}
 
     def _read(self, weights: Weights, names: Mapping[str, str], shards: ShardValues | None) -> None:
-        """Copy tensors from files. `names`: in the files -> FQN."""
+        """Copy tensors from files. `names`: name in the files -> FQN."""
         tensors = {name: self._state.tensor(fqn) for name, fqn in names.items()}
         weights.copy({name: own for name, own in tensors.items() if not own.is_meta})
         if shards is not None:
@@ -134,9 +130,9 @@ class Materials:
                 trim_after(freed if self._device.type == "cpu" else 0)
 
     def _initialize(self, fqns: Iterable[str], source: Source, shards: ShardValues | None) -> None:
-        """Run the code that initialises the model, with memory lent to all tensors that are still on the meta device.
+        """Run the initialising code, with memory lent to all tensors that are still on the meta device.
 
-        `fqns`: the tensors whose values matter. Where the code raises, the lent tensors stay until `undo`.
+        `fqns`: the tensors whose values matter. If the code raises, the lent tensors stay in the model until `undo`.
         """
         lent = LentMemory(self._device, shards)
         names = {id(tensor): fqn for fqn, tensor in (*self._model.named_parameters(), *self._model.named_buffers())}
@@ -149,23 +145,20 @@ class Materials:
         self._exchange([(copy, tensor) for tensor, copy in borrowed])
 
     def _exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Put the second tensor of each pair in the place of the first."""
         self._original |= {id(new): self._original.get(id(former), former) for former, new in pairs}
         self._alive += [new for _, new in pairs]
         self._state.exchange({id(former): new for former, new in pairs})
 
     def _tensors(self) -> list[torch.Tensor]:
-        """The model's tensors as they are now."""
         found = {id(tensor): tensor for store in self._stores for tensor in store.values() if tensor is not None}
         return list(found.values())
 
     def _matched(
         self, weights: Weights, tensors: Mapping[str, torch.Tensor], needed: Collection[str], source: Source
     ) -> dict[str, str]:
-        """The name in the files for each of `tensors` that has one, by FQN.
+        """FQN -> name in the files, for each of `tensors` that the files contain.
 
-        Raises `CheckpointError` if one does not fit, or (strict) if the files lack a needed tensor or have one that the model
-        lacks.
+        Raises `CheckpointError` if a tensor does not fit, or (strict) if files lack a needed tensor or contain an unknown one.
         """
         stored, entries = weights.stored(), self._state.entries()
         self._state.check_listed(tensors)
@@ -191,7 +184,7 @@ class Materials:
 
 
 def _shown(value: object) -> str:
-    """A value in words that are the same on all ranks."""
+    """Text for a value that is equal on all ranks."""
     return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
 
 
@@ -200,7 +193,7 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """The names of tensors that are read at once: as many as have the bytes of the largest together."""
+    """Groups of tensor names to read at once, each at most as large as the largest tensor."""
     most, group, size = max((each.nbytes for each in tensors.values()), default=0), list[str](), 0
     for name, tensor in tensors.items():
         if group and size + tensor.nbytes > most:
@@ -215,7 +208,7 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 def _check_names(
     source: Source, stored: int, found: Collection[str], missing: Sequence[str], unknown: Sequence[str]
 ) -> None:
-    """Raise `CheckpointError` for names that only the model has, or only the files; not strict: only if no name fits."""
+    """Raise `CheckpointError` for names only in the model or only in the files; not strict: only if no name fits."""
     lacks = f"{source.weights} lacks {len(missing)} tensors that this rank needs: {', '.join(missing[:3])}"
     extra = f"{source.weights} has {len(unknown)} tensors that the model lacks: {', '.join(unknown[:3])}"
     advice = "names= maps a key of the model's state dict to a name in the files, and strict=False takes what fits"
@@ -229,7 +222,7 @@ def _check_names(
 
 
 def _unknown(stored: Collection[str], names: Collection[str]) -> list[str]:
-    """The names in the files that no key of the model has, among those that begin as all names of the model do."""
+    """Names in the files that the model lacks, limited to the common prefix of the model's names."""
     if not names:
         return []
     common = os.path.commonpath([name.replace(".", os.sep) for name in names]).replace(os.sep, ".")
@@ -237,7 +230,6 @@ def _unknown(stored: Collection[str], names: Collection[str]) -> list[str]:
 
 
 def _check_replaceable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `GraphPPError` for a tensor in whose place no new one can be put."""
     storages = {fqn: local_tensor(each).untyped_storage() for fqn, each in tensors.items() if not is_released(each)}
     first: dict[int, str] = {}
     for fqn, tensor in tensors.items():
@@ -254,7 +246,7 @@ def _check_replaceable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_kinds(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Raise `GraphPPError` where code has put a tensor of another dtype or shape in the place of one."""
+    """Raise `GraphPPError` if code replaced a tensor by one of another dtype, shape or class."""
     for fqn, (before, after) in pairs.items():
         if _kind(before) != _kind(after):
             raise GraphPPError(
@@ -268,7 +260,7 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _rounds(in_files: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """(Name in the files -> FQN) until every FQN had its turn: several tensors may have one name."""
+    """Name in the files -> FQN, in rounds that cover every FQN: several tensors may share a name."""
     left = dict(in_files)
     while left:
         round_ = {name: fqn for fqn, name in left.items()}

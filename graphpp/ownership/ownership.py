@@ -1,13 +1,11 @@
-"""Which parameters and buffers of the model each rank of a pipeline holds, and the release of a rank's other tensors.
+"""Which parameters and buffers each rank of a pipeline owns, and the release of all others.
 
-Contract
---------
-- The first graph that is captured decides: a rank holds the tensors that its stages read, for as long as the pipeline lives.
-- `release` gives back the memory of all tensors that other ranks hold and this rank does not; tensors that no stage reads stay.
-- `shard_if_asked` leaves this rank its rows of the parameters of its stages, where the mesh has `dp_shard`, once they all have
-  values. Replicas must hold equal values then, which the first training call checks, or take those of the first replica.
-- With `Memory(release=False)` a rank keeps copies of parameters that other ranks train, stale after each training step. A
-  pipeline of the same process that reads such a copy is refused, until somebody has written it (not through `parameter.data`).
+- The first captured graph decides, for the pipeline's life: a rank owns the tensors that its stages read.
+- `release` frees all tensors that only other ranks own; tensors that no stage reads stay.
+- `shard_if_asked` keeps this rank's rows of its stages' parameters if the mesh has `dp_shard`, once all have values. Replicas
+  must have equal values then (checked in the first training call), or take the first replica's.
+- With `Memory(release=False)` a rank keeps copies of parameters that other ranks train, stale after each training step. Another
+  pipeline of the process that reads a stale copy is refused, until the copy is written (not through `parameter.data`).
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import is_released
 
-_STALE = WeakTensorKeyDictionary()  # a copy of a parameter that another rank trains -> that rank, and the copy's version
+_STALE = WeakTensorKeyDictionary()  # copy of a parameter trained elsewhere -> (training rank, version of the copy)
 
 
 class Readers(Protocol):
@@ -61,7 +59,7 @@ class Readers(Protocol):
 
 
 class Ownership:
-    """The parameters and buffers of one pipeline's model, by the ranks that hold them."""
+    """The parameters and buffers of a pipeline's model, by the ranks that own them."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class Ownership:
         after_exchange: Callable[[], None],
         agreement: Agreement,
     ) -> None:
-        """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model."""
+        """`captured` returns the first graph or raises; `after_exchange` is called after tensors of the model were replaced."""
         self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
         self._captured, self._after_exchange, self._agreement = captured, after_exchange, agreement
         self.sharded: ShardedParameters | None = None
@@ -86,36 +84,35 @@ class Ownership:
 
     @property
     def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
-        """The ranks that hold each parameter, in order. Raises `GraphPPError` before anything is captured."""
+        """The ranks that own each parameter, in order. Raises `GraphPPError` before anything is captured."""
         return self._captured().ranks_of_parameter
 
     @cached_property
     def experts(self) -> frozenset[str]:
-        """FQNs of this rank's tensors of which the ranks along `ep` have other ones."""
+        """FQNs of this rank's tensors that are sharded along `ep`."""
         group = self._place.experts_group
         return frozenset(fqn for fqn in self.local if is_spread_over(self._state.tensor(fqn), group))
 
     def first_holders(self) -> dict[str, int]:
-        """For each parameter and buffer that a stage reads, the first rank that holds it."""
+        """For each parameter and buffer that a stage reads, the first rank that owns it."""
         first, ranks = self._captured(), reversed(range(self._place.ranks))
         return {fqn: rank for rank in ranks for fqn in (*first.parameters(rank), *first.buffers(rank))}
 
     def release(self) -> int:
-        """Give back the memory of the parameters and buffers that other ranks hold; returns the bytes."""
+        """Free the parameters and buffers that only other ranks own; returns the bytes."""
         given_back = self._state.release({fqn: rank for fqn, rank in self.first_holders().items() if fqn not in self.local})
         self._after_exchange()
         if given_back:
-            gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
+            gc.collect()  # reference cycles may keep the tensors alive
             trim_after(given_back)
         return given_back
 
     def release_if_asked(self) -> None:
-        """`release` on several ranks, unless an option says otherwise."""
         if self._place.ranks > 1 and self._memory.release:
             self.release()
 
     def shards_to_fill(self) -> ShardValues | None:
-        """Shards without values, of this rank's parameters, or its parts of those that the model spreads; None: there are none.
+        """Empty shards of this rank's parameters, or its empty parts of parameters that the model shards; None without either.
 
         Raises `GraphPPError` for a parameter that cannot be sharded.
         """
@@ -129,8 +126,8 @@ class Ownership:
     def shard_if_asked(self, filled: ShardValues | None = None) -> None:
         """Shard the parameters of all ranks, if the mesh has shards and all tensors have values. Called by all ranks.
 
-        `filled`: shards of which some have values; the model has the values of all others. Raises `GraphPPError`, and changes
-        nothing, for a parameter that cannot be sharded.
+        `filled`: shards, of which some have values; the model has the other values. Raises `GraphPPError`, and changes nothing,
+        for a parameter that cannot be sharded.
         """
         sharding = self._place.sharding
         if sharding is None and filled is not None:
@@ -160,7 +157,7 @@ class Ownership:
 
     @property
     def _source_of_values(self) -> dist.ProcessGroup | None:
-        """The replicas that take the values of the first of them; None: each has its own."""
+        """The replicas that take the values of the first of them; None: each replica has its own."""
         return self._place.replicas if self._parallel.replica_values == "broadcast" else None
 
     def _shards(self, sharding: Sharding) -> ShardedParameters:
@@ -175,11 +172,10 @@ class Ownership:
 
     @property
     def flat_parts(self) -> Sequence[FlatParameter]:
-        """The flat parameters that somebody has asked for."""
         return () if self.sharded is None else self.sharded.flat_parts
 
     def check_copies(self, graph: Readers) -> None:
-        """Raise `GraphPPError` where this rank would read a parameter that another pipeline has trained elsewhere."""
+        """Raise `GraphPPError` if this rank would read a stale parameter that another pipeline trained on another rank."""
         own = graph.parameters(self._place.rank) if _STALE else ()
         for fqn, tensor in self._state.named(own, among=self._state.parameters):
             rank, version = _STALE.get(tensor, (None, None))
@@ -191,7 +187,7 @@ class Ownership:
                 )
 
     def after_training(self) -> None:
-        """Note a training step: this rank's copies of other ranks' parameters are stale."""
+        """Mark this rank's copies of other ranks' parameters as stale."""
         read, ranks = self._trained_elsewhere
         for tensor, rank in zip(read(), ranks, strict=True):
             if not is_released(tensor) and tensor.requires_grad:
@@ -199,7 +195,7 @@ class Ownership:
 
     @cached_property
     def _trained_elsewhere(self) -> tuple[TensorReader, Sequence[int]]:
-        """Reads the parameters that other ranks of the pipeline hold and this rank does not; the first rank of each."""
+        """A reader of the parameters that only other ranks own, and the first owner of each."""
         rank = self._place.rank
         first = {fqn: ranks[0] for fqn, ranks in self.ranks_of_parameter.items() if ranks and rank not in ranks}
         return self._state.reader(first), list(first.values())

@@ -1,9 +1,7 @@
-"""Marks in memory that nobody has written, so that a tensor without values is refused by name.
+"""Mark memory as unwritten, so that a tensor without values is refused by name.
 
-Contract
-    `poison` writes the marks: NaN into floating-point numbers, one rare value into integers of four and eight bytes, into
-    booleans a byte that is neither True nor False. `poisoned` tells whether a mark is left. Shorter integers have no value to
-    spare: their tensor counts as written once an operator has changed it.
+The mark is NaN in floating-point numbers, one rare value in integers of four and eight bytes, and a byte that is neither True
+nor False in booleans. Shorter integers have no spare value: such a tensor counts as written once an operator changed it.
 """
 
 from __future__ import annotations
@@ -16,14 +14,13 @@ from torch import nn
 from graphpp.errors import GraphPPError
 from graphpp.runtime.model_state import own_tensors
 
-_PIECE = 2**20  # elements that are looked at at once
-_NO_BOOL = 0xAA  # a byte that is neither True nor False
-_RARE = 1_234_567  # above the least integer: a value that no table of a model is likely to have
+_PIECE = 2**20  # elements checked at once
+_NO_BOOL = 0xAA
+_RARE = 1_234_567  # above the least integer
 
 
 @torch.no_grad()
 def poison(tensor: torch.Tensor) -> None:
-    """Mark all elements of a tensor as unwritten."""
     if tensor.dtype is torch.bool:
         tensor.view(torch.uint8).fill_(_NO_BOOL)
     elif _has_fractions(tensor):
@@ -52,7 +49,7 @@ def _has_fractions(tensor: torch.Tensor) -> bool:
 
 
 def check_written(model: nn.Module, tensors: Mapping[str, torch.Tensor], advice: str) -> None:
-    """Raise `GraphPPError` with the FQNs of tensors that have an element which nobody has written."""
+    """Raise `GraphPPError` with the FQNs of tensors that have an unwritten element."""
     left = [fqn for fqn, tensor in tensors.items() if tensor.is_meta or poisoned(tensor)]
     if left:
         owners = {id(tensor): module for module in model.modules() for _, tensor in own_tensors(module)}

@@ -1,13 +1,9 @@
-"""Read named tensors from a checkpoint on disk: safetensors, files of `torch.save`, or torch's distributed checkpoint.
+"""Read named tensors from a checkpoint: safetensors, files of `torch.save`, or torch's distributed checkpoint.
 
-Contract
---------
-- `open_weights(path)` finds the format: a folder of torch's distributed checkpoint (`.metadata`), a folder of files with an
-  index (`*.index.json`, as Hugging Face writes them) or without one, or a single file. Files end in `.safetensors`, `.pt`,
-  `.pth` or `.bin`.
-- `Weights.copy(targets)` reads the bytes of the targets and no others, and opens only files with a target in them. On the way
-  one tensor more has memory. Values are converted to the dtype of the target.
-- No class is loaded and no code is run that a file names. Everything wrong with a file is a `CheckpointError` with its path.
+- `open_weights(path)` accepts a folder of torch's distributed checkpoint (`.metadata`), a folder of files with or without an
+  index (`*.index.json`, as Hugging Face writes it), or a single `.safetensors`, `.pt`, `.pth` or `.bin` file.
+- `Weights.copy(targets)` reads only the targets' bytes and converts to their dtypes. The extra peak memory is one tensor.
+- No class is loaded and no code is run that a file names. Every fault of a file is a `CheckpointError` with its path.
 """
 
 from __future__ import annotations
@@ -35,17 +31,15 @@ _INDEX = ".index.json"
 
 
 class Weights(Protocol):
-    """The tensors of a checkpoint."""
-
     def stored(self) -> Mapping[str, torch.Tensor | None]:
-        """The names of all tensors, with tensors like them on the meta device where no file must be opened for this."""
+        """The names of all tensors, with meta tensors like them if no file must be opened for that (else None)."""
 
     def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors into `targets`, in place. Raises `CheckpointError` for one that does not fit."""
 
 
 def open_weights(path: Path) -> Weights:
-    """The tensors of the checkpoint at `path`. Raises `CheckpointError` where there is none, or more than one."""
+    """The tensors of the checkpoint at `path`. Raises `CheckpointError` if there is no checkpoint, or more than one."""
     if path.is_file():
         return _Files({name: path for name in _names(path)})
     if not path.is_dir():
@@ -86,7 +80,7 @@ class _Files:
 
 
 class _Distributed:
-    """Tensors in a folder of torch's distributed checkpoint; of a folder of `pipe.checkpoint` the model's."""
+    """Tensors in torch's distributed checkpoint; in a folder of `pipe.checkpoint`, the model's tensors."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -104,13 +98,13 @@ class _Distributed:
 
     def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
         entries: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
-        with told(), warnings.catch_warnings():  # torch warns in a program of one process
+        with told(), warnings.catch_warnings():  # torch warns without a process group
             warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
             load(entries, storage_reader=SafeReader(self._path), planner=SafePlanner(self._path), no_dist=True)
 
 
 def _in_folder(path: Path) -> list[Path]:
-    """The index of a folder, or its files with weights; safetensors come first, then the names of Hugging Face."""
+    """The index of a folder, or its weight files: safetensors first, then Hugging Face's names."""
     for index, pattern in ((f"*.safetensors{_INDEX}", "*.safetensors"), (f"*{_INDEX}", "pytorch_model.bin")):
         indexes = sorted(path.glob(index))
         if len(indexes) > 1:
@@ -122,7 +116,6 @@ def _in_folder(path: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> dict[str, Path]:
-    """The file of each tensor, as an index says."""
     try:
         listed = json.loads(index.read_text())["weight_map"]
         files = {str(name): index.parent / file for name, file in listed.items()}
@@ -141,7 +134,7 @@ def _names(file: Path) -> list[str]:
 
 @contextmanager
 def _tensors(file: Path) -> Iterator[Mapping[str, Callable[[], torch.Tensor]]]:
-    """The tensors of a file by name, each read from the mapped file when it is asked for."""
+    """The tensors of a file by name, each read lazily from the mapped file."""
     try:
         if file.suffix == ".safetensors":
             with safetensors.safe_open(os.fspath(file), framework="pt") as opened:
@@ -156,7 +149,7 @@ def _tensors(file: Path) -> Iterator[Mapping[str, Callable[[], torch.Tensor]]]:
             raise CheckpointError(f"{file}: weights are read from .safetensors, {', '.join(_SAVED)}")
     except CheckpointError:
         raise
-    except Exception as fault:  # a torn file raises nearly anything
+    except Exception as fault:  # a truncated file raises nearly anything
         raise CheckpointError(f"{file} cannot be read: {type(fault).__name__}: {torchs_reason(fault)}") from fault
 
 
@@ -178,9 +171,8 @@ def _copy(file: Path, name: str, read: Mapping[str, Callable[[], torch.Tensor]],
 
 
 def check_fits(path: Path, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise `CheckpointError` where a stored tensor has another shape than the model's, or numbers that it cannot hold.
-
-    Floating-point numbers of any precision are taken.
+    """Raise `CheckpointError` if a stored tensor's shape differs, or `target` cannot represent its dtype (float precision
+    aside).
     """
     if value.shape != target.shape:
         raise CheckpointError(f"{path}: {name} is {list(value.shape)}, and here {list(target.shape)}")
@@ -189,7 +181,6 @@ def check_fits(path: Path, name: str, value: torch.Tensor, target: torch.Tensor)
 
 
 def _has_numbers_of(target: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether one dtype has the numbers of another, the precision of floating-point numbers not counted."""
     if target == stored or (target.is_floating_point and stored.is_floating_point) or (target.is_complex and stored.is_complex):
         return True
     integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in (target, stored))

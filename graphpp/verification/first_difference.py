@@ -1,12 +1,10 @@
-"""Finds the first value, in order of execution, in which a run of a step differs from the uncut joint graph.
+"""Find the first value, in execution order, in which a run of a step differs from the uncut joint graph.
 
-Contract
---------
-- `first_in_stages` traces the stage programs line by line while the runner runs them, so it finds the place whichever pass,
-  program or part of the runtime is wrong. Values have the names of the joint graph.
-- `first_in_eager` hooks the module calls of eager. A call differs if its input, or every one of its outputs, is missing among
-  the values that the joint graph has in that call (same shape, dtype and bits). The difference names the nearest value.
-- `first_in_results` is for runs in which only a result differs: it names the result and the operation that makes it.
+- `first_in_stages` traces the stage programs line by line while the runner runs them, so it finds the place regardless of which
+  pass, program or runtime part is wrong. Values are named as in the joint graph.
+- `first_in_eager` hooks eager's module calls. A call differs if its input, or all of its outputs, have no equal (shape, dtype,
+  bits) among the joint graph's values of that call. The difference names the nearest value.
+- `first_in_results` is the fallback if only results differ: it names the result and the operation that makes it.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.report import Comparison, Difference, FirstDifference, difference, same
 from graphpp.verification.runs import Step, run_cut, run_eager, run_uncut
 
-Values = Sequence[Mapping[str, Any]]  # per microbatch, every value of the joint graph by name
+Values = Sequence[Mapping[str, Any]]  # per microbatch, the values of the joint graph by name
 _PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")
 
 
 def values_of(step: Step, joint: JointGraph) -> Values:
-    """Run the uncut joint graph; returns every value of it by name, per microbatch."""
+    """Run the uncut joint graph; returns all of its values by name, per microbatch."""
     values: list[Mapping[str, Any]] = []
     with step.restored():
         run_uncut(step, joint, lambda _, found: values.append(found))
@@ -50,7 +48,7 @@ def values_of(step: Step, joint: JointGraph) -> Values:
 def first_in_results(
     comparison: Comparison, joint: JointGraph, compiled: PipelineProgram | None = None
 ) -> FirstDifference | None:
-    """The first result, in the order in which the joint graph makes them, that is not equal."""
+    """The first unequal result, in the order in which the joint graph makes them."""
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     worst = "differs" if comparison.verdict == "differs" else "close"
     for role, node in sorted(joint.outputs(), key=lambda pair: order[pair[1]]):
@@ -74,13 +72,13 @@ def _of_role(role: program.OutputRole, comparison: Comparison) -> tuple[str, lis
 
 
 def _stage_of(role: program.OutputRole, compiled: PipelineProgram | None) -> int | None:
-    """The first stage whose programs make a result; None where no program does."""
+    """The first stage whose programs make a result; None if no program does."""
     stages = compiled.stages if compiled is not None else ()
     return next((each.index for each in stages if any(role in item.outputs for item in each.programs.values())), None)
 
 
 def first_line(function: Any) -> str:
-    """`file:line` of the first line of a Python function; "" for another object."""
+    """`file:line` of the first line of a Python function; "" for other objects."""
     code = getattr(function, "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -93,13 +91,10 @@ def _first_difference(
     return FirstDifference(what, calls[-1], node.meta.get("source", ""), found, node.name, stage, microbatch)
 
 
-# ------------------------------------------------------------------------------------------------------------ cut
-
-
 def first_in_stages(
     step: Step, values: Values, staged: StagedGraphs, programs: Sequence[PipelineProgram], schedule: Schedule
 ) -> FirstDifference | None:
-    """The first value of a stage program that differs from the joint graph's; `schedule` has one rank. None: no value does."""
+    """The first value of a stage program that differs from the joint graph's, else None; `schedule` has one rank."""
     watcher = _Lines(values, staged, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
     before = sys.gettrace()
     with step.restored():
@@ -113,9 +108,8 @@ def first_in_stages(
 
 @dataclass
 class _Lines:
-    """A trace function (`sys.settrace`) that compares local variables of stage programs with the joint graph's values.
-
-    `actions`: the computations in order. `names`: by phase of a stage, the nodes by their names in the text.
+    """A trace function (`sys.settrace`) that compares local variables of stage programs with `values`. `names`: text name ->
+    node.
     """
 
     values: Values
@@ -125,7 +119,7 @@ class _Lines:
     names: dict[PhaseKey, dict[str, fx.Node]] = field(default_factory=dict)
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        """Called by Python at each function call; a call of a stage program is the next action of the schedule."""
+        """Called by Python at each function call; calls of stage programs are the schedule's actions in order."""
         found = _PROGRAM.fullmatch(frame.f_code.co_filename)
         if found is None or found[2] == Phase.HOIST.label or frame.f_code.co_name != "run":
             return None
@@ -156,11 +150,8 @@ class _Lines:
         self.first = _first_difference(what, node, difference(value, known, 0.0), key[1], microbatch)
 
 
-# ---------------------------------------------------------------------------------------------------------- eager
-
-
 def first_in_eager(step: Step, joint: JointGraph, values: Values) -> FirstDifference | None:
-    """The first module call whose input or outputs in eager differ from the joint graph's. None: no call does."""
+    """The first module call whose input or outputs in eager differ from the joint graph's, else None."""
     calls = _Calls(step.model, joint, values)
     with step.restored(), calls.watching():
         run_eager(step, joint)
@@ -168,7 +159,7 @@ def first_in_eager(step: Step, joint: JointGraph, values: Values) -> FirstDiffer
 
 
 class _Calls:
-    """Compares the inputs and outputs of module calls with the values of the joint graph, while they run."""
+    """Compares inputs and outputs of running module calls with the values of the joint graph."""
 
     def __init__(self, model: nn.Module, joint: JointGraph, values: Values) -> None:
         self.first: FirstDifference | None = None
@@ -184,7 +175,6 @@ class _Calls:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which all module calls of the process are compared."""
         handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         try:
             yield
@@ -220,7 +210,7 @@ class _Calls:
         return list(dict.fromkeys(source for node in own for source in node.all_input_nodes if source not in own))
 
     def _judge(self, tensors: list[torch.Tensor], nodes: list[fx.Node], what: str) -> FirstDifference | None:
-        """Note and return the first difference: tensors of which some could be values of `nodes`, and none is."""
+        """Store and return the first difference: some tensors could be values of `nodes` (shape, dtype), but none is."""
         if self.first is not None:
             return None
         values = self._values[self._microbatch]
@@ -234,7 +224,6 @@ class _Calls:
 
 
 def tensors_of(structure: Any) -> list[torch.Tensor]:
-    """The tensors in a structure of containers."""
     return [leaf for leaf in pytree.tree_flatten(structure)[0] if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,12 +1,9 @@
-"""The result of `graphpp.verify`, as data and as text.
+"""The result of `graphpp.verify`, as data and as text. It contains no tensors.
 
-Contract
---------
-- A `Difference` is "equal" (every bit, NaN where NaN), "close" (relative size within the tolerance) or "differs".
-- The relative size of a difference is its norm divided by the norm of the reference. For a gradient the divisor is at least
-  1/1000 of the norm of an average gradient of that size: a gradient that is zero but for rounding (the bias of an
-  attention key) has no digits to compare.
-- The result holds no tensor.
+- A `Difference` is "equal" (every bit, NaN equal to NaN), "close" (relative size within the tolerance) or "differs".
+- The relative size is the norm of the difference divided by the norm of the reference. For a gradient the divisor is at least
+  1/1000 of an average gradient's norm at that size: a gradient that is zero up to rounding (an attention key's bias) has no
+  significant digits.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ class Difference:
 class FirstDifference:
     """The first value in which two runs differ.
 
-    `what`: the value in words; `value`: its name in the joint graph, as in a dump; `fqn`: the module call, "" outside of all
-    modules; `source`: the user's `file:line`; `stage` and `microbatch`: None where they are not known.
+    `what`: the value in words; `value`: its name in the joint graph; `fqn`: the module call, "" outside of all modules;
+    `source`: the user's `file:line`; `stage`, `microbatch`: None if unknown.
     """
 
     what: str
@@ -65,7 +62,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run compared with another: losses per microbatch, or the loss of the whole batch; gradients and buffers by FQN.
+    """One run compared with another: losses per microbatch or of the whole batch; gradients and buffers by FQN.
 
     `first`: the first value that differs. `note`: why the runs were not compared, or why a tolerance is wider. `compared`:
     False if the runs could not be compared.
@@ -81,12 +78,10 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of all differences."""
         return max((each.verdict for _, each in self.all()), key=_ORDER.index, default="equal")
 
     @property
     def ok(self) -> bool:
-        """Whether no value differs by more than its tolerance."""
         return self.verdict != "differs"
 
     def all(self) -> Iterator[tuple[str, Difference]]:
@@ -94,7 +89,7 @@ class Comparison:
         yield from chain(*self._kinds())
 
     def excused_by(self, other: Comparison) -> Comparison:
-        """This comparison, in which values that differ are close if `other`, with another reference, finds them close."""
+        """This comparison, in which a differing value counts as close unless it differs in `other` too."""
         return replace(
             self,
             losses=tuple(_better(*pair) for pair in zip(self.losses, other.losses, strict=True)),
@@ -103,7 +98,6 @@ class Comparison:
         )
 
     def _kinds(self) -> Iterator[list[tuple[str, Difference]]]:
-        """The named differences of the losses, those of the gradients, and those of the buffers."""
         yield [(loss_name(index, len(self.losses)), each) for index, each in enumerate(self.losses)]
         yield [(f"gradient of {fqn}", each) for fqn, each in self.largest.items()]
         yield [(f"buffer {fqn}", each) for fqn, each in self.buffers.items()]
@@ -127,12 +121,10 @@ class Comparison:
 
 
 def _better(found: Difference, other: Difference) -> Difference:
-    """`found`, but close if `other` does not differ."""
     return replace(found, verdict="close") if other.verdict != "differs" == found.verdict else found
 
 
 def loss_name(microbatch: int, losses: int) -> str:
-    """The name of a loss in a report."""
     return "loss" if losses == 1 else f"loss of microbatch {microbatch}"
 
 
@@ -143,9 +135,9 @@ _SAID: dict[Verdict, str] = {"equal": "equal, every bit", "close": "close, withi
 class Verification:
     """The result of `graphpp.verify`.
 
-    `cut`: stage programs compared with the uncut joint graph. `eager`: the joint graph compared with eager. `whole_batch`:
-    eager over the microbatches compared with eager over the whole batch, under `against="whole batch"`. `tolerance`: the
-    relative difference that counts as rounding. `seconds`: how long the verification took.
+    `cut`: stage programs compared with the uncut joint graph. `eager`: the joint graph compared with eager. `whole_batch`: with
+    `against="whole batch"`, eager over microbatches compared with eager over the whole batch. `tolerance`: the relative
+    difference that counts as rounding. `seconds`: duration of the verification.
     """
 
     cut: Comparison
@@ -185,7 +177,7 @@ class Verification:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, floor: float = 0.0) -> Difference:
-    """The distance of `ours` from the reference `theirs`; the divisor of the relative size is at least `floor`."""
+    """The distance of `ours` from the reference `theirs`; the relative size's divisor is at least `floor`."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return Difference(float("inf"), float("inf"), "differs")
     if same(ours, theirs):
@@ -198,12 +190,11 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, floor
 
 
 def widened(value: torch.Tensor) -> torch.Tensor:
-    """The value in float64, or in complex128 if it is complex."""
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors have one shape, one dtype and equal elements, NaN equal to NaN."""
+    """Whether two tensors have equal shape, dtype and elements, NaN equal to NaN."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     if torch.equal(ours, theirs):

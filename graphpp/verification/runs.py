@@ -1,12 +1,10 @@
-"""Runs one step of a model in three ways: in plain eager, as its uncut joint graph, and as the stage programs of a pipeline.
+"""Run one step of a model in three ways: in plain eager, as its uncut joint graph, and as stage programs.
 
-Contract
---------
-- All three start from the same parameters, buffers and random state, without gradients, and run the same microbatches with
-  the same seeds (the gradient of the step's loss by each microbatch's loss).
-- Random operators draw the numbers of the microbatch's key in all three, if eager has those of the joint graph, in order.
-- With `jitter` every value of the uncut run is moved by units in the last place, up or down at random, as soon as it is
-  computed (Monte Carlo arithmetic, Parker 1997). The results then show the effect of rounding alone on this step.
+- All three start from the same parameters, buffers and random state, without gradients, with the same microbatches and seeds
+  (the gradient of the step's loss by each microbatch's loss).
+- Random operators draw equal numbers in all three, if eager runs the joint graph's random operators in order.
+- With `jitter` every value of the uncut run is moved by units in the last place at random when computed (Monte Carlo
+  arithmetic, Parker 1997). The results then show the effect of rounding on this step.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ class Jitter:
         self._generator, self._units = torch.Generator().manual_seed(seed), units
 
     def move(self, value: torch.Tensor) -> torch.Tensor:
-        """The moved value."""
         signs = torch.randint(0, 2, value.shape, generator=self._generator, dtype=torch.int8).to(value.device) * 2 - 1
         return value * (1 + self._units * torch.finfo(value.dtype).eps * signs.to(value.dtype))
 
@@ -63,9 +60,9 @@ class Numbers:
 class Step:
     """The input of all three runs.
 
-    `seeds`: per microbatch the gradient of the step's loss by the microbatch's loss, 0-dim. `sum_dtype`: the option
-    `gradients.dtype`, in which the stage programs and the uncut graph add gradients up; eager adds in the gradient's own dtype.
-    `written`: the FQNs of the buffers and frozen parameters that the forward writes.
+    `seeds`: per microbatch the 0-dim gradient of the step's loss by its loss. `sum_dtype`: the option `gradients.dtype`, in
+    which stage programs and the uncut graph sum gradients; eager sums in the gradient's dtype. `written`: FQNs of buffers and
+    frozen parameters that the forward writes.
     """
 
     model: nn.Module
@@ -77,7 +74,6 @@ class Step:
     written: Sequence[str] = ()
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
-        """A context that restores the model's state afterwards."""
         return state_restored(self.model, self.device, self.written)
 
     def buffers(self) -> Tensors:
@@ -86,12 +82,8 @@ class Step:
         return {name: value.detach().clone() for name, value in (*self.model.named_buffers(), *frozen)}
 
     def left_behind(self, losses: Sequence[torch.Tensor]) -> Numbers:
-        """The gradients and buffers of the model after a step, with the step's losses."""
         grads = {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
         return Numbers(list(losses), grads, self.buffers())
-
-
-# ---------------------------------------------------------------------------------------------------------- uncut
 
 
 def repeatable(joint: JointGraph) -> JointGraph:
@@ -102,7 +94,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
 
 
 def run_uncut(step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: Jitter | None = None) -> Numbers:
-    """Interpret the joint graph for one microbatch after the other; `watch` gets a microbatch's index and values by name."""
+    """Interpret the joint graph for each microbatch; `watch` gets a microbatch's index and values by name."""
     numbers = Numbers(buffers=step.buffers())
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
     known |= {program.Parameter(name): value.detach() for name, value in step.model.named_parameters()}
@@ -111,7 +103,7 @@ def run_uncut(step: Step, joint: JointGraph, watch: ValueHook | None = None, jit
         given |= {program.Buffer(name): value for name, value in numbers.buffers.items()}
         given |= {program.Seed(): step.seeds[index], program.RandomKey(): key}
         interpreter = _Watched(joint, jitter)
-        with torch.no_grad(), torch.autocast(step.device.type, enabled=False):  # its casts are in the graph
+        with torch.no_grad(), torch.autocast(step.device.type, enabled=False):  # the graph contains autocast's casts
             results = interpreter.run(*(given[role] for role in joint.inputs()))
             _file(joint, results, numbers, step)
         if watch is not None:
@@ -122,7 +114,7 @@ def run_uncut(step: Step, joint: JointGraph, watch: ValueHook | None = None, jit
 
 
 class _Watched(fx.Interpreter):
-    """Interprets a graph and keeps every value under its node's name; `jitter` moves each."""
+    """Interprets a graph and keeps every value by its node's name; `jitter` moves each."""
 
     def __init__(self, joint: JointGraph, jitter: Jitter | None) -> None:
         super().__init__(joint.module, graph=joint.graph)
@@ -138,7 +130,7 @@ class _Watched(fx.Interpreter):
 
 
 def _rounds(value: Any) -> bool:
-    """Whether an operation's result is rounded and its dtype has arithmetic (float8 and complex32 have none)."""
+    """Whether a result is rounded and its dtype has arithmetic (float8 and complex32 have none)."""
     if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
         return False
     return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
@@ -156,11 +148,8 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers, 
                 numbers.grads[fqn] = value.to(dtype, copy=True) if before is None else before + value
 
 
-# ------------------------------------------------------------------------------------------------------------ cut
-
-
 def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule) -> Numbers:
-    """Run the stage programs of each microbatch by a pipeline's own runner, under a schedule of one rank."""
+    """Run the stage programs of each microbatch by the pipeline's runner, under a schedule of one rank."""
     config = RunnerConfig(sum_dtype=step.sum_dtype)
     runner = GraphPPRunner(programs, schedule, ModelState(step.model), RankPlace(step.device, None), config)
     with torch.autocast(step.device.type, enabled=False):
@@ -168,11 +157,8 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
     return step.left_behind(runner.losses().unbind())
 
 
-# ---------------------------------------------------------------------------------------------------------- eager
-
-
 def run_eager(step: Step, joint: JointGraph) -> tuple[Numbers, bool]:
-    """Run the plain loop with autograd: its results, and whether its random operators were those of the joint graph."""
+    """Run the plain loop with autograd; returns results, and whether its random operators were the joint graph's."""
     expected = [_Draw.of(node) for node in joint.computed() if node.target is seeded]
     losses, matched = list[torch.Tensor](), True
     for part, seed, key in zip(step.parts, step.seeds, step_keys(len(step.parts), None, step.device), strict=True):
@@ -189,7 +175,7 @@ def run_eager(step: Step, joint: JointGraph) -> tuple[Numbers, bool]:
 
 @dataclass(frozen=True)
 class _Draw:
-    """A random operator of the joint graph: its kind, and the order of memory of its one tensor input (see `relax_views`)."""
+    """A random operator of the joint graph: its kind, and the memory order of its one tensor input (see `relax_views`)."""
 
     kind: str
     order: Sequence[int] | None
@@ -201,7 +187,7 @@ class _Draw:
 
 
 class _Keyed(aot.DispatchMode):
-    """A dispatch mode in which each random operator of an eager forward draws the numbers of its twin in the joint graph."""
+    """Random operators of an eager forward draw the numbers of their counterparts in the joint graph."""
 
     def __init__(self, key: int, expected: Sequence[_Draw]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -230,6 +216,6 @@ class _Keyed(aot.DispatchMode):
 
 
 def _kind(operator: Any) -> str:
-    """An operator's name, the same whether it writes in place or not."""
+    """An operator's name, equal for its in-place form."""
     name = str(getattr(operator, "overloadpacket", operator)).rstrip("_")
     return "aten.bernoulli" if name == "aten.native_dropout" else name  # eager's dropout on CPU draws the same numbers

@@ -1,11 +1,9 @@
-"""Compiles the pipeline that `graphpp.verify` checks, for any number of ranks, so that one process can run it.
+"""Compile the pipeline that `graphpp.verify` checks, for any number of ranks, so that one process can run it.
 
-Contract
---------
-- A schedule for several ranks is checked with all its rows and messages. Then its computations are put on one rank, in an
-  order in which the ranks could have run them.
-- The programs are those for the shape of microbatch 0. Where the caller gives one microbatch, the others have its rows in other
-  orders, so that a microbatch taken for another one changes the numbers.
+- A schedule for several ranks is checked with all rows and messages. Then its computations run on one rank, in an order that is
+  possible on the ranks.
+- Programs are compiled for the shape of microbatch 0. If the caller gives one microbatch, the others have its rows in other
+  orders, so that confusing microbatches changes the numbers.
 """
 
 from __future__ import annotations
@@ -55,12 +53,11 @@ class SimulatedPlace(RankPlace):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the schedule is for."""
         return self.count
 
     @property
     def shards(self) -> int | None:
-        """Into how many shards the ranks would cut parameters; this process holds them whole."""
+        """The number of shards of each parameter on the ranks; this process has whole parameters."""
         return self.shard_count
 
 
@@ -68,8 +65,8 @@ class SimulatedPlace(RankPlace):
 class Subject:
     """A pipeline under verification, and the graphs that it is compared with.
 
-    `programs`: the stage programs of each microbatch. `uncut`: the joint graph before the cut. `staged`: the graph of each
-    stage and phase. `row`: the schedule on one rank. `backend`: whether a backend compiled the programs, which round otherwise.
+    `programs`: one per microbatch. `uncut`: the joint graph before the cut. `staged`: the graph of each stage and phase. `row`:
+    the schedule on one rank. `backend`: whether a backend, which rounds differently, compiled the programs.
     """
 
     graph: CompiledGraph
@@ -81,7 +78,7 @@ class Subject:
 
 
 def subject_of(request: CompileRequest, parts: Sequence[FlatMicrobatch]) -> Subject:
-    """Compile the pipeline for these microbatches. The model stays as it is. Raises the errors of `graphpp.compile`."""
+    """Compile the pipeline for these microbatches; restores the model. Raises the errors of `graphpp.compile`."""
     seen: dict[str, Any] = {}
 
     def watch(passed: PassResult) -> None:
@@ -112,13 +109,13 @@ def subject_of(request: CompileRequest, parts: Sequence[FlatMicrobatch]) -> Subj
 
 
 def uncut_graph(request: CompileRequest, part: FlatMicrobatch) -> JointGraph:
-    """The joint graph for one microbatch, before the cut. The model stays as it is. Raises `CaptureError`."""
+    """The joint graph for one microbatch, before the cut; restores the model. Raises `CaptureError`."""
     with state_restored(request.model, request.place.device):
         return repeatable(capture_graph(request, part, True).joint)
 
 
 def in_one_row(schedule: Schedule) -> Schedule:
-    """The computations of all ranks on one rank, without messages, in an order in which the ranks could run them."""
+    """The computations of all ranks on one rank, without messages, in an order that is possible on the ranks."""
     rows = [[action for action in row if action and action.is_compute] for row in schedule.table]
     row, done = list[Action](), set[Action]()
     for _, action in in_order(rows, lambda _, action: has_inputs(action, done, schedule.stages)):
@@ -136,7 +133,7 @@ def device_of(model: object) -> torch.device:
 
 
 def ranks_of(given: int | None, options: Options) -> int:
-    """The number of ranks: `given`, else the rows of the table, else as many as the split asks for, else 2."""
+    """The number of ranks: `given`, else the table's rows, else as many as the split asks for, else 2."""
     if given is not None:
         require(ScheduleError, "ranks", _RANKS, given)
         return given
@@ -152,12 +149,12 @@ def ranks_of(given: int | None, options: Options) -> int:
 
 
 def of_other_shapes(parts: Sequence[FlatMicrobatch]) -> list[int]:
-    """The indices of the microbatches that differ from microbatch 0 in shape or structure."""
+    """Indices of microbatches that differ from microbatch 0 in shape or structure."""
     return [index for index, part in enumerate(parts) if part.signature != parts[0].signature]
 
 
 def cut_as_in_a_step(batch: Microbatch, ranks: int, options: Options) -> list[FlatMicrobatch]:
-    """The microbatches into which `Pipeline.step` cuts a batch on so many ranks. Raises `BatchError`, also for a single one."""
+    """The microbatches into which `Pipeline.step` cuts a batch. Raises `BatchError`, also if it would not cut the batch."""
     cutter = BatchCutter()
     flat = FlatMicrobatch.of(batch)
     count = microbatches_for(options, ranks, flat, Tables(options.schedule, ranks).admits)
@@ -180,6 +177,5 @@ def rotated(example: Microbatch, count: int) -> list[FlatMicrobatch]:
 
 
 def moved_to(device: torch.device, part: FlatMicrobatch) -> FlatMicrobatch:
-    """The microbatch with its tensors on `device`."""
     values = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.values]
     return replace(part, values=tuple(values))

@@ -1,16 +1,12 @@
 """The tolerance of each result of a step, and the comparison of two runs within these tolerances.
 
-Contract
---------
-- A difference is relative, as `report.py` defines it.
-- `rounding` measures the effect of rounding on this step: one unit in the last place is added to or taken from every value of
-  the uncut graph at random. The tolerance of a result is ten times the distance by which it then moves.
-- Rounding also changes decisions: whether a ReLU lets an element through, which expert a token goes to. One other decision
-  moves gradients by up to some percent, and few runs meet it. A result that differs is compared with other decisions: runs of
-  the uncut graph, each moved by rounding alone, until it is within its tolerance of one of them. A fault is as far from all of
-  them, unless the result has few elements.
-- A sum of n terms in another order is off by up to sqrt(n) roundings (Higham and Mary 2019) of the dtype in which a kernel
-  adds, float32 for narrower dtypes. `growth_of_sums` is the factor by which this exceeds the ten.
+- `rounding` measures the effect of rounding on this step: every value of the uncut graph is moved by one unit in the last place
+  at random. A result's tolerance is ten times its resulting relative distance (`report.py`).
+- Rounding also changes decisions, such as a ReLU's sign or a token's expert. One changed decision moves gradients by up to some
+  percent, and few runs meet it. A differing result is therefore compared with further jittered runs of the uncut graph, until
+  it is within its tolerance of one. A real fault is far from all of them, unless the result has few elements.
+- A sum of n terms in another order is off by up to sqrt(n) roundings (Higham and Mary 2019) of the kernel's accumulation dtype,
+  float32 for narrower dtypes. `growth_of_sums` is the factor by which this exceeds the ten.
 """
 
 from __future__ import annotations
@@ -26,21 +22,21 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.verification.report import Comparison, Difference, difference, loss_name, widened
 from graphpp.verification.runs import Jitter, Numbers, Step, run_uncut
 
-_JITTERS = 3  # runs moved by one unit, which measure rounding; the median counts, so that one other decision does not
-_DECISIONS = 16  # at most so many more for results that differ; those of a ResNet need 3 on average
-_OF_DECISIONS = 2  # units in the last place by which these are moved: as many as Inductor's results are, see below
-_OF_JITTER = 10  # a difference up to ten times that counts as rounding; Inductor's is 0.3 to 2 times it in the zoo
+_JITTERS = 3  # runs that measure rounding; the median ignores one run with a changed decision
+_DECISIONS = 16  # further runs, at most, for results that differ; a ResNet needs 3 on average
+_OF_DECISIONS = 2  # units in the last place by which these runs are moved, as Inductor's results are
+_OF_JITTER = 10  # tolerance / measured rounding; Inductor's differences are 0.3 to 2 times the measured rounding
 _FLOAT32_TOLERANCE = 1e-6
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
-_MOST = 0.5  # the largest tolerance: a result that is off by half is wrong, however much rounding moves it
+_MOST = 0.5  # the largest tolerance: a result that is off by half is wrong in any case
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The relative differences that count as rounding: `named` by the names of a `Comparison`, `others` for all other results.
+    """Relative differences that count as rounding: `named` by names of a `Comparison`, `others` for all other results.
 
-    `note` says why results that are close are not equal. `decisions`: runs of the reference, rounded otherwise and made as they
-    are asked for, with which results that differ are compared too.
+    `note`: why close results are not equal. `decisions`: lazily made runs of the reference with other rounding, with which
+    differing results are compared too.
     """
 
     others: float
@@ -49,12 +45,11 @@ class Tolerances:
     decisions: Iterator[Numbers] = iter(())
 
     def of(self, name: str) -> float:
-        """The tolerance of one result."""
         return self.named.get(name, self.others)
 
 
 def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances) -> Comparison:
-    """Compare `ours` with the reference `theirs`, each value within its tolerance; then those that differ with `decisions`."""
+    """Compare `ours` with the reference `theirs` within tolerances; then differing values with `decisions`."""
     first = found = _compared(title, ours, theirs, tolerances)
     if found.verdict == "equal":
         return found
@@ -98,12 +93,12 @@ def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances
 
 
 def usual_tolerance(joint: JointGraph) -> float:
-    """1e-6 in float32, and as many units in the last place of the coarsest floating dtype that the graph computes in."""
+    """1e-6 in float32; in the coarsest floating dtype of the graph, equally many units in the last place."""
     return _FLOAT32_TOLERANCE * _coarsest(joint) / _FLOAT32_EPS
 
 
 def growth_of_sums(joint: JointGraph, terms: int) -> float:
-    """The factor by which a tolerance grows for sums of so many terms that are added in another order."""
+    """The factor by which a tolerance grows for sums of `terms` terms in another order."""
     return max(1.0, math.sqrt(terms) * min(1.0, _FLOAT32_EPS / (_coarsest(joint) or 1.0)) / _OF_JITTER)
 
 
@@ -113,7 +108,7 @@ def _coarsest(joint: JointGraph) -> float:
 
 
 def rounding(step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str, growth: float = 1.0) -> Tolerances:
-    """Tolerances for results that are summed in other orders: `growth` times the effect of rounding, or times `tolerance`."""
+    """Tolerances for results with other summation orders: `growth` times the effect of rounding, or times `tolerance`."""
     noise = _noise(step, joint, uncut)
     named = {name: min(growth * max(tolerance, _OF_JITTER * moved), _MOST) for name, moved in noise.items()}
     most = max(noise, key=lambda name: noise[name])
@@ -123,7 +118,7 @@ def rounding(step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, no
 
 
 def _noise(step: Step, joint: JointGraph, uncut: Numbers) -> dict[str, float]:
-    """By name of the result: the relative distance by which it moves if every value on the way is rounded otherwise."""
+    """By result name: the median relative distance by which jitter moves it."""
     runs = (_compared("", _moved(step, joint, Jitter(seed)), uncut, Tolerances(0.0)) for seed in range(_JITTERS))
     sizes = [{name: each.relative for name, each in run.all()} for run in runs]
     return {name: statistics.median(each[name] for each in sizes) for name in sizes[0]}

@@ -1,11 +1,9 @@
-"""Verifies a pipeline in one process, before a cluster is rented: runs one step in three ways and compares the results.
+"""Verify a pipeline in one process: run one step in three ways and compare the results.
 
-Contract
---------
-- The stage programs, run by the pipeline's own runner, are compared with the uncut joint graph. On the CPU the bits must be
-  equal; the tolerance holds for a tied parameter's sum, with fused accumulation for every gradient, under a backend for every
-  result. The joint graph is compared with plain eager, within the tolerance.
-- A backend sums in other orders, with an effect that depends on the model. So the tolerance of each result is measured.
+- Stage programs, run by the pipeline's runner, are compared with the uncut joint graph. On the CPU all bits must be equal; a
+  tolerance holds for a tied parameter's sum, for all gradients with fused accumulation, and for all results under a backend.
+  The joint graph is compared with plain eager within the tolerance.
+- A backend changes the order of sums, with an effect that depends on the model, so each result's tolerance is measured.
 - Given a whole batch, eager over its microbatches is compared with eager over the batch.
 - No process group is needed. The model (parameters, gradients, buffers, attributes) and the random state are restored.
 """
@@ -53,9 +51,9 @@ def verified(
     dumps: bool = False,
     whole: FlatMicrobatch | None = None,
 ) -> Verification:
-    """The report for these microbatches; `place` says for how many ranks the schedule is, `dumps` whether graphs are dumped.
+    """The report for these microbatches; `place` tells for how many ranks; `dumps`: whether graphs are dumped.
 
-    `whole`: the batch that the microbatches were cut out of; the step is then compared with a step over it as well.
+    `whole`: the batch that the microbatches were cut from; the step is then compared with a step over it too.
     """
     began = time.perf_counter()
     other = of_other_shapes(parts)
@@ -83,8 +81,6 @@ def verified(
     return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began, against)
 
 
-# ------------------------------------------------------------------------------------------------------ compare
-
 _CUT = "stage programs against the uncut joint graph"
 _EAGER = "joint graph against eager"
 _OTHER_NUMBERS = (
@@ -94,7 +90,7 @@ _OTHER_NUMBERS = (
 
 
 def _three_ways(step: Step, compiled: Subject, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
-    """The two comparisons; microbatch 0 runs in the place of microbatches of other shapes."""
+    """The two comparisons; microbatch 0 replaces microbatches of other shapes."""
     others = of_other_shapes(step.parts)
     uniform = [step.parts[0] if at in others else part for at, part in enumerate(step.parts)]
     cut, eager = _of_one_shape(replace(step, parts=uniform), compiled, tolerance, measured)
@@ -122,10 +118,10 @@ def _of_one_shape(step: Step, compiled: Subject, tolerance: float, measured: boo
 def _against_eager(
     step: Step, compiled: Subject, results: tuple[Numbers, Numbers], tolerance: float, measured: bool
 ) -> Comparison:
-    """Compare eager with the joint graph; results that differ are compared once more within the measured effect of rounding.
+    """Compare eager with the joint graph (`results`), and again within the measured effect of rounding if results differ.
 
-    `results`: those of eager and those of the joint graph. A trace may run other operators than eager (an LSTM's), and some
-    gradients, such as that of a bias before a norm, consist of rounding alone.
+    A trace may run other operators than eager (for an LSTM), and some gradients, such as of a bias before a norm, consist only
+    of rounding errors.
     """
     found = compared(_EAGER, *results, Tolerances(tolerance))
     if found.verdict != "differs" or not measured:
@@ -136,7 +132,6 @@ def _against_eager(
 
 
 def _tolerances(step: Step, compiled: Subject, uncut: Numbers, tolerance: float, measured: bool) -> Tolerances:
-    """The tolerances of the stage programs against the uncut graph."""
     stages = compiled.graph.program.stages
     fused = any(item.fused for stage in stages for item in stage.programs.values())
     made = [fqn for stage in stages for fqn in stage.gradients]
@@ -146,7 +141,7 @@ def _tolerances(step: Step, compiled: Subject, uncut: Numbers, tolerance: float,
     if compiled.backend:
         note = "backend: compiled programs are rounded otherwise"
         return rounding(step, compiled.uncut, uncut, tolerance, note) if measured else Tolerances(tolerance, {}, note)
-    if step.device.type != "cpu":  # a GPU may add in another order at every run
+    if step.device.type != "cpu":  # a GPU's order of summation may vary
         return Tolerances(tolerance, {}, note)
     return Tolerances(0.0, {f"gradient of {fqn}": tolerance for fqn in (uncut.grads if fused else tied)}, note)
 
@@ -157,7 +152,7 @@ def _of_cut(step: Step, compiled: Subject, uncut: Numbers, tolerances: Tolerance
     found = compared(_CUT, ours, uncut, tolerances)
     if found.verdict == "differs":
         first = None
-        if not compiled.backend:  # a compiled program's values differ anyway
+        if not compiled.backend:  # values inside compiled programs always differ
             values = values_of(step, compiled.uncut)
             first = first_in_stages(step, values, compiled.staged, compiled.programs, compiled.row)
         first = first or first_in_results(found, compiled.uncut, compiled.graph.program)
@@ -166,7 +161,7 @@ def _of_cut(step: Step, compiled: Subject, uncut: Numbers, tolerances: Tolerance
 
 
 def _placed(first: FirstDifference | None, loss: Any) -> FirstDifference | None:
-    """The difference with a source line: for the loss, of which torch.export keeps no lines, the first line of its function."""
+    """The difference with a source line: for the loss, for which torch.export keeps none, its function's first line."""
     if first is None or first.fqn or first.source:
         return first
     return replace(first, source=first_line(loss))

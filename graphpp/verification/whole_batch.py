@@ -1,15 +1,13 @@
-"""Compares a step over microbatches with one forward and backward over the whole, uncut batch. Both run in plain eager.
+"""Compare a step over microbatches with one forward and backward over the whole batch, both in eager.
 
-Contract
---------
-- The reference is `loss(model(x), target)` of the whole batch with its gradients, whatever `gradients.reduction` says: a
-  training loop without microbatches computes these. The step adds losses and gradients up as that option says.
-- Kernels round otherwise for another number of rows, and sums over rows are added in another order. So results that differ are
-  compared once more within the measured effect of rounding on the whole batch (`tolerances.py`).
-- If the loss or a gradient differs, the comparison names the first module call that mixes rows, as batch norm does, else the
-  loss, and says in its note what to do. A call mixes rows if for a microbatch it gets the inputs that it gets for the whole
-  batch, and returns other rows. Calls are compared in the order in which they end, so the innermost one is found first.
-- A model with random operators is not compared: they draw other numbers for another number of rows.
+- The reference is `loss(model(x), target)` of the whole batch, regardless of `gradients.reduction`: a training loop without
+  microbatches computes it. The step sums losses and gradients according to that option.
+- Kernels round differently for other numbers of rows, and sums over rows change their order. Differing results are therefore
+  compared again within the measured effect of rounding on the whole batch (`tolerances.py`).
+- If the loss or a gradient differs, the comparison names the first module call that mixes rows (such as batch norm), else the
+  loss, and advises in its note. A call mixes rows if, for equal input rows, it returns other rows in a microbatch than in the
+  whole batch. Calls are compared in the order in which they end, so the innermost is found first.
+- Models with random operators are not compared: other numbers of rows draw other random numbers.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ Tensors = list[torch.Tensor]
 CallHook = Callable[[str, nn.Module, Tensors, Tensors], None]
 Against = Literal["microbatches", "whole batch"]
 AGAINST = one_word("microbatches", "whole batch")
-_OF_TOLERANCE = 10  # a module call mixes rows if they differ by more than ten times the tolerance: rounding grows on its way
-_MOST = 0.1  # or by more than a tenth in any case
+_OF_TOLERANCE = 10  # a call mixes rows if they differ by more than ten times the tolerance: rounding accumulates
+_MOST = 0.1  # or by more than a tenth
 
 
 def of_whole_batch(
@@ -51,10 +49,10 @@ def of_whole_batch(
     tolerance: float,
     captured: Callable[[], JointGraph] | None,
 ) -> Comparison:
-    """Compare the step with the batch that its microbatches were cut out of.
+    """Compare the step with the batch that its microbatches were cut from.
 
-    `reduction`: how the step's loss is made of its microbatches' losses. `joint`: the graph of one microbatch. `captured`: the
-    graph of the whole batch, to measure rounding on; None: rounding is not measured.
+    `reduction`: how the step's loss combines its microbatches' losses. `joint`: the graph of one microbatch. `captured`: makes
+    the graph of the whole batch, to measure rounding; None: rounding is not measured.
     """
     drawing = next((node for node in joint.computed() if node.target is seeded), None)
     if drawing is not None:
@@ -99,11 +97,8 @@ def _rounding(once: Step, joint: JointGraph, tolerance: float) -> Tolerances:
     return rounding(once, joint, uncut, tolerance, note, growth_of_sums(joint, terms))
 
 
-# -------------------------------------------------------------------------------------------------- rows that are mixed
-
-
 def first_mixing_call(step: Step, whole: FlatMicrobatch, limit: float) -> FirstDifference | None:
-    """The first module call that mixes rows, None if there is none. `limit`: the relative difference of equal rows."""
+    """The first module call that mixes rows, else None. `limit`: relative difference up to which rows are equal."""
     calls = _Calls(limit)
     with step.restored():
         _forward(step.model, whole, calls.keep)
@@ -117,10 +112,10 @@ def first_mixing_call(step: Step, whole: FlatMicrobatch, limit: float) -> FirstD
 
 @dataclass
 class _Calls:
-    """The inputs and outputs of each module call for the whole batch (`known`), with which those of microbatches are compared.
+    """Compares module calls for microbatches with the inputs and outputs of those for the whole batch (`known`).
 
-    `start`, `rows`: the first row of the batch that the microbatch has, and the number of its rows. A row of the batch may be
-    several rows of a tensor ([batch * seq, d_model]). A tensor that has no rows, such as a loss, is not counted as an output.
+    `start`, `rows`: the microbatch's first row in the batch, and its number of rows. A batch row may be several tensor rows
+    ([batch * seq, d_model]). A tensor without rows, such as a loss, does not count as output.
     """
 
     limit: float
@@ -131,11 +126,9 @@ class _Calls:
     known: dict[str, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
     def keep(self, call: str, module: nn.Module, inputs: Tensors, outputs: Tensors) -> None:
-        """Keep a call for the whole batch."""
         self.known[call] = ([each.clone() for each in inputs], [each.clone() for each in outputs])
 
     def compare(self, call: str, module: nn.Module, inputs: Tensors, outputs: Tensors) -> None:
-        """Compare a call for a microbatch."""
         if self.first is not None or call not in self.known:
             return
         known_inputs, known_outputs = self.known[call]
@@ -151,7 +144,7 @@ class _Calls:
         return [difference(each, rows, self.limit) for each, rows in aligned if rows is not None]
 
     def _rows_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-        """The microbatch's rows of a tensor of the whole batch. None where the shapes do not tell which these are."""
+        """The microbatch's rows of a tensor of the whole batch. None if the shapes do not determine them."""
         if whole.dim() != like.dim():
             return None
         differing = [dim for dim in range(like.dim()) if whole.shape[dim] != like.shape[dim]]
@@ -164,7 +157,7 @@ class _Calls:
 
 
 def _forward(model: nn.Module, part: FlatMicrobatch, seen: CallHook) -> None:
-    """Run a forward; `seen` gets each module call when it ends: its FQN (`fqn@n` if repeated), module, inputs and outputs."""
+    """Run a forward; after each module call, `seen` gets its FQN (`fqn@n` if repeated), module, inputs and outputs."""
     batch, names, counts = part.microbatch(), {id(module): name for name, module in model.named_modules()}, Counter[str]()
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -181,8 +174,6 @@ def _forward(model: nn.Module, part: FlatMicrobatch, seen: CallHook) -> None:
 def _floats(structure: Any) -> Tensors:
     return [tensor for tensor in tensors_of(structure) if tensor.is_floating_point()]
 
-
-# ------------------------------------------------------------------------------------------------------- in words
 
 _TITLE = "microbatches against the whole batch, both in eager"
 _MEANS: Mapping[Reduction, str] = {"mean": "mean", "rows": "mean, weighted by rows,", "sum": "sum"}

@@ -1,16 +1,13 @@
-"""Dumps the graph after each pass, as files that run and as artefacts of torch's trace, from one hook on the recipe.
+"""Dump the graph after each pass as runnable files and as artifacts of torch's trace.
 
-Contract
---------
-- A folder per rank and captured graph: `rank0/train`, `rank0/eval`. The next graph that the same process captures for
-  the same purpose (other shapes, another pipeline) goes to `rank0/train_2`; the files of an earlier process are removed.
-- `NN_pass_joint.py`, `NN_pass_stage1_forward.py`: a graph after a pass that changed its text, NN counting the passes;
-  `programs/stage1_forward.py`: a program that runs; `programs/stage0_forward_with_stage1_backward.py`: a woven one;
-  `passes.txt`, `boundaries.txt`, `plan.txt`, `plan.json`, `schedule.csv`.
-- Every rank writes the programs of its own stages and the joint graph as captured, so that ranks that disagree can be
-  compared. The joint graph after each pass is the same on every rank, and rank 0 writes it.
-- The same texts are artefacts `graphpp_train_NN_pass_joint.py`, .. where TORCH_TRACE is set, with or without a folder.
-- Graphs are only read. Without folder and trace nothing is rendered. `GraphPPError` where a file cannot be written.
+- Each rank and captured graph has a folder: `rank0/train`, `rank0/eval`. A further graph that this process captures for the
+  same purpose goes to `rank0/train_2`. Files of an earlier process are removed.
+- `NN_pass_joint.py`, `NN_pass_stage1_forward.py`: a graph that pass NN changed. `programs/stage1_forward.py`: a program that
+  runs. `programs/stage0_forward_with_stage1_backward.py`: a woven program.
+- Every rank writes the programs of its stages and the captured joint graph, so that differing ranks can be compared. Later
+  joint graphs are equal on all ranks, and only rank 0 writes them.
+- With TORCH_TRACE set, the texts are also artifacts `graphpp_train_NN_pass_joint.py`, with or without a folder.
+- Without folder and trace nothing is rendered. Raises `GraphPPError` if a file cannot be written.
 """
 
 from __future__ import annotations
@@ -41,13 +38,13 @@ from graphpp.schedules.table.schedule import Schedule
 _TEXTS = ("passes.txt", "boundaries.txt", "plan.txt", "plan.json", "schedule.csv")
 _OURS = ("[0-9][0-9]_*.py", "programs/stage*.py", *_TEXTS)
 
-# Folders that this process has written. Like the names of temporary files they are the process's, not a pipeline's.
+# Folders that this process has written, for all of its pipelines.
 _taken: set[Path] = set()
 
 
 @dataclass(frozen=True)
 class _Text:
-    """One graph's text: `name` is `joint` or `stage1_forward`; `final`: whether this text is the program that runs."""
+    """The text of a graph. `name`: `joint` or e.g. `stage1_forward`; `final`: whether the text is the program that runs."""
 
     name: str
     title: str
@@ -74,11 +71,10 @@ class Dump:
         self._woven = Counter[str]()
 
     def captured(self, captured: CapturedGraph) -> None:
-        """Dump the joint graph."""
         self._see(PassResult("capture", captured.seconds, captured.joint), ())
 
     def hook(self, schedule: Schedule) -> Hook:
-        """The hook that the recipe calls after each pass; the schedule says which stages are this rank's."""
+        """The hook to call after each pass; `schedule` tells which stages are on this rank."""
         mine = [stage for stage, rank in schedule.rank_of_stage.items() if rank == self._rank]
         return lambda passed: self._see(passed, mine)
 
@@ -97,7 +93,7 @@ class Dump:
             self._write(file, text)
 
     def woven(self, made: WovenGraph, emitted: WovenProgram, seconds: float) -> None:
-        """Dump a woven program; one of the same parts for microbatches of another shape gets a number."""
+        """Dump a woven program. Programs woven of the same parts (for other shapes) are numbered."""
         if self._folder is None and not aot.tracing():
             return
         name = "_with_".join(f"stage{part.stage}_{part.phase.label}" for part in made.parts)
@@ -108,7 +104,7 @@ class Dump:
         self._write(f"programs/{name}.py", standalone(made.graph, rendered, origin))
 
     def _see(self, passed: PassResult, mine: Collection[int]) -> None:
-        """Dump the result of a pass: the texts that this rank writes and that have changed."""
+        """Dump the texts that this rank writes and that the pass changed."""
         if self._folder is None and not aot.tracing():
             return
         texts = list(self._texts(passed.result, mine))
@@ -139,7 +135,7 @@ class Dump:
                 yield from self._programs(result, mine)
 
     def _programs(self, program: PipelineProgram, mine: Collection[int]) -> Iterator[_Text]:
-        """The texts of the programs that run; example inputs and bound values come from the graphs of the cut."""
+        """The texts of the programs that run; example inputs and bound values come from the cut graphs."""
         assert self._cut is not None
         for stage in (program.stages[index] for index in mine):
             graphs = {phase: self._cut.graphs[F if phase is Phase.EVALUATE else phase, stage.index] for phase in stage.programs}
@@ -171,7 +167,7 @@ def _per(phase: Phase) -> str:
 
 
 def _claim(base: Path, kind: str) -> Path:
-    """`base/kind`, or `base/kind_2` .. where this process wrote that one before."""
+    """Make `base/kind`, or `base/kind_2` .. if this process has already written that folder."""
     base = base.absolute()
     with _writing(base):
         if base not in _taken:
@@ -186,7 +182,7 @@ def _claim(base: Path, kind: str) -> Path:
 
 
 def _remove_earlier(base: Path) -> None:
-    """Remove the files that an earlier process dumped here, and nothing else."""
+    """Remove only the files that an earlier process dumped here."""
     for folder in [folder for kind in ("train", "eval") for folder in (base / kind, *base.glob(f"{kind}_[0-9]*"))]:
         for pattern in _OURS:
             for file in folder.glob(pattern):

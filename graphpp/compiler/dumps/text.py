@@ -1,4 +1,4 @@
-"""The texts of a dump besides its graphs: passes, boundaries, plan, schedule. Data in, text out."""
+"""The texts of a dump besides its graphs: passes, boundaries, plan, schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphpp.units import spell_bytes
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass that ran: its name, its time in seconds, and the number of files that this rank wrote after it."""
+    """A pass that ran, and the number of files that this rank wrote after it."""
 
     name: str
     seconds: float
@@ -37,7 +37,7 @@ def passes_text(passes: Sequence[Pass]) -> str:
 
 
 def boundaries_text(cut: StagedGraphs) -> str:
-    """The values that cross each boundary in each direction and that each stage saves, per microbatch, one a line."""
+    """The values that cross each boundary and that each stage saves, per microbatch, one a line."""
     makers = {node.name: node for slot in cut.graphs.values() for node in slot.graph.nodes if node.op != "placeholder"}
     lines: list[str] = []
     for boundary in cut.boundaries:
@@ -60,7 +60,7 @@ def _listed(title: str, values: Sequence[TensorMeta], makers: dict[str, fx.Node]
 
 
 def plan_json(plan: Plan) -> str:
-    """The plan as JSON: stages, the memory of each rank, and the schedule with one line of actions per rank."""
+    """The plan as JSON: stages, memory of each rank, and the schedule with one line of actions per rank."""
     rows = [" ".join(str(cell or ".") for cell in row) for row in plan.schedule.table]
     schedule = {key: getattr(plan.schedule, key) for key in ("name", "stages", "microbatches")} | {"table": rows}
     windows = [{key: _plain(value) for key, value in vars(window).items()} for window in plan.offload_windows]

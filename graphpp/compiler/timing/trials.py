@@ -1,15 +1,11 @@
-"""Runs of one stage program with made-up values for its inputs, and their seconds.
+"""Time stage programs on made-up inputs, each run as an action of a step (`runtime/task.py`).
 
-Contract
-    in   programs, their graphs, the device
-    out  `warmed_up` gives a trial of each program, which has run once; `medians` runs them in turn and gives their seconds
-    A run is that of a step's action (`runtime/task.py`), with the time in which the task gathers arguments, frees values and
-    files results. Within `apart` programs run without autograd and autocast, and random states are as before afterwards.
+A run's time includes gathering arguments, freeing values and storing results. Made-up floating-point values are random between
+0 and 0.05 (valid as probabilities, and under roots), integers 0 (valid as any index), booleans True.
 
-Made-up floating numbers are random between 0 and 0.05 (probabilities, with roots), integers 0 (a valid index everywhere),
-booleans True. Inputs of equal layout share memory among programs, and so do sums of gradients, so all programs need about
-twice as much memory as the largest. Saved and received values are copied before each run. Other memory is written between the
-copies of saved values and the run, so that the processor's own caches do not hold them, as in a step.
+Inputs of equal layout share memory among programs, and so do gradient sums: all programs together need about twice the memory
+of the largest. Saved and received values are copied before each run; then other memory is written, so that the core's own cache
+does not contain them, as in a step.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from graphpp.runtime.task import StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.streams import InputCopies, wait_for_device
 
-_ELSEWHERE = 6 << 20  # bytes that other actions read and write: more than a core's own cache, less than the shared one
+_ELSEWHERE = 6 << 20  # bytes: more than a core's own cache, less than the shared one
 
 
 @contextlib.contextmanager
@@ -54,14 +50,11 @@ def apart(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(state)
     if gpu:
-        torch.cuda.empty_cache()  # the made-up tensors' memory, for other processes and for larger tensors
-
-
-# ---------------------------------------------------------------------------------- one program
+        torch.cuda.empty_cache()  # frees the made-up tensors
 
 
 class Trial:
-    """One program with made-up inputs; its gradients add up to sums, as over the microbatches of a step."""
+    """One program with made-up inputs; gradients accumulate as over the microbatches of a step."""
 
     def __init__(self, item: Program, graph: fx.Graph, values: _Values, sums: _Values, elsewhere: torch.Tensor) -> None:
         """`elsewhere`: memory that no program reads."""
@@ -78,7 +71,7 @@ class Trial:
         self._sums.start(dict(zip(self._wiring.gradients.values(), sums.of(examples, contiguous=True), strict=True)))
 
     def seconds(self) -> float:
-        """Run the program once, as an action of a step; returns the seconds."""
+        """Run the program once; returns the seconds."""
         task, self._runs = self._task(), self._runs + 1
         wait_for_device(self._device)
         began = time.perf_counter()
@@ -87,7 +80,7 @@ class Trial:
         return time.perf_counter() - began
 
     def _task(self) -> Task:
-        """A task that finds its inputs as in a step: the values that its program is the last to read are copies."""
+        """A task with copies of the values that its program reads last and frees."""
         wiring, values, key = self._wiring, self._values, TaskKey(self._program.phase, 0)
         inputs = StepInputs(
             [{path: values[index] for index, path in wiring.inputs}],
@@ -104,7 +97,7 @@ class Trial:
 
 
 def _wired(item: Program, values: Sequence[Any]) -> Wiring:
-    """The wiring of a program whose arguments are all made up; those of a whole step are bound."""
+    """The wiring of a program; arguments that stay the same in a whole step are bound."""
     inputs = list(zip(item.inputs, values, strict=True))
     arriving = [TensorMeta(role.name, (), (), torch.float32) for role, _ in inputs if isinstance(role, program.Received)]
     constants = {role.name: value for role, value in inputs if isinstance(role, program.Constant)}
@@ -116,7 +109,7 @@ def _wired(item: Program, values: Sequence[Any]) -> Wiring:
 
 
 def _targets(item: Program, graph: fx.Graph, device: torch.device) -> dict[str, torch.Tensor]:
-    """Memory of the program's own for each buffer that it writes, by FQN: no other program reads a number from there."""
+    """Separate memory for each buffer that the program writes, by FQN, so that other programs' inputs do not change."""
     results: Any = graph.output_node().args[0]
     pairs = zip(item.outputs, results, strict=True)
     written = {role.fqn: result.meta["val"] for role, result in pairs if isinstance(role, BufferUpdate)}
@@ -124,14 +117,14 @@ def _targets(item: Program, graph: fx.Graph, device: torch.device) -> dict[str, 
 
 
 def _handed_over(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The values, in a list of the receiver's own: nobody else keeps them."""
+    """The values in a new list; `values` is emptied, so that only the receiver keeps them alive."""
     taken = values.copy()
     values.clear()
     return taken
 
 
 def _copy(value: Any) -> Any:
-    """A tensor of the same layout, in memory of its own, with the same elements; any other value itself."""
+    """A copy of a tensor with its layout and own memory; other values are returned as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     memory = value.untyped_storage().clone()
@@ -140,13 +133,13 @@ def _copy(value: Any) -> Any:
 
 @dataclass
 class _Values:
-    """Made-up inputs. Programs share the tensors of one layout; the inputs of one program have memory of their own each."""
+    """Made-up inputs. Programs share tensors of equal layout; the inputs of one program never share memory."""
 
     device: torch.device
     _tensors: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
     def of(self, examples: Iterable[Any], contiguous: bool = False) -> list[Any]:
-        """A value for each example: a tensor (`contiguous`, or laid out as the example), or a number for a size or a key."""
+        """A tensor for each example tensor (`contiguous`, or with its strides), and a number for each size or key."""
         taken: Counter[Any] = Counter()
         values: list[Any] = []
         for example in examples:
@@ -164,7 +157,7 @@ class _Values:
         return values
 
     def _made_up(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this layout, in memory of its own; its elements may overlap."""
+        """A new tensor of this layout; its elements may overlap."""
         elements = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
         if dtype.is_floating_point or dtype.is_complex:
             draw = torch.Generator(self.device).manual_seed(0)
@@ -174,11 +167,8 @@ class _Values:
         return memory.as_strided(shape, stride)
 
 
-# ---------------------------------------------------------------------------------- all programs
-
-
 def warmed_up(items: Sequence[tuple[Program, fx.Graph]], device: torch.device) -> list[Trial]:
-    """A trial of each program, after a first run."""
+    """A trial of each program, which has run once."""
     values, sums = _Values(device), _Values(device)
     elsewhere = torch.zeros(_ELSEWHERE, dtype=torch.uint8, device=device)
     trials = []
@@ -189,7 +179,7 @@ def warmed_up(items: Sequence[tuple[Program, fx.Graph]], device: torch.device) -
 
 
 def medians(trials: Sequence[Trial], rounds: int) -> list[float]:
-    """The median seconds of each trial over so many rounds."""
+    """The median seconds of each trial over `rounds` rounds."""
     found: list[list[float]] = [[] for _ in trials]
     with working("timing layers", rounds) as step:
         for _ in range(rounds):
