@@ -1,16 +1,15 @@
-"""Find the cut with the fastest step: the segments of a forward are shared out among the stages of a table.
+"""Find the cut with the fastest step: distribute the segments of a forward over the stages of a table.
 
 Contract
     in   the segments (`segments.py`), the table that the ranks run, the bytes that each rank may hold (None: any)
-    out  the first segment of each stage. The seconds of a cut are those of the simulator, its bytes those of the plan
-    Every stage gets at least one segment. Among cuts that fit the caps the fastest is taken, among equally fast ones the one
-    with the fewest bytes, then the one that cuts latest. Where none fits, the cut that lacks the fewest bytes is taken, and the
-    check of the whole plan names the rank. Equal arguments give equal cuts.
+    out  the first segment of each stage. The simulator gives a cut's seconds, the memory plan its bytes
+    Every stage gets at least one segment. Of the cuts within the caps the fastest is taken, then the one with the fewest bytes,
+    then the one that cuts latest. If none fits, the cut with the least excess is taken, and the check of the whole plan names
+    the rank. Equal arguments give equal cuts.
 
-Each rank's work alone gives a bound of the seconds, by which cuts are ordered. Where all cuts can be listed, they are simulated
-in this order until the bound of the next one is worse than the best value: the cut found is the best of all. Where they cannot,
-or where the simulations allowed do not get so far, starts move while the value falls, from the best cut known. The first cut
-comes from dynamic programming over the starts then.
+Each rank's work gives a lower bound of the seconds. If all cuts can be listed, they are simulated in the order of this bound
+until the next bound exceeds the best value, which proves the best cut. Otherwise, or if the simulations do not suffice, a local
+search moves starts while the value falls; its first cut comes from dynamic programming.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes
 
-_LISTED = 50_000  # cuts that are listed in the order of their bounds
-_WORK = 150_000  # actions that are simulated, some seconds; half of them in the order of the bounds
-_DIGITS = 9  # of seconds that are compared: simulated times differ by rounding
+_LISTED = 50_000  # most cuts to list
+_WORK = 150_000  # simulated actions, some seconds; half of them in the order of the bounds
+_DIGITS = 9  # significant digits of compared seconds, since simulated times differ by rounding
 
 Value = tuple[float, float, int]
-"""(bytes over the cap, seconds of a step, bytes of the rank with the most): less is better."""
+"""(bytes over the cap, seconds of a step, bytes of the fullest rank): less is better."""
 
 
 @dataclass(frozen=True, eq=False)
 class CutSearch:
-    """The search for one table. `held`: the state that each rank holds, from that of the stages; `caps`: bytes by rank."""
+    """The search for one table. `held`: maps the stages' state to each rank's; `caps`: bytes by rank."""
 
     segments: Segments
     table: Schedule
@@ -52,10 +51,8 @@ class CutSearch:
     caps: Sequence[int] | None = None
 
     def best(self, known: Iterable[Cut] = ()) -> Cut:
-        """The first segment of each stage; the cut is no worse than those that are `known`.
-
-        Raises `SplitError` where there are fewer segments than stages.
-        """
+        """The best cut that the search reaches, no worse than the `known` ones. Raises `SplitError` for fewer segments than
+        stages."""
         pieces, stages = len(self.segments.starts), self.table.stages
         if stages > pieces:
             raise SplitError(
@@ -70,7 +67,7 @@ class CutSearch:
         return first if proven else self._moved(min([first, *known], key=self.value))
 
     def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-        """The first operation of each stage of a cut that is no worse than stages of equally many layers."""
+        """The first operation of each stage of a cut that is no worse than stages of equal numbers of layers."""
         number = {position: segment for segment, position in enumerate(self.segments.starts)}
         known = list[Cut]()
         with suppress(SplitError):  # fewer layers than stages
@@ -81,14 +78,13 @@ class CutSearch:
     # ------------------------------------------------------------------------------ the value of a cut
 
     def value(self, cut: Cut) -> Value:
-        """The value of a cut under the table, as the simulator and the plan have it."""
         costs, state = self.segments.stages(cut)
         peaks = [peak.nbytes for peak in step_peaks(self.table, costs, self.held(state))]
         lacking = max((own - cap for own, cap in zip(peaks, self.caps, strict=True)), default=0) if self.caps is not None else 0
         return max(0, lacking), _rounded(simulate(self.table, costs).makespan), max(peaks)
 
     def bound(self, cut: Cut) -> float:
-        """Seconds that a step takes at least: a rank waits for its first stage, works, and earlier stages run after it."""
+        """A lower bound of a step's seconds: a rank waits for its first stage, works, and earlier stages finish after it."""
         ends = [*cut[1:], len(self.segments.starts)]
         works = [0.0] * self.table.ranks
         fill = [inf] * self.table.ranks
@@ -100,14 +96,14 @@ class CutSearch:
 
     @cached_property
     def _work(self) -> list[float]:
-        """The seconds of all microbatches in the segments before each one."""
+        """Prefix sums of the seconds of all microbatches over the segments."""
         costs = self.segments.costs
         each = (self._of(stage, costs) * self.table.microbatches for stage in range(len(costs.stages)))
         return [0.0, *accumulate(each)]
 
     @cached_property
     def _fill(self) -> list[float]:
-        """The seconds before a segment's first forward, and after its last backward where no weight gradient runs then."""
+        """Seconds before a segment's first forward, plus those after its last backward if no weight gradient can fill them."""
         parts = self.segments.costs.stages
         after = [part.of(Kind.B) if Kind.B in self.table.kinds and not self._splits else 0.0 for part in parts]
         return [0.0, *accumulate(part.forward + drain for part, drain in zip(parts, after, strict=True))]
@@ -117,7 +113,7 @@ class CutSearch:
         return bool(self.table.kinds & {Kind.I, Kind.W})
 
     def _of(self, segment: int, costs: Costs) -> float:
-        """The seconds of one microbatch in a segment under this table, at least."""
+        """A lower bound of the seconds of one microbatch in a segment under this table."""
         part, kinds = costs.stages[segment], self.table.kinds
         if kinds.isdisjoint({Kind.B, Kind.I, Kind.W}):
             return part.forward
@@ -128,7 +124,7 @@ class CutSearch:
     # ------------------------------------------------------------------------------ the search
 
     def _listed(self) -> tuple[Cut, bool]:
-        """(the best cut of those that were simulated in the order of their bounds, whether it is the best of all)."""
+        """(best cut of those simulated in the order of their bounds, whether it is proven best)."""
         pieces, stages = len(self.segments.starts), self.table.stages
         cuts = ((0, *rest) for rest in combinations(range(1, pieces), stages - 1))
         ordered = sorted((self.bound(cut), tuple(-first for first in cut), cut) for cut in cuts)
@@ -143,12 +139,12 @@ class CutSearch:
 
     @property
     def _simulations(self) -> int:
-        """How many cuts are simulated at most, in the order of the bounds, and again while starts move."""
+        """The most cuts to simulate, both in the order of the bounds and in the local search."""
         actions = sum(1 for _ in self.table.cells())
         return max(32, _WORK // 2 // max(1, actions))
 
     def _moved(self, cut: Cut) -> Cut:
-        """The cut to which moves of starts lead that make the value less."""
+        """The local optimum that moves of starts reach from this cut."""
         best, left = self.value(cut), self._simulations
         while left > 0:
             for each in self._neighbours(cut):
@@ -163,7 +159,7 @@ class CutSearch:
         return cut
 
     def _neighbours(self, cut: Cut) -> Iterator[Cut]:
-        """Cuts in which one start, or all starts from one on, move by one or two segments; those of the worst stages first."""
+        """Cuts in which one start, or all from one on, move by one or two segments; the heaviest stages first."""
         pieces = len(self.segments.starts)
         works = [self._work[end] - self._work[first] for first, end in zip(cut, [*cut[1:], pieces], strict=True)]
         heaviest = sorted(range(1, len(cut)), key=lambda stage: -max(works[stage - 1], works[stage]))
@@ -175,9 +171,9 @@ class CutSearch:
                         yield each
 
     def _balanced(self, *, waits: bool) -> Cut:
-        """The cut whose heaviest stage has least work, by dynamic programming; `waits`: with the wait for its first forward."""
+        """The cut with the lightest heaviest stage, by dynamic programming; `waits`: include the wait for its first forward."""
         pieces, stages = len(self.segments.starts), self.table.stages
-        share = stages / self.table.ranks  # a rank has so many stages: its work is about so many times that of a stage
+        share = stages / self.table.ranks  # stages per rank: approximates a rank's work by its stage's
 
         def seconds(first: int, end: int) -> float:
             return (self._work[end] - self._work[first]) * share + self._fill[first] * waits

@@ -1,9 +1,9 @@
 """The module calls of a forward, and which of them are the model's layers.
 
 Contract
-    in   the calls in order of execution, parents before children
-    out  the layers in order of execution, whatever they are named, none inside another; empty where nothing repeats
-    Only order, nesting and size of the calls count; no particular name is known. The calls are not changed.
+    in   the calls in execution order, parents before children
+    out  the layers in execution order, none inside another; empty if nothing repeats
+    Only the order, nesting and size of the calls count, not names. The calls are not changed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +16,11 @@ from graphpp.passes.graph.joint_graph import JointGraph
 
 
 def repeated_layers(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-    """The calls that are the model's layers, in order of execution. Empty: there are none.
+    """The model's layers, in execution order; [] if they cover less than a quarter of the forward.
 
-    Layers are siblings `<prefix>.<integer>`, or the calls of one shared module. Of the families that cover nearly
-    as many operations as the widest, the longest are the layers; others that run before or after and are not much
-    smaller per call (an encoder beside a decoder) are joined to them. Together they are a quarter of the forward.
+    Layers are siblings `<prefix>.<integer>`, or the calls of one shared module. Of the families that cover at least two thirds
+    as many operations as the largest, the one with most calls is taken; others join it if they do not overlap and are at least
+    a quarter as large per call (an encoder next to a decoder).
     """
     families = sorted(_families(calls), key=_covered, reverse=True)
     wide = [family for family in families if 3 * _covered(family) >= 2 * _covered(families[0])]
@@ -34,7 +34,7 @@ def repeated_layers(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
 
 
 def _families(calls: Sequence[ModuleCall]) -> list[list[ModuleCall]]:
-    """Calls that may be layers of one another; none is empty or inside another of its family."""
+    """Groups of calls that may be layers together; no call is empty or inside another of its family."""
     families: dict[str, list[ModuleCall]] = {}
     for call in calls:
         prefix, _, last = call.module.rpartition(".")
@@ -45,23 +45,22 @@ def _families(calls: Sequence[ModuleCall]) -> list[list[ModuleCall]]:
 
 
 def _covered(family: Iterable[ModuleCall]) -> int:
-    """The number of operations in these calls."""
     return sum(call.end - call.position for call in family)
 
 
 def _apart(one: Sequence[ModuleCall], other: Sequence[ModuleCall]) -> bool:
-    """Whether one family runs wholly before the other."""
+    """Whether one family ends before the other starts."""
     return one[-1].end <= other[0].position or other[-1].end <= one[0].position
 
 
 def module_calls(joint: JointGraph) -> list[ModuleCall]:
-    """The module calls of the forward in order of their first operation, parents before children."""
+    """The module calls of the forward in the order of their first operation, parents before children."""
     forward = (node for node in joint.computed() if node.meta["position"] >= 0)
     return spans_of((node.meta["position"], node.meta["calls"]) for node in forward)
 
 
 def spans_of(operations: Iterable[tuple[int, Iterable[str]]]) -> list[ModuleCall]:
-    """The module calls of (position, FQNs of the calls around it) of operations, in order."""
+    """The module calls of operations, given in order as (position, FQNs of the enclosing calls)."""
     spans: dict[str, tuple[int, int]] = {}
     for position, calls in operations:
         for call in calls:
@@ -70,11 +69,7 @@ def spans_of(operations: Iterable[tuple[int, Iterable[str]]]) -> list[ModuleCall
 
 
 def layers_of(calls: Sequence[ModuleCall]) -> Callable[[fx.Node], str | None]:
-    """A function of a node: the repeated layer of the model that the operation belongs to.
-
-    The function returns "" for an operation of no layer, None for one outside of all module calls, which goes where its
-    reader goes.
-    """
+    """Map a node to its repeated layer; to "" in no layer; to None outside of all module calls (it then follows its reader)."""
     layers = {call.fqn for call in repeated_layers(calls)}
 
     def layer(node: fx.Node) -> str | None:
@@ -85,7 +80,7 @@ def layers_of(calls: Sequence[ModuleCall]) -> Callable[[fx.Node], str | None]:
 
 
 def layer_or_call(calls: Sequence[ModuleCall]) -> Callable[[fx.Node], str | None]:
-    """A function of a node: the repeated layer of its operation, else its innermost module call, else None."""
+    """Map a node to its repeated layer, else its innermost module call, else None."""
     layer = layers_of(calls)
 
     def found(node: fx.Node) -> str | None:

@@ -1,11 +1,10 @@
-"""Megatron-Core's pipeline layout strings: `Et*3|(tt|)*29,m|L` says which layers each stage holds.
+"""Megatron-Core's pipeline layout strings: `Et*3|(tt|)*29,m|L` gives the layers of each stage.
 
 Contract
-    string  `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss;
-            `|` ends a stage; `x*n` and `(...)*n` repeat a letter, a `|` or a group. The first and last stages of a
-            repeated group merge with the neighbouring symbols; commas mean nothing; a stage may be empty, but not the last
+    string  `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss; `|` ends a
+            stage; `x*n` and `(...)*n` repeat a letter, `|` or group. Commas are ignored. Any stage but the last may be empty
     order   one E, first; then t; then m, all in one stage; one L, last (Megatron's `validate_layer_layout`)
-    module  a letter is one call of a module whose FQN fits the letter's pattern. E stands for all operations before the
+    module  a letter is one call of a module whose FQN matches the letter's pattern. E stands for all operations before the
             first layer, L for all operations after the last layer
     Raises `SplitError` with a caret under the fault, or with the numbers that differ.
 """
@@ -34,15 +33,15 @@ _PATTERN = Accepted(
 
 _DECODER = ("layers.{}", "model.layers.{}", "*.layers.{}", "*.h.{}", "*.blocks.{}", "*.block.{}", "*.layer.{}")
 _MTP = ("*.mtp_layers.{}", "*.mtp.layers.{}", "*.mtp.{}", "*.mtp")
-_NAMES = r"(?:(?!\d+\.)[^.]+\.)*"  # not through a number: `h.3.mlp.layers.0` is no layer of the model
-_MOST = 10_000  # symbols: far above any model, far below what fills the memory
+_NAMES = r"(?:(?!\d+\.)[^.]+\.)*"  # excludes numbers: `h.3.mlp.layers.0` is no layer of the model
+_MOST = 10_000  # symbols: far above any model, far below memory limits
 
-# A letter, a `|` or a group, and how often; commas may stand anywhere. A group without a number is no item.
+# A letter, a `|` or a group, with its repeat count and any commas. A group needs a count.
 _ITEM = re.compile(
     r"(?:(?P<one>[EtmL|])|\((?P<group>[^()]*[^(),][^()]*)\)(?=,*\*,*[0-9]))(?:,*\*,*(?P<times>[0-9][0-9,]*))?"
 )
 
-# Rules for an expanded layout, checked in this order; the group of the expression marks the faulty symbol.
+# Checked in this order on the expanded layout; the group marks the faulty symbol.
 _RULES = (
     (r"\|*([^E|]|$)", "the first letter is E, the embedding"),
     (r"\|*E[^E]*(E)", "there is only one E"),
@@ -64,15 +63,14 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A split in Megatron's notation, for `split=`. Printing it gives a table of the stages that each rank holds.
+    """A split in Megatron's notation, for `split=`. `str()` gives a table of each rank's stages.
 
-    A pattern is an FQN in which `{}` stands for a number, `*` for any text inside a name, and `*.` for any names or
-    none, but no number. Of a list the first pattern that fits a call counts. Every call of a shared module counts.
-    By default `decoder` knows the names of torchtitan's and Hugging Face's models, then takes the repeated layers
-    whatever their name, and `mtp` takes `mtp_layers.{}` and the like. `embedding` and `loss` need no name; where
-    given, the embedding must run before the first layer, and L starts at the first `loss` module behind the last.
-    `ranks` is the number of pipeline ranks that the table shows, by default one for each stage: stage
-    `v * ranks + r` is the v-th of rank r. Raises SplitError for a string that is not legal.
+    A pattern is an FQN in which `{}` stands for a number, `*` for any text within a name, and `*.` for any names (or none)
+    without a number. Of a list, only the first pattern that matches any call is used. Every call of a shared module counts.
+    By default, `decoder` matches the names of torchtitan's and Hugging Face's models, else the repeated layers under any name;
+    `mtp` matches `mtp_layers.{}` and similar names. `embedding` and `loss` are optional: the embedding must run before the
+    first layer, and L starts at the first `loss` module after the last layer. `ranks`: pipeline ranks of the table (None: one
+    per stage); stage `v * ranks + r` is the v-th of rank r. Raises `SplitError` for an invalid string.
     """
 
     text: str
@@ -89,23 +87,23 @@ class Layout:
         require(SplitError, "ranks", or_none(COUNT), self.ranks)
         for name in ("embedding", "decoder", "mtp", "loss"):
             require(SplitError, name, _PATTERN, getattr(self, name))
-        self._chunks(self.num_stages if self.ranks is None else self.ranks)  # parses the string, too
+        self._chunks(self.num_stages if self.ranks is None else self.ranks)  # also parses the string
 
     def __str__(self) -> str:
         return self.table()
 
     @cached_property
     def stages(self) -> tuple[str, ...]:
-        """The letters of each stage, written out: `("Ettt", "tt", "", "L")`."""
+        """The letters of each stage without repeat counts: `("Ettt", "tt", "", "L")`."""
         return tuple(_parse(self.text).split("|"))
 
     @property
     def num_stages(self) -> int:
-        """The number of stages on all ranks together, empty ones included."""
+        """The number of stages on all ranks, including empty ones."""
         return len(self.stages)
 
     def table(self, ranks: int | None = None) -> str:
-        """The letters of each stage: a row per rank, a column per stage on the rank; ranks with equal rows share one."""
+        """The letters of each stage: a row per rank, a column per stage on the rank; ranks with equal rows share one row."""
         ranks = next(number for number in (ranks, self.ranks, self.num_stages) if number is not None)
         chunks = self._chunks(ranks)
         held = [[_short(self.stages[chunk * ranks + rank]) for chunk in range(chunks)] for rank in range(ranks)]
@@ -117,25 +115,22 @@ class Layout:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-        """The first operation of each stage (the contract of `graphpp.planner.resolve_split`); `calls` in order of execution.
-
-        Raises SplitError where layers of the model and letters of the layout do not match.
-        """
+        """The first operation of each stage (see `graphpp.planner.resolve_split`); `calls` in execution order. Raises
+        `SplitError` if the model's layers do not match the letters."""
         places = self._places(calls)
-        ahead = [0, *accumulate(map(len, self.stages))]  # letters before each stage: an empty one starts with the next
+        ahead = [0, *accumulate(map(len, self.stages))]  # letters before each stage
         starts = tuple(places[seen] for seen in ahead[:-1])
         asked = {stage for stage, letters in enumerate(self.stages) if not letters}
         check_stages(starts, [repr(letters) for letters in self.stages], asked)
         return starts
 
     def _chunks(self, ranks: int) -> int:
-        """The number of stages on each rank."""
+        """The number of stages per rank."""
         if ranks < 1 or self.num_stages % ranks:
             raise SplitError(f"the {self.num_stages} stages of {self.text!r} do not divide among {ranks} ranks")
         return self.num_stages // ranks
 
     def _places(self, calls: Sequence[ModuleCall]) -> list[int]:
-        """The first operation of every letter."""
         mtp = _fitting(_MTP if self.mtp is None else self.mtp, calls)
         rest = [call for call in calls if not any(layer.position <= call.position < layer.end for layer in mtp)]
         decoder = _fitting(_DECODER if self.decoder is None else self.decoder, rest)
@@ -150,7 +145,6 @@ class Layout:
         return [0, *(layer.position for layer in layers), self._loss(layers, calls)]
 
     def _check_count(self, keyword: str, found: Sequence[ModuleCall]) -> None:
-        """Raise SplitError unless there are as many letters as modules."""
         letter = {"decoder": "t", "mtp": "m"}[keyword]
         wanted = "".join(self.stages).count(letter)
         if wanted != len(found):
@@ -161,13 +155,11 @@ class Layout:
             )
 
     def _check_embedding(self, layers: Sequence[ModuleCall], calls: Sequence[ModuleCall]) -> None:
-        """Raise SplitError unless the embedding, where it is named, runs before the layers."""
         first = layers[0].position if layers else sys.maxsize
         if self.embedding is not None and not any(call.end <= first for call in _fitting(self.embedding, calls)):
             raise SplitError(f"embedding={self.embedding!r} fits no module that runs before the first layer")
 
     def _loss(self, layers: Sequence[ModuleCall], calls: Sequence[ModuleCall]) -> int:
-        """The first operation of the loss part L."""
         end = layers[-1].end if layers else 0
         if self.loss is None:
             return end
@@ -178,7 +170,7 @@ class Layout:
 
 
 def _fitting(patterns: str | Sequence[str], calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-    """The calls, none inside another, of the first pattern that fits any."""
+    """The calls, none inside another, that the first matching pattern matches."""
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         text = re.escape(pattern).replace(r"\{\}", r"\d+").replace(r"\*\.", _NAMES).replace(r"\*", "[^.]*")
         fits = re.compile(text).fullmatch
@@ -192,7 +184,7 @@ def _fitting(patterns: str | Sequence[str], calls: Sequence[ModuleCall]) -> list
 
 
 def _short(letters: str) -> str:
-    """A stage's letters in few characters: `Ettt`, `t*12L`."""
+    """A stage's letters with repeat counts: `Ettt`, `t*12L`."""
     runs = [(letter, len([*run])) for letter, run in groupby(letters)]
     return "".join(f"{letter}*{count}" if count > 3 else letter * count for letter, count in runs) or "(empty)"
 
@@ -201,7 +193,7 @@ def _short(letters: str) -> str:
 
 
 def _parse(text: str) -> str:
-    """The letters and `|` of a layout string, repeats written out; SplitError with a caret under a fault."""
+    """The letters and `|` of a layout string with repeats expanded; `SplitError` with a caret under a fault."""
     symbols = _expand(text, 0, len(text))
     code = "".join(symbol for symbol, _ in symbols)
     for rule, why in _RULES:
@@ -211,7 +203,7 @@ def _parse(text: str) -> str:
 
 
 def _expand(text: str, at: int, end: int) -> list[tuple[str, int]]:
-    """The symbols of `text[at:end]`, repeats written out, each with its index in the text."""
+    """The symbols of `text[at:end]` with repeats expanded, each with its index in the text."""
     symbols: list[tuple[str, int]] = []
     while at < end:
         if text[at] == ",":
@@ -232,6 +224,5 @@ def _expand(text: str, at: int, end: int) -> list[tuple[str, int]]:
 
 
 def _fault(text: str, at: int, why: str) -> SplitError:
-    """The error with a caret under the place."""
     shown = "".join(char if char.isprintable() else "?" for char in text)
     return SplitError(f"the layout is not legal at character {at + 1}: {why}\n  {shown}\n  {' ' * at}^")

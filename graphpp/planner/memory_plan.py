@@ -1,12 +1,12 @@
-"""The bill of a pipeline: the bytes of weights, gradients, optimizer, buffers and activations on each rank of the pipeline.
+"""The bytes of weights, gradients, optimizer, buffers and activations on each rank of the pipeline.
 
 Contract
     in   the stage programs, the metas of parameters and buffers, the bytes of the optimizer; the table that the ranks run
-    out  `MemoryPlan`: for each rank its bytes by kind, and the most at one time of a step; what a cap leaves for activations
-    Everything follows from the graph and the table: nothing is measured and nothing runs. Not counted: the workspace inside an
-    operator, except that of products that are added to gradients; temporary values of compiled regions; the 8 MB all-reduce
-    bucket (all gradients, where the caller keeps some of a bucket and drops others, or gives them memory); the transport's own
-    memory; memory that the allocator does not give back.
+    out  `MemoryPlan`: each rank's bytes by kind and its peak; the bytes that a cap leaves for activations
+    All bytes are derived from the graph and the table; nothing is measured or run. Not counted: workspaces of operators (except
+    of products that are added to gradients); temporaries of compiled regions; the 8 MB all-reduce bucket (all gradients, if the
+    caller keeps some of a bucket and drops others, or provides their memory); the transport's own memory; memory that the
+    allocator keeps.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _CAP = Accepted(
     lambda value: all(type(each) is int and each > 0 for each in (value if isinstance(value, list | tuple) else [value])),
 )
 _KINDS = ("weights", "gradients", "shards", "optimizer", "buffers", "messages", "activations")
-_USUAL: Mapping[str, int] = {}  # parameters on as many ranks as others
-_USED = ("weights", "gradients", "optimizer", "activations")  # columns that stand in every table
+_USUAL: Mapping[str, int] = {}  # of parameters on the usual ranks
+_USED = ("weights", "gradients", "optimizer", "activations")  # columns of every table
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's bytes: of each kind the most at any time of a step, and `peak`, the most of all together at one time.
+    """One rank's bytes: the maximum of each kind over a step, and `peak`, the maximum of their sum.
 
-    `weights`, `gradients`: whole ones; `weights` with the values that are computed from parameters once per step. `shards`: of
-    parameters and gradients, under `dp_shard`. `messages`: values on their way between ranks of the pipeline, and gradients in
-    a reduction. `activations`: values that wait for their backward or for the next stage on the same rank, and values alive
-    while a program runs.
+    `weights`, `gradients`: unsharded; `weights` include values computed from parameters once per step. `shards`: of parameters
+    and gradients, under `dp_shard`. `messages`: values in transfer between pipeline ranks, and gradients in a reduction.
+    `activations`: values that wait for their backward or for the next stage on the same rank, and values alive within a
+    program.
     """
 
     rank: int
@@ -62,7 +62,6 @@ class RankMemory:
 
     @property
     def state(self) -> int:
-        """All but the activations: the most of each kind."""
         return sum(getattr(self, kind) for kind in _KINDS if kind != "activations")
 
 
@@ -76,14 +75,13 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, peaks: Sequence[StepPeak], state: Sequence[StateBytes], optimizer: str | float | None = None) -> MemoryPlan:
-        """The plan of a step with these peaks."""
         return cls(tuple(RankMemory(each.rank, **each.most, peak=each.nbytes) for each in peaks), tuple(state), optimizer)
 
     @checked(ScheduleError, cap=_CAP)
     def room(self, cap: int | Sequence[int]) -> tuple[int, ...]:
-        """The bytes that a cap leaves for activations on each rank; `cap`: for all ranks, or one for each.
+        """The bytes that a cap leaves for activations on each rank, for `graphpp.schedule_auto(memory_cap=)`.
 
-        It is the `memory_cap` of `graphpp.schedule_auto`. Raises `ScheduleError` where the other bytes alone take the cap.
+        `cap`: for all ranks, or one for each. Raises `ScheduleError` if the other bytes alone reach the cap.
         """
         caps = [cap] * len(self.ranks) if isinstance(cap, int) else list(cap)
         if len(caps) != len(self.ranks):
@@ -96,14 +94,13 @@ class MemoryPlan:
 
     @property
     def view(self) -> MemoryView:
-        """The bytes of each rank as data of a report page: the most of each kind, and the most together."""
+        """The bytes of each rank for a report page."""
         kinds = tuple(kind for kind in _KINDS if any(getattr(each, kind) for each in self.ranks))
         ranks = (RankBytes(each.rank, tuple(getattr(each, kind) for kind in kinds), each.peak) for each in self.ranks)
         note = "Each kind at its most, which are not all at one time: the most at one time stands in the table, under together."
         return MemoryView(kinds, tuple(ranks), note=note, head="The most of each kind in a step")
 
     def __str__(self) -> str:
-        """A table: a line for each rank."""
         kinds = [kind for kind in _KINDS if kind in _USED or any(getattr(each, kind) for each in self.ranks)]
         rows = [
             (str(each.rank), *(spell_bytes(getattr(each, kind)) for kind in kinds), spell_bytes(each.peak))
@@ -116,18 +113,15 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class StateDtypes:
-    """The dtypes of a model's state.
-
-    `own`: of each parameter by FQN, which its shards have too; `sums`: of the sums of narrower gradients; `precision`: of whole
-    parameters and of messages.
-    """
+    """The dtypes of a model's state. `own`: of each parameter and its shards, by FQN; `sums`: in which narrower gradients are
+    summed; `precision`: of whole parameters and messages."""
 
     own: Mapping[str, torch.dtype]
     sums: torch.dtype | None = None
     precision: Precision = Precision()
 
     def of_sums(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradients of a parameter of this dtype add up."""
+        """The dtype in which gradients of a parameter of this dtype are summed."""
         return dtype if self.sums is None else torch.promote_types(dtype, self.sums)
 
 
@@ -138,10 +132,8 @@ def state_of(
     memory: Memory,
     ranks_of: Mapping[str, Mapping[str, int]] | None = None,
 ) -> tuple[StateBytes, ...]:
-    """The bytes of a model's state by the stages that read it.
-
-    `ranks_of`: by FQN the `shards` or `averaged_over` of parameters that are on other ranks than others are.
-    """
+    """Bytes of a model's state, by the stages that read it. `ranks_of`: by FQN, `shards` or `averaged_over` if not the usual
+    ones."""
     readers, makers = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for stage in stages:
         for fqn in (*stage.parameters, *stage.buffers):
@@ -172,7 +164,7 @@ def state_of(
 
 
 def _of_parameter(meta: TensorMeta, trained: bool, dtypes: StateDtypes, memory: Memory) -> dict[str, int]:
-    """The bytes of a parameter; `meta` is that of the graph, in which the parameter may have a dtype of its own."""
+    """The bytes of a parameter; `meta` comes from the graph, whose dtype may differ from the parameter's own."""
     own, elements = dtypes.own[meta.name], meta.nbytes // meta.dtype.itemsize
     rows = elements * own.itemsize
     if not trained:

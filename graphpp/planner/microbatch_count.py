@@ -1,4 +1,4 @@
-"""The numbers of stages and microbatches where the user leaves them open, equal on every rank."""
+"""The numbers of stages and microbatches if the user does not give them, equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from graphpp.schedules.generate.read import default_stages
 
 
 def stages_of(options: Options, ranks: int) -> int:
-    """The number of stages that the schedule asks for where the split leaves it open."""
     return default_stages(options.schedule, ranks)
 
 
 def usual_microbatches(options: Options, ranks: int) -> int:
-    """The number of microbatches given, else 4 a rank; 1 in one process."""
+    """The given number of microbatches; else 4 per rank, or 1 in one process."""
     return options.microbatches or (4 * ranks if ranks > 1 else 1)
 
 
 def microbatches_for(options: Options, ranks: int, batch: FlatMicrobatch, admits: Callable[[int], bool]) -> int:
-    """The number given; else 1 in one process; else the largest divisor of the batch's rows, up to 4 a rank, that fits.
+    """The given number; else 1 in one process; else the largest admitted divisor of the batch's rows, up to 4 per rank.
 
-    Of a batch with fewer rows than the number given, the largest number up to the rows that fits. `admits(count)` says whether
-    the schedule has a table for `count` microbatches. If no number fits, the first one is returned, and cutting the batch or
-    making the table raises the error that says why. Raises `BatchError` for a batch without rows.
+    A batch with fewer rows than the given number gets the largest admitted number up to its rows. `admits(count)`: whether the
+    schedule has a table for `count`. If no number is admitted, the first candidate is returned, and a later step raises the
+    error with the reason. Raises `BatchError` for a batch without rows.
     """
     most = usual_microbatches(options, ranks)
     if most == 1:

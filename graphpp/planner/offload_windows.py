@@ -1,11 +1,11 @@
-"""The saved values that wait for their backward in the host's memory, and when each is copied away and back.
+"""The saved values that wait for their backward in host memory, and when each is evicted and prefetched.
 
 Contract
-    `windows_of`, for pipelines that run and for predictions: of each stage and microbatch, values leave in the given order
-    until the fraction of the saved bytes is reached. A value stays if its backward comes before the device's memory would have
-    been free for at least one action
-    `choose_windows`, for programs and the graphs from which they were emitted: the largest values leave first. A value stays if
-    an operation needs it on the device (`passes/graph/offloadable.py`), or if the option does not want it
+    `windows_of`, for running pipelines and for predictions: of each stage and microbatch, values are offloaded in the given
+    order until the fraction of the saved bytes is reached. A value stays if its backward is so early that the device memory
+    would not be free for at least one action
+    `choose_windows`, for programs and their graphs: the largest values are offloaded first. A value stays if an operation needs
+    it on the device (`passes/graph/offloadable.py`), or if the option excludes it
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Leaving(NamedTuple):
 
 
 class SavedValues(NamedTuple):
-    """The bytes that a stage saves for a microbatch, and the values that may leave, in the order in which they do."""
+    """The bytes that a stage saves for a microbatch, and the values that may be offloaded, in that order."""
 
     nbytes: int
     values: Sequence[Leaving]
@@ -46,7 +46,7 @@ class SavedValues(NamedTuple):
 
 @dataclass(frozen=True)
 class _Row:
-    """The computing actions of one rank, and where each part of them stands."""
+    """One rank's computing actions, and the index of each part of them."""
 
     actions: Sequence[Action]
     place: Mapping[Action, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class _Row:
 def windows_of(
     schedule: Schedule, fraction: float, ahead: int, saved: Callable[[int, int], SavedValues]
 ) -> Iterator[OffloadWindow]:
-    """The offload windows of all ranks; `saved(stage, microbatch)`: equal objects serve equal microbatches soonest."""
+    """The offload windows of all ranks. `saved(stage, microbatch)`: results are cached by the identity of its `values`."""
     chosen: dict[tuple[int, tuple[Kind, ...], frozenset[Kind]], Mapping[Kind, Sequence[Leaving]]] = {}
     for row in map(_Row.of, schedule.table):
         for stage, microbatch in row.forwards():
@@ -85,7 +85,7 @@ def windows_of(
 def _leaving(
     budget: float, values: Sequence[Leaving], there: Sequence[Kind], late: frozenset[Kind]
 ) -> Mapping[Kind, Sequence[Leaving]]:
-    """By the kind of the action that reads them first, the values that leave; `late`: the kinds that come late enough."""
+    """The offloaded values by the kind of their first reader; `late`: the kinds that run late enough."""
     leaving: dict[Kind, list[Leaving]] = {}
     for value in values:
         if budget <= 0:
@@ -103,10 +103,7 @@ def _leaving(
 def choose_windows(
     choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf
 ) -> tuple[OffloadWindow, ...]:
-    """The offload windows of all ranks under a table, with or without communication; `programs`: one per microbatch.
-
-    A stage's values are examined once for all microbatches that share its programs.
-    """
+    """The offload windows of all ranks, with or without communication in the table; `programs`: one per microbatch."""
     known: dict[int, SavedValues] = {}
 
     def saved(index: int, microbatch: int) -> SavedValues:

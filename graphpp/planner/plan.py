@@ -1,6 +1,6 @@
 """The plan of a pipeline: stages, ranks, schedule and offloaded values, as data and as a table.
 
-Contract: a `Plan` holds no tensor and no graph; it can be printed, saved and compared.
+Contract: a `Plan` has no tensors and no graphs; it can be printed, saved and compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphpp.units import spell_bytes
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its rank, the modules called in it, and its bytes. All bytes but `parameter_bytes` are per microbatch."""
+    """One stage: its rank, its modules, and its bytes, per microbatch except `parameter_bytes`."""
 
     stage: int
     rank: int
@@ -38,24 +38,22 @@ class StagePlan:
 
     @property
     def view(self) -> StageView:
-        """The stage as data of a report page."""
         sizes = self.parameters, self.parameter_bytes, self.saved_bytes
         return StageView(self.stage, self.rank, self.modules, *sizes)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The stage as cells of a table."""
         sizes = map(spell_bytes, (self.sent_forward_bytes, self.sent_backward_bytes, self.saved_bytes))
         return str(self.stage), str(self.rank), ", ".join(self.modules) or "(empty)", f"{self.parameters:,}", *sizes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages and their ranks, and the schedule.
+    """The stages, their ranks and the schedule.
 
-    `offload_windows`: the saved values that are in the host's memory between forward and backward. `checkpoints`: how many
-    calls of modules the model itself checkpoints (`torch.utils.checkpoint`). `sharding`: the cost of shards over `dp_shard`.
-    `memory`: the bytes of each rank in a training step; None for evaluation.
+    `offload_windows`: saved values kept in host memory between forward and backward. `checkpoints`: number of module calls that
+    the model itself checkpoints (`torch.utils.checkpoint`). `sharding`: the cost of shards over `dp_shard`. `memory`: bytes of
+    each rank in a training step; None for evaluation.
     """
 
     stages: tuple[StagePlan, ...]
@@ -77,11 +75,9 @@ class Plan:
         return {stage.stage: stage.rank for stage in self.stages}
 
     def to_html(self) -> str:
-        """The plan as an HTML page of its own: the schedule with F = I = W = 1, the memory of ranks, stages and boundaries.
-
-        `pipe.report` writes a page with seconds. Write the text to a file with `encoding="utf-8"`.
-        """
-        from graphpp.report.page_html import page_html  # the template: loaded by the first page
+        """The plan as a self-contained HTML page: the schedule with F = I = W = 1, and the memory of ranks, stages and
+        boundaries. `pipe.report` writes a page with seconds. Write the text to a file with `encoding="utf-8"`."""
+        from graphpp.report.page_html import page_html  # imported on first use
 
         return page_html(self._page())
 
@@ -99,7 +95,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved; then the memory of each rank, and the shards."""
+        """The stages with their bytes, then the memory of each rank and the shards."""
         ranks, away = self.schedule.ranks, bool(self.offload_windows)
         place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
         heads = ("stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved", *(["offloaded"] if away else []))
@@ -112,7 +108,7 @@ class Plan:
         return "\n".join([table, *(str(part) for part in (self.memory, self.sharding) if part is not None)])
 
     def _offloaded(self, stage: int) -> str:
-        """`1.2 MiB, 5 of 8`: the largest number of bytes that a microbatch offloads, and how many microbatches offload any."""
+        """`1.2 MiB, 5 of 8`: the most bytes that a microbatch offloads, and how many microbatches offload any."""
         away: Counter[int] = Counter()
         for window in self.offload_windows:
             if window.stage == stage:
@@ -137,7 +133,7 @@ def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram
 
 
 def outermost(calls: tuple[str, ...]) -> tuple[str, ...]:
-    """The calls inside no other call of the list, runs of numbered siblings shortened: `layers.0 .. layers.3`."""
+    """The calls inside no other call of the list, with runs of numbered siblings abbreviated: `layers.0 .. layers.3`."""
     named = [call for call in calls if not any(call.startswith(other + ".") for other in calls)]
     shown: list[list[str]] = []
     for call in named:

@@ -1,12 +1,4 @@
-"""The operations of a captured graph that a `Recompute` option means.
-
-Contract
-    in   a `Recompute`, the module calls of a captured forward
-    out  the region of each operation (`passes/recompute/recompute_regions.py`), None where its value is saved; the terms on
-         which single values are computed a second time (`passes/recompute/rematerialize.py`); the operations of I that W may
-         repeat
-    Raises `GraphPPError` for an FQN that is never called.
-"""
+"""Translate a `Recompute` option into operations of a captured graph. Raises `GraphPPError` for an FQN that is never called."""
 
 from __future__ import annotations
 
@@ -26,11 +18,11 @@ from graphpp.passes.recompute.rematerialize import RecomputeBudget
 from graphpp.passes.stage.split_weight_grad import never
 from graphpp.planner.layers import repeated_layers
 
-_WORTH = 8  # bytes of memory traffic for each byte less to save: about three pointwise operations in a row
+_WORTH = 8  # bytes of memory traffic per saved byte avoided: about three pointwise operations in sequence
 
 
 def region_of(option: Recompute, calls: Sequence[ModuleCall]) -> RegionOf:
-    """The region of an operation: the outermost of the chosen calls around it."""
+    """The region of an operation: the outermost chosen call around it; None if its value is saved."""
     chosen = {call.fqn for call in _called(option, calls)}
 
     def region(node: fx.Node) -> Hashable | None:
@@ -50,14 +42,14 @@ def _called(option: Recompute, calls: Sequence[ModuleCall]) -> Sequence[ModuleCa
 
 
 def may_recompute(option: Recompute) -> MayRecompute:
-    """The operations of the regions that may run a second time."""
+    """Which operations of the regions may run a second time."""
     if option.nodes is None:
         return always
     return _is_light if isinstance(option.nodes, str) else callback(GraphPPError, "memory.recompute", FLAG, option.nodes)
 
 
 def recompute_budget(option: Recompute, region: RegionOf | None, device_type: str, cost: Cost | None) -> RecomputeBudget | None:
-    """The terms on which single values are computed a second time; a budget counts where a region is given."""
+    """The terms on which single values are recomputed; a given `fraction` applies only with regions."""
     costs = OpCosts.of(device_type)
     worth = _WORTH / costs.memory
     if region is not None and option.fraction is not None:
@@ -66,10 +58,10 @@ def recompute_budget(option: Recompute, region: RegionOf | None, device_type: st
 
 
 def may_repeat_in_weight_grad(option: Recompute) -> MayRecompute:
-    """The operations of I that may run a second time in W."""
+    """Which operations of I may run a second time in W."""
     return is_cheap if option.weight_grad else never
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Neither a contraction (matrix product, convolution, attention), whose result is worth keeping, nor a collective."""
+    """Neither a contraction (matrix product, convolution, attention), whose result is worth saving, nor a collective."""
     return not is_heavy(node) and not is_collective(node)

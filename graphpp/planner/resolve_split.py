@@ -1,14 +1,14 @@
 """Resolve a split: every form of `split=` becomes the first operation of each stage.
 
 Contract
-    in   a split in the user's words, and the module calls of the captured forward in order of execution
-    out  S positions, never falling, the first 0: stage s owns the forward operations `starts[s]` up to `starts[s + 1]`
-         (the last stage: to the end). Equal neighbours mean an empty stage, which only a split that lists it makes.
+    in   a split as the user gave it, and the module calls of the captured forward in execution order
+    out  S non-decreasing positions, the first 0: stage s owns the forward operations `starts[s]` up to `starts[s + 1]` (the
+         last stage: to the end). Equal neighbours are an empty stage, which only a split that lists it makes
     Raises `SplitError`. The calls are not changed.
 
 A stage starts right before a module call. Operations between two calls (a residual add, a mask) stay in the earlier stage.
-Forms: FQNs of the modules that start stages 1.. (`split_points` makes them), one list of FQNs per stage, a number of stages,
-None (that number comes from the schedule), or an object with `starts(calls)` (`Layout`). Blanks around a name mean nothing.
+Forms: FQNs of the modules that start stages 1.. (as from `split_points`), one list of FQNs per stage, a number of stages, None
+(the schedule gives the number), or an object with `starts(calls)` (`Layout`). Spaces around a name are ignored.
 """
 
 import operator
@@ -28,10 +28,9 @@ def resolve(
 ) -> tuple[int, ...]:
     """The first operation of each stage, stage 0 at 0.
 
-    `calls` come in order of execution, parents before children. `num_stages`: the number of stages that schedule and ranks
-    need; None if the split decides. `known` holds the FQNs of all modules, so that an error can tell a module that is never
-    called from one that does not exist. Raises `SplitError`, whose message names the module or stage at fault and a value
-    that would be accepted.
+    `calls`: in execution order, parents before children. `num_stages`: required by schedule and ranks; None if the split
+    decides. `known`: FQNs of all modules, so that errors distinguish a module that is never called from one that does not
+    exist. Raises `SplitError`, whose message names the faulty module or stage and an accepted value.
     """
     if isinstance(split, str):
         raise SplitError(
@@ -55,7 +54,7 @@ _STARTS = Accepted(
 
 
 def _found(splitter: Splitter, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The splitter's stage starts, checked: the first is 0, none falls, all lie in the forward. Raises `SplitError`."""
+    """The splitter's stage starts: first 0, non-decreasing, within the forward. Raises `SplitError`."""
     starts = tuple(callback(SplitError, "split", _STARTS, splitter.starts)(calls))
     end = max((call.end for call in calls), default=0)
     if not starts or starts[0] != 0 or starts[-1] > end or any(start > later for start, later in pairwise(starts)):
@@ -67,7 +66,7 @@ def _found(splitter: Splitter, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
 
 
 def _by_stage(split: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]:
-    """The names that each stage must hold; the first stage that is not empty holds the start."""
+    """The names listed for each stage; the first non-empty stage also gets `START`."""
     names = [name.strip() for name in split if isinstance(name, str)]
     if len(names) == len(split):
         return [[START], *([name] for name in names)]
@@ -91,12 +90,12 @@ _MOST_LAYERS = 2**12
 def split_points(
     num_layers: int, num_stages: int, input_weight: float = 1, output_weight: float = 1, *, layer: str = "layers.{}"
 ) -> list[str]:
-    """The `num_stages - 1` FQNs `layers.k` before which a stage starts, so that all stages weigh about the same.
+    """The `num_stages - 1` FQNs `layers.k` before which a stage starts, so that stages weigh about the same.
 
-    The operations before the first layer weigh as much as `input_weight` layers, the operations after the last layer as
-    much as `output_weight`. Every stage gets a layer, however heavy the ends are. Layers left over after an even division go
-    to the middle stages first, then to the first stage, so the ends are lightest. `layer` is the FQN with `{}` for the number.
-    Raises `SplitError` where no such split exists. The idea is torchtitan's `generate_split_points`.
+    The operations before the first layer weigh as much as `input_weight` layers, those after the last layer as much as
+    `output_weight`. Every stage gets at least one layer. Layers left over go to the middle stages first, then to the first
+    stage. `layer`: the FQN with `{}` for the number. Raises `SplitError` if there is no such split. The idea is torchtitan's
+    `generate_split_points`.
     """
     if layer.count("{}") != 1 or layer.count("{") != 1 or layer.count("}") != 1:
         raise SplitError(f"layer={layer!r} does not say where the number goes: write it like 'layers.{{}}'")
@@ -104,7 +103,6 @@ def split_points(
 
 
 def _first_layers(num_layers: int, num_stages: int, input_weight: float, output_weight: float) -> list[int]:
-    """The number of the first layer of every stage."""
     if num_stages < 1:
         raise SplitError(f"there is at least 1 stage, not {num_stages}")
     if num_layers < num_stages:
@@ -126,7 +124,6 @@ def _first_layers(num_layers: int, num_stages: int, input_weight: float, output_
 
 
 def _number(split: SupportsIndex | None, num_stages: int | None) -> int:
-    """The number of stages: `split` if it is an integer (NumPy's included), `num_stages` if `split` is None."""
     wanted = num_stages if split is None else split
     if wanted is None:
         raise SplitError("split=None does not say how many stages there are: give a number of 1 or more, or FQNs")
@@ -141,7 +138,7 @@ def _number(split: SupportsIndex | None, num_stages: int | None) -> int:
 
 
 def equal_layers(wanted: int, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """Stages of equally many layers; no layers are needed for one stage."""
+    """Stages of equal numbers of layers; one stage needs no layers."""
     layers = repeated_layers(calls) if wanted > 1 else []
     if wanted > max(1, len(layers)):
         found = f"{some(len(layers), 'repeated layer')}{listing([call.fqn for call in layers], ': ')}"

@@ -1,14 +1,13 @@
-"""The segments of a forward: the pieces between neighbouring places at which a stage may start, with their costs.
+"""The segments of a forward: the pieces between neighbouring places where a stage may start, with their costs.
 
 Contract
-    in   a captured joint graph, its module calls, the passes that the plan switches on, the seconds of programs
-    out  `Segments`: where each segment starts, its seconds and bytes as those of a stage, the state that it reads.
-         `Segments.stages(cut)` gives the costs and the state of stages, each of which is some neighbouring segments
-    A place is the start of a module call outside of the model's repeated layers, of a layer, or of a module that a layer calls
-    itself. No place lies between a write and a read of one buffer. The graph is not changed.
+    in   a captured joint graph, its module calls, the passes that the plan enables, the seconds of programs
+    out  `Segments`; `Segments.stages(cut)` gives the costs and state of stages, each of neighbouring segments
+    A place is the start of a module call outside of the repeated layers, of a layer, or of a module that a layer calls
+    directly. No place lies between a write and a read of one buffer. The graph is not changed.
 
-The seconds of a stage are the sums of its segments', since the same operations run. Bytes are an upper bound: a value that two
-segments of a stage save counts twice.
+A stage's seconds are the sums of its segments'. Its bytes are an upper bound: a value that two of its segments save counts
+twice.
 """
 
 from __future__ import annotations
@@ -29,22 +28,21 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.state_bytes import StateBytes
 
-_MOST = 256  # places; more of them would take minutes to lower
+_MOST = 256  # places; more would take minutes to lower
 
 Cut = tuple[int, ...]
-"""The first segment of each stage, ascending; the first 0."""
+"""The first segment of each stage, ascending; the first is 0."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """`starts`: the first operation of each segment. `costs`, `state`: with segments in the place of stages."""
+    """`starts`: first operation of each segment; `costs`, `state`: with one entry per segment instead of per stage."""
 
     starts: tuple[int, ...]
     costs: Costs
     state: tuple[StateBytes, ...] = ()
 
     def stages(self, cut: Cut) -> tuple[Costs, tuple[StateBytes, ...]]:
-        """The costs and the state of the stages of a cut."""
         ends = [*cut[1:], len(self.starts)]
         each = tuple(_joined(self.costs.stages[first:end]) for first, end in zip(cut, ends, strict=True))
         both = self.costs.sends_forward, self.costs.sends_backward
@@ -59,7 +57,7 @@ class Segments:
 
 
 def _joined(parts: Sequence[StageCosts]) -> StageCosts:
-    """The costs of segments that are one stage: forwards run in order, backwards in descending order."""
+    """The costs of segments that form one stage: forwards run in order, backwards in reverse."""
     saved = sum(part.saved_bytes for part in parts)
     kept = [part.saved_bytes if part.kept_bytes is None else part.kept_bytes for part in parts]
     peaks = {kind: _peak(parts, kept, kind) for kind in sorted({kind for part in parts for kind in part.peak_bytes})}
@@ -77,7 +75,7 @@ def _joined(parts: Sequence[StageCosts]) -> StageCosts:
 
 
 def _of_ends(parts: Sequence[StageCosts], name: str) -> dict[Kind, int]:
-    """By kind, the bytes that enter or leave a stage: a forward enters at its first segment, and leaves at its last one."""
+    """By kind, the bytes that enter or leave a stage: a forward enters at its first segment and leaves at its last."""
     enters, leaves = getattr(parts[0], name), getattr(parts[-1], name)
     forward, backward = (enters, leaves) if name == "received_bytes" else (leaves, enters)
     found = {kind: forward[kind] for kind in (Kind.F,) if kind in forward}
@@ -85,7 +83,7 @@ def _of_ends(parts: Sequence[StageCosts], name: str) -> dict[Kind, int]:
 
 
 def _peak(parts: Sequence[StageCosts], kept: Sequence[int], kind: Kind) -> int:
-    """The most bytes alive while one segment after the other runs: those of the segment, and those that others hold then."""
+    """The most bytes alive while the segments run in sequence: those of the running segment and those that others hold."""
     saved = [part.saved_bytes for part in parts]
     before = kept if kind is Kind.W else saved
     after = kept if kind is Kind.I else [0] * len(parts)
@@ -99,10 +97,8 @@ def _peak(parts: Sequence[StageCosts], kept: Sequence[int], kind: Kind) -> int:
 
 
 def places(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The positions in the forward at which a stage may start, ascending; the first 0.
-
-    Where there are more than some hundred, those within layers are left out.
-    """
+    """The forward positions where a stage may start, ascending, the first 0. If there are more than `_MOST`, places within
+    layers are left out."""
     layers = repeated_layers(calls)
     inside = [call for call in calls if any(_holds(layer, call) for layer in layers)]
     names = {layer.module for layer in layers}
@@ -123,7 +119,7 @@ def _holds(layer: ModuleCall, call: ModuleCall) -> bool:
 
 
 def _bound(joint: JointGraph) -> Iterable[tuple[int, int]]:
-    """(first, last) position of the operations that read or write one written buffer: they belong into one stage."""
+    """(first, last) position of the operations that read or write one updated buffer: they belong in one stage."""
     inputs = joint.inputs()
     for role, update in joint.outputs():
         if isinstance(role, program.BufferUpdate) and program.Buffer(role.fqn) in inputs:
@@ -137,22 +133,19 @@ def _bound(joint: JointGraph) -> Iterable[tuple[int, int]]:
 
 
 ProgramSeconds = Mapping[tuple[int, Phase], float]
-"""The seconds of each program, by the number of its stage and its phase."""
+"""Seconds of programs by stage and phase."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """Seconds of all programs, and of a message of so many bytes between two ranks.
-
-    `programs` is given the programs and their graphs. Messages run beside the computations.
-    """
+    """Seconds of all programs, and of a message of a given size between two ranks. Messages overlap computations."""
 
     programs: Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]
     message: Callable[[int], float]
 
 
 def seconds_by_operations(cost: Cost) -> Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]:
-    """The seconds of programs as the sums of those of their operations, for a `Pricing`."""
+    """A program's seconds as the sum of its operations'."""
 
     def programs(lowered: PipelineProgram, sources: ProgramGraphs) -> ProgramSeconds:
         items = {(stage.index, phase): item for stage in lowered.stages for phase, item in stage.programs.items()}
@@ -175,10 +168,7 @@ def segments_of(
 
 
 def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: Pricing) -> Costs:
-    """The costs of stages and messages: the seconds that `pricing` says, and the bytes of the programs.
-
-    `sources`: the graphs of the programs.
-    """
+    """The costs of stages and messages: seconds from `pricing`, bytes from the programs. `sources`: the programs' graphs."""
     seconds = pricing.programs(lowered, sources)
 
     known = costs_of_programs(lowered)

@@ -1,12 +1,11 @@
-"""The plan of sharded parameters: gathers, reductions and bytes sent in a step. `memory_plan.py` has the bytes in memory.
+"""The plan of sharded parameters: gathers, reductions and bytes sent in a step. `memory_plan.py` plans their memory.
 
 Contract
-    in   the table that the ranks run, the number of shards; the bytes that a rank sends when a stage is gathered, and when it
-         is reduced; or, with `keep=0`, the stage programs of each microbatch with their `LayerTraffic`
-    out  `ShardPlan`: the gathers, reductions and bytes sent of each rank of the pipeline, with another schedule where this one
-         gathers a stage more than twice. `layer_bytes`: by stage and kind of computation the most bytes of layers at once
-    Parameters of several stages count in each of them. Padded rows count, as they are sent. Of gradients that no number of
-    ranks divides, ranks send unequal parts: their mean counts.
+    in   the table that the ranks run, the number of shards, and the bytes that a rank sends to gather and to reduce each stage;
+         with `keep=0`, the stage programs of each microbatch with their `LayerTraffic`
+    out  `ShardPlan`. `layer_bytes`: by stage and kind of computation, the most bytes of single layers at once
+    A parameter of several stages counts in each. Padded rows count, because they are sent. If ranks send unequal parts of a
+    gradient that they do not divide evenly, the mean counts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _OFTEN = 2  # gathers of a stage in a step
 
 @dataclass(frozen=True)
 class RankShards:
-    """One rank's step: how often a stage is gathered and reduced, and the bytes that the rank sends for it."""
+    """One rank's step: gathers and reductions per stage, and the bytes that the rank sends for them."""
 
     rank: int
     gathers: float
@@ -39,7 +38,6 @@ class RankShards:
 
     @property
     def words(self) -> str:
-        """One line."""
         return (
             f"rank {self.rank}: a stage is gathered {self.gathers:g} times and reduced {self.reductions:g} times a step; "
             f"dp_shard sends {spell_bytes(self.sent)}"
@@ -58,7 +56,7 @@ class ShardPlan:
     def of(
         cls, running: Schedule, gathered: Sequence[float], reduced: Sequence[float], shards: int, keep: int | None
     ) -> ShardPlan:
-        """The plan of a table with the actions of sharded stages; bytes sent by stage."""
+        """The plan of a table with gathers and reductions; `gathered`, `reduced`: bytes sent, by stage."""
         counts = shard_counts(running)
         ranks = [
             RankShards(rank, each.gathers_per_stage, each.reductions_per_stage, round(each.sent(gathered, reduced)))
@@ -67,19 +65,18 @@ class ShardPlan:
         return cls(shards, tuple(ranks), _advice(running, counts, keep))
 
     def __str__(self) -> str:
-        """A line per rank, and the advice."""
         lines = [each.words for each in self.ranks]
         return "\n".join([f"parameters sharded over {self.shards} ranks", *lines, *filter(None, [self.advice])])
 
 
 def _advice(running: Schedule, counts: Sequence[ShardCounts], keep: int | None) -> str:
-    """The gathers of the breadth-first schedule, where this one gathers a stage more than twice."""
+    """A comparison with the breadth-first schedule, if this one gathers a stage more than twice."""
     most = max((each.gathers_per_stage for each in counts), default=0.0)
     if most <= _OFTEN or keep is None:
         return ""
     try:
         other = make_table(_BREADTH_FIRST, running.ranks, running.stages, running.microbatches)
-    except ScheduleError:  # there is no such table for these counts, so it is no advice
+    except ScheduleError:  # the breadth-first schedule does not admit these numbers
         return ""
     fewer = max(each.gathers_per_stage for each in shard_counts(place_shards(other, keep)))
     found = f"keep={keep} gathers a stage up to {most:g} times a step under {running.name}"
@@ -93,13 +90,12 @@ def _advice(running: Schedule, counts: Sequence[ShardCounts], keep: int | None) 
 
 @dataclass(frozen=True)
 class RankLayers(RankShards):
-    """One rank's step: all its gathers and reductions of single layers, and the most bytes of whole parameters at once."""
+    """One rank's step: gathers and reductions of single layers, and the most bytes of whole parameters at once."""
 
     whole: int = 0
 
     @property
     def words(self) -> str:
-        """One line."""
         return (
             f"rank {self.rank}: single layers are gathered {self.gathers:g} times and reduced {self.reductions:g} times a "
             f"step, and {spell_bytes(self.whole)} are whole at most; dp_shard sends {spell_bytes(self.sent)}"
@@ -107,7 +103,7 @@ class RankLayers(RankShards):
 
 
 def layer_plan(running: Schedule, programs: Sequence[PipelineProgram], shards: int) -> ShardPlan:
-    """The plan of a step; `programs`: those of each microbatch."""
+    """The plan of a step; `programs`: one per microbatch."""
     return ShardPlan(shards, tuple(_of_row(rank, row, programs) for rank, row in enumerate(running.table)))
 
 
@@ -134,7 +130,7 @@ def _of_row(rank: int, row: Row, programs: Sequence[PipelineProgram]) -> RankLay
 
 
 def _traffic(row: Row, programs: Sequence[PipelineProgram]) -> Iterator[LayerTraffic]:
-    """The gathers and reductions of each computation of a row."""
+    """The traffic of each computation of a row."""
     for leaf in (leaf for action in row if action is not None and action.is_compute for leaf in action.leaves):
         phases = programs[leaf.microbatch or 0].stages[leaf.stage].programs
         item = phases.get(Phase(leaf.kind.value)) or phases[Phase.EVALUATE]

@@ -1,11 +1,10 @@
 """Resolve stages that are listed by name: FQNs of module calls become the first operation of each stage.
 
 Contract
-    in   for each stage the names of the calls that it must hold, and the calls in order of execution. The name `START`
-         stands for the operations before the first module call. The last stage has a name
-    out  the first operation of each stage, by the contract of `graphpp.planner.resolve_split`: a stage starts at the first
-         call that it lists and holds all its listed calls; a stage without names is empty and starts where the next one
-         does. Calls that are not listed go where execution puts them
+    in   for each stage, the names of calls that it must contain (`START`: the operations before the first module call), and the
+         calls in execution order. The last stage has a name
+    out  the first operation of each stage (see `graphpp.planner.resolve_split`): a stage starts at the first call that it lists
+         and contains all its listed calls; a stage without names is empty. Unlisted calls follow the execution order
     Raises `SplitError` with the wrong name and the nearest valid names.
 """
 
@@ -21,7 +20,7 @@ START = "the start"  # a pseudo call at position 0
 
 
 def listed_starts(stages: Sequence[Sequence[str]], calls: Sequence[ModuleCall], known: Collection[str]) -> tuple[int, ...]:
-    """The first operation of each stage. `known` holds the FQNs of all modules, called or not."""
+    """The first operation of each stage. `known`: FQNs of all modules, called or not."""
     named = {call.fqn: call for call in (ModuleCall(START, 0, 0), *calls)}
     owner = _owners(stages, named, known)
     in_order = [name for name in named if name in owner]
@@ -38,10 +37,8 @@ def listed_starts(stages: Sequence[Sequence[str]], calls: Sequence[ModuleCall], 
 
 
 def check_stages(starts: Sequence[int], names: Sequence[str], asked: Collection[int] = ()) -> None:
-    """Raise `SplitError` unless the stages run in order and no stage is empty except the stages in `asked`.
-
-    `names[s]`: the module call that begins stage s.
-    """
+    """Raise `SplitError` unless stages run in order and only the stages in `asked` are empty. `names[s]`: the call that starts
+    stage s."""
     for stage, (start, end) in enumerate(pairwise(starts)):
         if start > end:
             raise SplitError(f"out of execution order: {names[stage + 1]} runs before {names[stage]}")
@@ -53,13 +50,12 @@ def check_stages(starts: Sequence[int], names: Sequence[str], asked: Collection[
 
 
 def listing(names: Sequence[str], lead: str = "") -> str:
-    """At most eight names, after `lead`; the empty string for none."""
+    """At most eight names, after `lead`; "" if there are none."""
     shown = ", ".join(names if len(names) <= 8 else [*names[:6], "...", names[-1]])
     return lead + shown if names else ""
 
 
 def some(count: int, noun: str) -> str:
-    """`1 stage`, `2 stages`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -76,7 +72,7 @@ def _owners(stages: Sequence[Sequence[str]], named: Mapping[str, ModuleCall], kn
 
 
 def _check_order(names: Sequence[str], owner: dict[str, int]) -> None:
-    """Raise SplitError unless the stages of `names`, which come in order of execution, never fall."""
+    """Raise `SplitError` unless the stages of `names`, given in execution order, are non-decreasing."""
     for at, (before, name) in enumerate(pairwise(names), start=1):
         if owner[before] > owner[name]:
             raise SplitError(
@@ -106,7 +102,7 @@ def _unknown(name: str, calls: Sequence[ModuleCall], known: Collection[str]) -> 
 
 
 def _nearest(name: str, calls: Sequence[ModuleCall]) -> str:
-    """The module calls with similar names; first the calls whose names differ only by a prefix such as `model.`."""
+    """Calls with similar names; first those that differ only by a prefix such as `model.`."""
     names = list(dict.fromkeys(call.fqn for call in calls if call.fqn))
     same = [fqn for fqn in names if f".{name}".endswith(f".{fqn}") or f".{fqn}".endswith(f".{name}")]
     same.sort(key=lambda fqn: abs(len(fqn) - len(name)))

@@ -1,10 +1,9 @@
-"""The tables of a pipeline for numbers of stages and microbatches (`microbatch_count.py`).
+"""The tables of a pipeline for numbers of stages and microbatches.
 
 Contract
     in   a schedule as the caller gave it, numbers of stages and microbatches
-    out  `CheckedTable`: a table that `graphpp.schedules.check.checker` accepted, also with sends and receives, and facts about
-         it. Each is made and checked once per number of stages and microbatches
-    `ScheduleError` where the schedule does not fit the numbers.
+    out  `CheckedTable`: a table that `graphpp.schedules.check.checker` accepted; made and checked once per pair of numbers
+    `ScheduleError` if the schedule does not admit the numbers.
 """
 
 from __future__ import annotations
@@ -29,19 +28,15 @@ _KEPT = 4  # tables; a table of 64 ranks and 512 microbatches takes 40 MB with i
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """How sharded stages are whole: at most `keep` of a rank's stages at once, or all (None)."""
+    """Sharded stages: at most `keep` of a rank's stages are whole at once (None: all)."""
 
     keep: int | None
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedTable:
-    """A table that was accepted: `plain` as the schedule made it, `running` with its sends and receives.
-
-    `training`: whether a step runs the table. An evaluation runs the forwards of it. `shards`: which stages are whole at a
-    time, where their parameters are sharded; None where each rank holds the whole parameters of its stages. `flow`: how long
-    the transport of the ranks holds messages.
-    """
+    """An accepted table: `plain` as the schedule made it, `running` with sends and receives. `training`: False runs only its
+    forwards. `shards`: None if parameters are not sharded. `flow`: how long the transport buffers messages."""
 
     plain: Schedule
     training: bool
@@ -50,7 +45,7 @@ class CheckedTable:
 
     @cached_property
     def running(self) -> Schedule:
-        """The table that the ranks run: in evaluation the forwards only; with sends and receives, and with sharded stages."""
+        """The table that the ranks run: forwards only in evaluation; with sends and receives, and gathers of sharded stages."""
         table = self.plain if self.training else self.plain.forward_only()
         sent = table if table.has_communication else add_send_recv(table)
         placed = sent if self.shards is None else place_shards(sent, self.shards.keep)
@@ -58,18 +53,18 @@ class CheckedTable:
 
     @cached_property
     def text(self) -> list[str]:
-        """The lines of the table that the ranks run, after its name and counts: ranks compare them."""
+        """The lines of the running table without its name and numbers, which ranks compare."""
         return str(self.running).splitlines()[1:]
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward stands as an input gradient (I) and a weight gradient (W)."""
+        """Whether any backward is split into an input gradient (I) and a weight gradient (W)."""
         return bool(self.plain.kinds & {Kind.I, Kind.W})
 
     def recomputed_stages(self, by_option: bool) -> Sequence[frozenset[int]]:
-        """For each microbatch the stages whose backward computes values of the forward again.
+        """For each microbatch, the stages whose backward recomputes forward values.
 
-        A table that names them decides; else all stages do where `by_option` is true, the caller having given `recompute`.
+        A table that names these stages decides; else all stages if `by_option` (the caller gave `recompute`), or none.
         """
         pairs, count = self.plain.recomputed, self.plain.microbatches
         if pairs is None:
@@ -80,7 +75,7 @@ class CheckedTable:
         return [frozenset(stages.get(microbatch, ())) for microbatch in range(count)]
 
     def forward_orders(self) -> dict[int, list[int]]:
-        """The microbatches of each stage's forwards, in the order in which the stage runs them."""
+        """The microbatches of each stage's forwards, in execution order."""
         orders: dict[int, list[int]] = defaultdict(list)
         for _, _, action in self.plain.cells():
             for leaf in action.leaves:
@@ -90,7 +85,7 @@ class CheckedTable:
 
 
 class Tables:
-    """Makes and keeps the tables of one pipeline: those of the latest counts."""
+    """Makes and caches the tables of one pipeline."""
 
     def __init__(
         self,
@@ -109,10 +104,10 @@ class Tables:
             table = self._built(default_stages(self._source, self._ranks), microbatches)
         except ScheduleError:
             return False
-        return table.microbatches == microbatches  # a table that was given has one number
+        return table.microbatches == microbatches  # a given table has one number
 
     def _checked(self, stages: int, microbatches: int, training: bool) -> CheckedTable:
-        """The table for these counts. Raises `ScheduleError` where it cannot be made, or cannot run, or cannot train."""
+        """The table for these numbers. Raises `ScheduleError` if it cannot be made, run or used for training."""
         given = self._source
         if isinstance(given, Schedule) and given.microbatches != microbatches:
             raise ScheduleError(

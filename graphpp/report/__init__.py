@@ -1,7 +1,6 @@
-"""The report page: one HTML file with charts and tables of a plan, a step and a run, which needs no network.
+"""The report page: one self-contained HTML file with charts and tables of a plan, a step and a run.
 
-Contract
-    in   a `Page`: frozen dataclasses of plain numbers and texts; every part that is empty leaves its section out
-    out  `page_html(page)`: the text of the file; `write_page(page, path)`: the file
-    This package knows schedules and timelines, no torch and no models. `graphpp.planner` and `graphpp.pipeline` fill the parts.
+Contract: `page_html(page)` returns the text of a `Page` (frozen dataclasses of plain numbers and texts), `write_page(page,
+path)` writes the file. This package knows schedules and timelines, not torch or models; `graphpp.planner` and
+`graphpp.pipeline` fill the parts.
 """

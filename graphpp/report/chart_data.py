@@ -1,9 +1,8 @@
-"""The data of a page as its script takes them: JSON with the places of columns, and the columns, packed.
+"""The data of a page for its script: JSON that refers to packed columns.
 
-Contract: `chart_data(page)` is (a value for JSON, the columns' text). Every number that a chart shows stands in it; a part that
-the page lacks is None or empty, and the script then draws no chart. Numbers that are not finite stand only in columns. Columns
-are one compressed block of bytes as base64 text, which needs no escape in HTML; the script reads `{"type", "at", "count"}` back
-as a typed array (little-endian, `at` in bytes, a multiple of 8). Equal pages give equal data.
+Contract: `chart_data(page)` returns (a JSON value, the columns as text). Absent parts are None or empty, and get no chart.
+Non-finite numbers are only in columns. Columns are one gzip block as base64 text, which needs no escape in HTML; the script
+reads `{"type", "at", "count"}` as a typed array (little-endian; `at` in bytes, a multiple of 8). Equal pages give equal data.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _BOX |= {"start": "f4", "duration": "f4"}
 
 
 def chart_data(page: Page) -> tuple[dict[str, Any], str]:
-    """The page's data."""
     columns = _Columns()
     data = {
         "kinds": KINDS,
@@ -45,13 +43,11 @@ def chart_data(page: Page) -> tuple[dict[str, Any], str]:
 
 
 class _Columns:
-    """The columns of one page."""
-
     def __init__(self) -> None:
         self._block = bytearray()
 
     def add(self, type_: str, values: Sequence[float]) -> dict[str, str | int]:
-        """The place of a column. Raises `OverflowError` for integers that do not fit the type."""
+        """Append a column and return its place. Raises `OverflowError` for integers that do not fit the type."""
         import numpy  # loaded by the first page
 
         data = numpy.array(values, dtype=f"<{type_}").tobytes()
@@ -64,7 +60,7 @@ class _Columns:
 
 
 def _timeline(view: TimelineView, columns: _Columns) -> dict[str, Any]:
-    """`rows`: the first box of each rank, and the number of boxes at the end."""
+    """`rows`: the index of each rank's first box, then the number of boxes."""
     rows, at = [0] * (len(view.ranks) + 1), 0
     for rank in range(len(view.ranks)):
         while at < len(view.boxes) and view.boxes[at].rank == rank:

@@ -1,7 +1,4 @@
-"""Two plans side by side, with the differences of their seconds, shares, rates and bytes.
-
-Contract: `PlanComparison` is data, and prints as a table; the difference of a number is that of the second plan to the first.
-"""
+"""Two plans side by side, with the differences (second minus first) of their numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class PlanComparison:
     numbers: tuple[Numbers, Numbers]
 
     def document(self) -> dict[str, Any]:
-        """The comparison as data for JSON. A number that is 0 in both plans is left out."""
+        """The comparison as data for JSON, without numbers that are 0 in both plans."""
         one, two = self.choices
         choices = [{"name": name, "first": one[name], "second": two[name]} for name in one]
         first, second = self.numbers
@@ -44,7 +41,6 @@ class PlanComparison:
         return {"choices": choices, "numbers": numbers}
 
     def __str__(self) -> str:
-        """A table: a line for each choice and each number."""
         found, heads = self.document(), ("", "first", "second", "difference")
         rows = [(*each.values(), "equal" if each["first"] == each["second"] else "differs") for each in found["choices"]]
         for each in found["numbers"]:

@@ -1,7 +1,7 @@
-"""The memory of a step as data: bytes by kind at each rank's peak, and over time, beside the cap.
+"""The memory of a step as data: bytes by kind at each rank's peak and over time, with the cap.
 
-Contract: of (time, bytes by kind) pairs of each rank, as `bytes_over_time` gives them. Of a long curve the moment with the most
-bytes of each of equal spans of time is there, so the peak is always there. Kinds without bytes on any rank are left out.
+Contract: the input is (time, bytes by kind) pairs of each rank, as from `bytes_over_time`. A long curve keeps the moment with
+most bytes in each of equal time spans, so it keeps the peak. Kinds without bytes on any rank are left out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class MemoryView:
-    """`kinds`: of the bytes in `RankBytes`, in their order; `unit`: of the times; `note`: a sentence about the bytes.
-
-    `head`: the moment of each rank's `peak`.
-    """
+    """`kinds`: the order of bytes in `RankBytes`; `unit`: of times; `note`: a sentence; `head`: the moment of
+    `RankBytes.peak`."""
 
     kinds: tuple[str, ...]
     ranks: tuple[RankBytes, ...]
@@ -47,7 +45,7 @@ class MemoryView:
     def of(
         cls, moments: Sequence[Iterable[Moment]], caps: Sequence[int] | None = None, unit: str = "s", note: str = ""
     ) -> MemoryView:
-        """The view of each rank's moments. Raises `GraphPPError` for other numbers of caps than ranks, and for no moment."""
+        """Raises `GraphPPError` if the numbers of caps and ranks differ, or if a rank has no moments."""
         if caps is not None and len(caps) != len(moments):
             raise GraphPPError(f"caps: give the bytes of each of {len(moments)} ranks, got {len(caps)} numbers")
         most = max(_MOST_MOMENTS // max(len(moments), 1), _FEWEST)
@@ -61,7 +59,7 @@ class MemoryView:
         return cls(kinds, tuple(ranks), unit, note)
 
     def moments(self, most: int) -> list[tuple[int, float, tuple[int, ...]]]:
-        """(rank, time, bytes by kind), at most about `most` of all ranks; of each rank the peak is among them."""
+        """(rank, time, bytes by kind), about `most` in all; each rank's peak is included."""
         found: list[tuple[int, float, tuple[int, ...]]] = []
         for each in self.ranks:
             by_time = zip(each.times, zip(*each.curves, strict=True), strict=True)
@@ -72,12 +70,11 @@ class MemoryView:
 
     @property
     def over_time(self) -> bool:
-        """Whether the bytes are known over time."""
         return any(len(each.times) > 1 for each in self.ranks)
 
 
 def _thinned(moments: Sequence[Moment], most: int) -> list[Moment]:
-    """At most about `most` moments, the largest of each span of time; the first and the last one stay."""
+    """About `most` moments: the first, the last, and the largest of each time span."""
     if len(moments) <= most:
         return list(moments)
     begin, end = moments[0][0], moments[-1][0]

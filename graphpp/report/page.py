@@ -1,7 +1,7 @@
 """The data of a report page, as frozen dataclasses.
 
-Contract: plain numbers, texts and tuples of them, so `json.dumps(dataclasses.asdict(page))` works. Bytes are integers, times
-seconds unless the part has a unit. Texts may hold any characters. A part that is None or empty leaves its section out.
+Contract: plain numbers, texts and tuples, so `json.dumps(dataclasses.asdict(page))` works. Bytes are integers; times are
+seconds unless the part has a unit. Texts may contain any characters. A part that is None or empty omits its section.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpp.report.timeline_view import TimelineView
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage: `modules` called in it; `parameters`: their number; bytes of activations that one microbatch saves."""
+    """One stage: `parameters`: number of elements; `saved_bytes`: activations that one microbatch saves."""
 
     stage: int
     rank: int
@@ -30,7 +30,7 @@ class StageView:
 
 @dataclass(frozen=True)
 class ValueView:
-    """A value that crosses a boundary for one microbatch. `maker`: the module and the line that compute the value."""
+    """A value that crosses a boundary for one microbatch. `maker`: the module and source line that compute it."""
 
     name: str
     nbytes: int
@@ -40,10 +40,8 @@ class ValueView:
 
 @dataclass(frozen=True)
 class BoundaryView:
-    """The values between `stage` and `stage` + 1, for one microbatch: activations forward, gradients backward.
-
-    `relayed_bytes`: the part of both that belongs to values which cross other boundaries as well (`RelayView`).
-    """
+    """The values between `stage` and `stage` + 1 for one microbatch: activations forward, gradients backward. `relayed_bytes`:
+    the part of both that also crosses other boundaries (`RelayView`)."""
 
     stage: int
     forward_bytes: int
@@ -55,10 +53,8 @@ class BoundaryView:
 
 @dataclass(frozen=True)
 class RelayView:
-    """A value that travels further than to the next stage, such as a skip connection, from stage `source` to stage `target`.
-
-    `unused`: the stages on the way that only pass the value on. `way`: "forward" or "backward".
-    """
+    """A value, such as a skip connection, that travels from stage `source` past the next stage to stage `target`. `unused`:
+    stages that only pass it on. `way`: "forward" or "backward"."""
 
     value: ValueView
     source: int
@@ -68,16 +64,16 @@ class RelayView:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the value takes over all boundaries on its way, for one microbatch."""
+        """Bytes over all boundaries on the way, for one microbatch."""
         return self.value.nbytes * abs(self.target - self.source)
 
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One plan to choose from: `seconds` of a step, `nbytes` of the rank with the most, `reason` why the plan is not the best.
+    """A candidate plan: `seconds` of a step, `nbytes` of the fullest rank, `reason` why it is not the best.
 
-    `fits`: whether the plan keeps to the cap. `details`: further facts, as (name, text). Raises `GraphPPError` for seconds or
-    bytes that are negative or not finite.
+    `fits`: whether it is within the cap; `details`: (name, text) pairs. Raises `GraphPPError` for negative or infinite seconds
+    or bytes.
     """
 
     name: str
@@ -95,11 +91,8 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class Page:
-    """A report page.
-
-    `facts`: (name, text) pairs of its head. `notes`: sentences below the head, such as how times were found. `timelines`: one
-    above the other, on one axis where their units are equal. `cap`: the bytes that the plans may take, drawn in their chart.
-    """
+    """A report page. `facts`: (name, text) pairs of its head. `notes`: sentences below the head. `timelines`: drawn one above
+    the other, on one axis if their units are equal. `cap`: bytes that plans may take, drawn in their chart."""
 
     title: str = "graphpp report"
     facts: tuple[tuple[str, str], ...] = ()
@@ -115,7 +108,7 @@ class Page:
 
 
 def pareto_front(plans: Sequence[PlanEntry]) -> tuple[int, ...]:
-    """The plans that fit and that no other one beats in both seconds and bytes: positions, from the fastest to the smallest."""
+    """Indices of the fitting plans that no other one beats in both seconds and bytes, from the fastest to the smallest."""
     found: list[int] = []
     least = inf
     fitting = (at for at, plan in enumerate(plans) if plan.fits)

@@ -1,11 +1,7 @@
-"""A page as one HTML file: the template, the style, the script, the chart library and the data, all inline.
+"""A page as one HTML file with inline template, style, scripts, chart library and data.
 
-Contract
-    in   a `Page`; for `graphpp.html` schedules and timelines: a `Schedule` is simulated first, with `costs`, else with
-         F = I = W = 1 for each rank and microbatch
-    out  the text of the file. It loads nothing: the page's own policy forbids the browser to. All texts of the page's data are
-         escaped. Headings, facts and tables are there without a script; a script draws the charts
-    Equal pages give equal text.
+Contract: the file loads nothing; its content security policy forbids it. All texts of the page's data are escaped. Headings,
+facts and tables need no script; a script draws the charts. Equal pages give equal text.
 """
 
 from __future__ import annotations
@@ -39,10 +35,10 @@ _SCRIPTS = ("echarts/echarts.min.js", *(f"{part}.js" for part in _PARTS))
 
 @checked(ScheduleError, costs=or_none(COSTS))
 def html(*drawn: Schedule | Timeline, costs: Costs | None = None) -> str:
-    """A page with the timelines one above the other, on one axis where their units of time are equal; write it as UTF-8.
+    """A page with the timelines one above the other, on one axis if their units of time are equal; write it as UTF-8.
 
-    The page of a single timeline has its memory too. Raises `ScheduleError` for a table that cannot run, `GraphPPError` for a
-    timeline without events.
+    A `Schedule` is simulated with `costs`, by default F = I = W = 1 per rank and microbatch. A single timeline's page also has
+    its memory. Raises `ScheduleError` for a table that cannot run, `GraphPPError` for a timeline without events.
     """
     timelines = timelines_of(drawn, costs)
     names = dict.fromkeys(timeline.schedule.name for timeline in timelines)
@@ -55,7 +51,6 @@ def html(*drawn: Schedule | Timeline, costs: Costs | None = None) -> str:
 
 
 def page_html(page: Page) -> str:
-    """The text of the page's file."""
     data, columns = chart_data(page)
     return _environment().get_template("page.html").render(
         page=page,
@@ -72,16 +67,13 @@ def page_html(page: Page) -> str:
 
 
 def write_page(page: Page, path: Path) -> Path:
-    """Write the page's file, whole or not at all; returns its path. Folders that lack are made.
-
-    Raises `GraphPPError` where the file cannot be written.
-    """
+    """Write the page's file atomically, creating missing folders; return its path. Raises `GraphPPError` on failure."""
     text = page_html(page)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
             file.write(text)
-        os.chmod(file.name, 0o644)  # temporary files are their owner's alone
+        os.chmod(file.name, 0o644)  # temporary files are readable by their owner only
         try:
             os.replace(file.name, path)
         except OSError:
@@ -104,5 +96,5 @@ def _environment() -> Environment:
 
 @cache
 def _asset(name: str) -> str:
-    """A file of graphpp's own, which needs no escape: none of them has the end of a script or a style."""
+    """A file of graphpp, not escaped: none contains the end tag of a script or a style."""
     return (_ASSETS / name).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The steps of a run so far: losses and seconds, as plain numbers.
+"""The steps of a run so far: losses and seconds as plain numbers.
 
-Contract: of a long run every n-th step is there (`every`), at most `_MOST`. Losses may be nan or infinite: the chart has a gap
-there, and the table names them. Raises `GraphPPError` for values that are no numbers, and for negative seconds.
+Contract: a long run keeps every n-th step (`every`), at most `_MOST`. Losses may be nan or infinite: the chart has a gap there,
+and the table names them. Raises `GraphPPError` for values that are not numbers, and for negative seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST = 20_000
 
 @dataclass(frozen=True)
 class Curve:
-    """Numbers of the steps `every`, 2 `every`, .. of a run, or of all steps (1)."""
+    """Numbers of the steps `every`, 2 `every`, .. of a run."""
 
     values: tuple[float, ...] = ()
     every: int = 1
@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunView:
-    """`losses`, `seconds`: of steps; `note`: a sentence about them. A loss or time that is not known is nan."""
+    """`losses`, `seconds`: of steps, nan if unknown; `note`: a sentence about them."""
 
     losses: Curve = Curve()
     seconds: Curve = Curve()
@@ -33,7 +33,7 @@ class RunView:
 
     @classmethod
     def of(cls, losses: Sequence[float] = (), seconds: Sequence[float] = (), every: int = 1, note: str = "") -> RunView:
-        """The view of a run. `every`: the steps from one number to the next."""
+        """`every`: steps between neighbouring numbers."""
         times = _numbers("seconds", seconds)
         negative = next((each for each in times if each < 0), None)
         if negative is not None:

@@ -1,7 +1,7 @@
-"""The tables of a page, as texts: the numbers behind each chart, which need no script to be read.
+"""The tables of a page as text: the numbers of each chart, readable without a script.
 
-Contract: each function takes parts of a `Page` and returns `Table`s with as many cells in each row as columns. Nothing is
-escaped here. A table of many rows names how many it leaves out.
+Contract: each function takes parts of a `Page` and returns `Table`s. Nothing is escaped here. A long table states how many rows
+it leaves out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_ROWS = 400
 
 @dataclass(frozen=True)
 class Column:
-    """A column's head. Numbers stand at the right, texts at the left."""
+    """A column's head. Numbers are right-aligned, texts left-aligned."""
 
     name: str
     text: bool = False
@@ -29,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its caption; `more`: how many rows are left out."""
+    """`more`: number of rows left out."""
 
     caption: str
     columns: tuple[Column, ...]
@@ -44,7 +44,6 @@ def _table(caption: str, columns: Iterable[str], rows: Iterable[Sequence[str]], 
 
 
 def timeline_table(view: TimelineView) -> Table:
-    """A row for each rank: its stages, computing time, idle share."""
     rows = (
         (str(each.rank), _stages(each.stages), spell_time(each.busy, view.unit), f"{each.idle:.1%}") for each in view.ranks
     )
@@ -53,7 +52,6 @@ def timeline_table(view: TimelineView) -> Table:
 
 
 def memory_table(view: MemoryView) -> Table:
-    """A row for each rank: its bytes by kind at its peak, together, and the cap."""
     capped = any(each.cap is not None for each in view.ranks)
 
     def row(at: int) -> Iterator[str]:
@@ -67,7 +65,7 @@ def memory_table(view: MemoryView) -> Table:
 
 
 def moment_table(view: MemoryView) -> Table:
-    """A row for each of some moments of each rank, its peak among them: bytes by kind, and together."""
+    """A row for each of some moments of each rank, including its peak."""
     moments = view.moments(_MOST_ROWS)
     rows = (
         (str(rank), spell_time(time, view.unit), *map(spell_bytes, parts), spell_bytes(sum(parts)))
@@ -79,7 +77,6 @@ def moment_table(view: MemoryView) -> Table:
 
 
 def stage_table(stages: Sequence[StageView]) -> Table:
-    """A row for each stage: modules, parameters, bytes."""
     rows = (
         (
             str(each.stage), str(each.rank), ", ".join(each.modules) or "(empty)", f"{each.parameters:,}",
@@ -92,7 +89,6 @@ def stage_table(stages: Sequence[StageView]) -> Table:
 
 
 def boundary_table(boundaries: Sequence[BoundaryView]) -> Table:
-    """A row for each boundary: bytes in both directions for one microbatch."""
     rows = (
         (_boundary(each.stage), *map(spell_bytes, (each.forward_bytes, each.backward_bytes, each.relayed_bytes)))
         for each in boundaries
@@ -101,8 +97,6 @@ def boundary_table(boundaries: Sequence[BoundaryView]) -> Table:
 
 
 def value_table(boundaries: Sequence[BoundaryView]) -> Table:
-    """A row for each value that crosses a boundary."""
-
     def rows() -> Iterator[tuple[str, ...]]:
         for each in boundaries:
             for way, values in (("forward", each.forward), ("backward", each.backward)):
@@ -113,7 +107,7 @@ def value_table(boundaries: Sequence[BoundaryView]) -> Table:
 
 
 def relay_table(relays: Sequence[RelayView]) -> Table:
-    """A row for each relay, the one that costs most first."""
+    """A row for each relay, the most expensive first."""
     rows = (
         (*_value(each.value), f"{each.source} → {each.target}", _stages(each.unused) or "none", spell_bytes(each.nbytes))
         for each in sorted(relays, key=lambda each: -each.nbytes)
@@ -123,12 +117,11 @@ def relay_table(relays: Sequence[RelayView]) -> Table:
 
 
 def plan_cells(plan: PlanEntry) -> tuple[str, ...]:
-    """A plan's cells: seconds, bytes, reason."""
     return spell_time(plan.seconds, "s"), spell_bytes(plan.nbytes), plan.reason or "best"
 
 
 def run_table(run: RunView) -> Table:
-    """Losses and seconds of some steps, the last one among them."""
+    """Losses and seconds of some steps, including the last one."""
     losses, seconds = dict(_steps(run.losses)), dict(_steps(run.seconds))
     steps = sorted({*losses, *seconds})
     stride = -(-len(steps) // _MOST_ROWS) or 1
@@ -157,5 +150,5 @@ def _boundary(stage: int) -> str:
 
 
 def _stages(stages: Sequence[int]) -> str:
-    """`0, 3`, or `0 .. 9` for more than eight in a row of numbers."""
+    """`0, 3`, or `0, 1 .. 9` for more than eight."""
     return ", ".join(map(str, stages)) if len(stages) <= 8 else f"{stages[0]}, {stages[1]} .. {stages[-1]}"

@@ -1,7 +1,4 @@
-"""Tables of text for a terminal or a file: one layout for all that graphpp prints.
-
-Contract: rows under their heads, numbers to the right, without colours, and no space behind the last column.
-"""
+"""Tables of text for a terminal or a file: one layout for all graphpp output, without colours or trailing spaces."""
 
 from __future__ import annotations
 
@@ -20,10 +17,8 @@ def text_table(
     width: int = 110,
     lines: bool = True,
 ) -> str:
-    """The table. `left`: columns that stand at the left; `wraps`: those whose cells may take several lines.
-
-    `lines`: with a line below the heads. Blank lines stay only around a table with a title or a caption.
-    """
+    """`left`: left-aligned columns; `wraps`: columns whose cells may wrap; `lines`: draw a line below the heads. Blank lines
+    stay only around a table with a title or a caption."""
     from rich import box  # loaded by the first table that is printed
     from rich.console import Console
     from rich.table import Table

@@ -1,11 +1,10 @@
-"""A timeline as columns of numbers: one row for each box of the chart.
+"""A timeline as boxes of a chart.
 
 Contract
     in   a `Timeline`, simulated or measured
-    out  `TimelineView`: a box for each part of a computation, and for each send, receive and collective that takes time. All
-         computations are there. Where there are more than `_MOST_MESSAGES` of the others, the longest are there, and
-         `left_out` counts the rest
-    Boxes stand rank by rank, in order of their starts. Raises `GraphPPError` for a timeline without events.
+    out  `TimelineView`: a box for each part of a computation, and for each send, receive and collective that takes time. Beyond
+         `_MOST_MESSAGES` of these, only the longest get boxes, and `left_out` counts the rest
+    Boxes are sorted by rank, then by start. Raises `GraphPPError` for a timeline without events.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from graphpp.schedules.simulate.timeline import Event, Timeline, stages_of_ranks
 from graphpp.schedules.table.actions import SENDS, Action
 
 KINDS = ("F", "B", "I", "W", "send", "receive", "collective")
-"""The kinds of boxes; a box has the position of its kind here."""
+"""The kinds of boxes; `Box.kind` is an index into it."""
 
 _MOST_MESSAGES = 60_000
 
 
 class Box(NamedTuple):
-    """One box. `lane`: the position of a part in its overlap, of `lanes`; `chunk`: of the stage among its rank's stages.
-
-    `microbatch` is -1 for collectives and for batches of messages.
-    """
+    """One box. `lane`: index of a part in its overlapped action, of `lanes`; `chunk`: index of the stage on its rank;
+    `microbatch`: -1 for collectives and for batches of messages."""
 
     rank: int
     kind: int
@@ -44,7 +41,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLine:
-    """One rank of a timeline: its `stages`, the time for which it computes, and the share of the step in which it is idle."""
+    """One rank: its `stages`, the time it computes, and the share of the step in which it is idle."""
 
     rank: int
     stages: tuple[int, ...]
@@ -69,7 +66,6 @@ class TimelineView:
 
     @classmethod
     def of(cls, timeline: Timeline, note: str = "") -> TimelineView:
-        """The view of a timeline."""
         if not timeline.events:
             raise GraphPPError(f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events: leave it out")
         homes = stages_of_ranks(timeline.schedule)
@@ -85,7 +81,7 @@ class TimelineView:
 
     @property
     def idle(self) -> float:
-        """The mean share of the step in which ranks are idle, 0 to 1."""
+        """The mean idle share of the ranks, 0 to 1."""
         return sum(each.idle for each in self.ranks) / len(self.ranks)
 
 

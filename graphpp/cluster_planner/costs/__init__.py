@@ -1,9 +1,9 @@
-"""The costs of a model on machines that are not here, from one captured graph.
+"""The costs of a model on machines that need not exist, from one captured graph.
 
-`capture_costs.py` goes from a model to `ModelCosts` (`model_costs.py`), and `price.py` from there to seconds and bytes for any
-rows and degrees (`deployment.py`), with the state of a rank (`state.py`). On the way `shortened.py` leaves repeated layers out
-of the forward, `facts.py` notes on each node how its value grows with rows and shrinks with ranks (`dims.py`, `sharding.py`,
-`tensor_plan.py`), and `from_graph.py` makes segments of the graph, and `operations.py` data of its nodes.
+`capture_costs.py` makes `ModelCosts` (`model_costs.py`) of a model; `price.py` prices them in seconds and bytes for any rows
+and degrees (`deployment.py`), with the state of a rank (`state.py`). In between, `shortened.py` removes repeated layers from
+the forward, `facts.py` annotates how each value scales with rows and ranks (`dims.py`, `sharding.py`, `tensor_plan.py`),
+`from_graph.py` makes segments of the graph, and `operations.py` makes data of its nodes.
 """
 
 from graphpp.cluster_planner.costs.capture_costs import capture_costs

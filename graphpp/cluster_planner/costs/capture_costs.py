@@ -1,8 +1,7 @@
-"""From a model to its costs: captures on tensors without data, without a process group.
+"""Capture a model's costs on tensors without data, without a process group.
 
-Contract: `capture_costs(model, loss, example)` gives `ModelCosts`. The model may be on the meta device; it is not changed, and
-nothing runs on real data. The model is captured for some rows and for twice as many, so that the two graphs tell what grows.
-Attention is captured as the fused kernel of the CPU, whose figures are those of other fused kernels.
+The model may be on the meta device and is not changed. It is captured for some rows and for twice as many, to tell which sizes
+grow. Attention is captured as the CPU's fused kernel, whose figures equal those of other fused kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from graphpp.options.option import FLOATING_DTYPE
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.layers import module_calls
 
-_FEWEST = 2  # rows: with one row, a model may take another way
+_FEWEST = 2  # rows: with one row, a model may take another branch
 
 
 @checked(
@@ -51,9 +50,8 @@ def capture_costs(
 ) -> ModelCosts:
     """The costs of a model, its loss and its backward, for a microbatch like `example`, whose first dimension are the rows.
 
-    `param_dtype`: the dtype in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {pattern of FQNs:
-    style} (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none.
-    `device_type`: as in `model_costs`. Raises `CaptureError`.
+    `param_dtype`: in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {FQN pattern: style}; None:
+    `model.tp_plan` and `model.ep_plan` of transformers, if any. `device_type`: as in `model_costs`. Raises `CaptureError`.
     """
     rows = next((tensor.shape[0] for tensor in tensors_by_path(example).values() if tensor.dim()), None)
     if rows is None:
@@ -81,7 +79,7 @@ def capture_costs(
 
 
 def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:
-    """The graphs for `rows` rows and for twice as many, without most of the repeated layers where they can be left out."""
+    """The graphs for `rows` rows and for twice as many, without most of the repeated layers if these can be removed."""
     for shortening in (Shortening(), Shortening(longest=0)):
         joint = captured(rows, shortening)
         calls = module_calls(joint)
@@ -93,13 +91,12 @@ def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> C
 
 
 def _tokens(example: Microbatch) -> int:
-    """The tokens of a row: the second dimension of the first tensor of integers; 0 where there is none."""
+    """Tokens of a row: the second dimension of the first integer tensor; 0 if there is none."""
     ids = (each for each in tensors_by_path(example).values() if each.dim() > 1 and not each.is_floating_point())
     return next((int(each.shape[1]) for each in ids), 0)
 
 
 def _with_rows(example: Microbatch, rows: int) -> Microbatch:
-    """An example of so many rows, without data."""
     tensors = tensors_by_path(example).values()
     own = next(tensor.shape[0] for tensor in tensors if tensor.dim())
 
@@ -112,5 +109,5 @@ def _with_rows(example: Microbatch, rows: int) -> Microbatch:
 
 
 def _own(model: nn.Module, name: str, joint: JointGraph) -> Plan:
-    """The entries of the model's own plan that fit its parameters: a plan of transformers is for all sizes of a model."""
+    """The model's own plan without entries that fit no parameter: transformers write one plan for all sizes of a model."""
     return fitting(getattr(model, name, None) or {}, joint.parameters)

@@ -1,4 +1,4 @@
-"""How a model is laid on machines: the choices on which the price of a microbatch depends, and whether a model allows them."""
+"""The choices on which the price of a microbatch depends, and whether a model admits them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ACCEPTED = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a model is laid on machines, and computed there: what a price depends on.
+    """The choices on which a price depends.
 
     `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
-    one, between the three kinds in proportion (an estimate). `dtype`: the dtype in which matrix products of parameters run
-    (None: that of the graph); bytes stay as they are. `sequence`: with `tp`, work on tokens that the plan does not shard
-    divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as `memory.optimizer`, for parameters in
-    float32. Raises `ScheduleError` for other values.
+    recomputation; its price interpolates between the three kinds (an estimate). `dtype`: of matrix products with parameters
+    (None: the graph's); bytes do not change. `sequence`: with `tp`, work on tokens that the plan does not shard also divides by
+    `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for float32 parameters. Raises
+    `ScheduleError`.
     """
 
     rows: int = 1
@@ -43,7 +43,7 @@ class Deployment:
 
 
 def check_degrees(costs: ModelCosts, deployment: Deployment) -> None:
-    """Raise `ScheduleError` for degrees that the model cannot have."""
+    """Raise `ScheduleError` for degrees that the model does not admit."""
     if deployment.cp > 1 and not costs.attentions:
         raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
     tensor, experts = ("tp", deployment.tp, costs.tensor_ranks), ("ep", deployment.ep, costs.expert_ranks)

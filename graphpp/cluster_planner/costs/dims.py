@@ -1,8 +1,4 @@
-"""The powers with which the dimensions of a value grow, where other dimensions become twice as large.
-
-Contract: `Dims` has a power for each dimension of a tensor; the powers of a tuple of tensors are a tuple of `Dims`. `twice`
-makes the larger value, `powers_of` compares a value with the larger one.
-"""
+"""The powers with which a value's dimensions grow when other dimensions are doubled: `Dims`, or a tuple of `Dims`."""
 
 from __future__ import annotations
 
@@ -21,29 +17,26 @@ Powers = Any  # Dims of a tensor, or a tuple of them
 
 
 def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that a node runs, and its arguments; those of a random operator follow its key."""
+    """The operator that a node runs, and its arguments without the key of a random operator."""
     return (node.args[2], node.args[3:]) if node.target is seeded else (node.target, node.args)
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of an operator, of any overload; "" of a function."""
+    """The operator's name without overload; "" for a plain function."""
     return str(getattr(getattr(called(node)[0], "overloadpacket", None), "__name__", ""))
 
 
 def shape_of(value: torch.Tensor) -> Dims:
-    """The sizes of a tensor as plain numbers."""
     return tuple(map(hint, value.shape))
 
 
 def unchanged(value: Any) -> Powers:
-    """The powers of a value that does not grow."""
     if isinstance(value, torch.Tensor):
         return (0,) * value.dim()
     return tuple(map(unchanged, value)) if isinstance(value, tuple | list) else ()
 
 
 def grows(powers: Powers) -> bool:
-    """Whether any dimension grows."""
     return any(grows(each) if isinstance(each, tuple) else each for each in powers)
 
 
@@ -57,7 +50,7 @@ def growing_sizes(value: Any, powers: Powers) -> Iterator[int]:
 
 
 def twice(value: Any, powers: Powers) -> Any:
-    """A tensor whose growing dimensions are twice as large, with its strides in the same order."""
+    """A tensor with doubled growing dimensions; its strides keep their order."""
     if isinstance(value, tuple | list):
         return type(value)(twice(each, own) for each, own in zip(value, powers, strict=True))
     if not isinstance(value, torch.Tensor):
@@ -70,12 +63,12 @@ def twice(value: Any, powers: Powers) -> Any:
 
 
 def powers_of(value: Any, larger: Any) -> Powers:
-    """The powers of a value, from the same value where some dimensions are twice as large."""
+    """The powers of a value, from the same value with some dimensions doubled."""
     if isinstance(value, torch.Tensor):
         return tuple(map(power_of, shape_of(value), shape_of(larger)))
     return tuple(map(powers_of, value, larger)) if isinstance(value, tuple | list) else ()
 
 
 def power_of(number: float, larger: float) -> int:
-    """The power of 2 by which a number is larger, rounded; 0 without a number."""
+    """The rounded log2 of `larger / number`; 0 if either is 0."""
     return round(log2(larger / number)) if number and larger else 0

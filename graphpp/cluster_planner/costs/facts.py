@@ -1,14 +1,9 @@
-"""Note on each node of a joint graph how its value grows with rows, shrinks with ranks, and which exchanges it takes part in.
+"""Annotate each node of a joint graph: how its value scales with rows and ranks, and which exchanges it takes part in.
 
-Contract
-    in   a joint graph whose nodes have stages, and the graph of the same model for twice as many rows; the sharded parameters
-    out  `meta["rows"]`, `meta["sharded"]`: the powers of the value's dimensions (`dims.py`); `meta["experts"]`: 1 where the
-         value is of the parameters of experts alone, or their gradient; `meta["work"]`: FLOPs as a term of `operations.py`;
-         `meta["exchanges"]`: (kind, size) of each exchange. Nodes of stages copy them
-    Raises `CaptureError` if the two graphs have different operations, or no value grows with the rows.
-
-Experts: each rank has some of them, and as many tokens as it gives away arrive. So the tokens that a group of experts computes
-on are exchanged twice in the forward and twice in the backward, and only parameters become fewer.
+Metas: `rows`, `sharded`: powers of the value's dimensions (`dims.py`); `experts`: 1 if the value is computed from expert
+parameters alone, or is their gradient; `work`: FLOPs as a term of `operations.py`; `exchanges`: (kind, size) of each exchange.
+Each rank has some of the experts, and receives as many tokens as it sends. So the tokens of a group of experts are exchanged
+twice in the forward and twice in the backward, and expert parallelism divides only parameters.
 """
 
 from __future__ import annotations
@@ -35,10 +30,9 @@ Exchanges = dict[fx.Node, list[tuple[str, fx.Node]]]
 
 
 def note_facts(joint: JointGraph, larger: JointGraph, sharded: ShardedParameters, *, merged: bool = True) -> None:
-    """Write the facts into the metas of all nodes, in place.
-
-    `merged`: gradients that are only added are reduced once, as their sum; torch's `parallelize_module` reduces each by itself.
-    """
+    """Annotate all nodes in place, from the graphs for some rows and for twice as many. `merged`: gradients that are only added
+    are reduced once, as their sum; torch's `parallelize_module` reduces each separately. Raises `CaptureError` if the two
+    graphs have different operations, or if no value grows with the rows."""
     parameters = {role.fqn: node for role, node in joint.inputs().items() if isinstance(role, program.Parameter)}
     cut = {parameters[fqn]: dim for fqn, dim in sharded.dims.items() if fqn in parameters}
     dims = {node: tuple(int(at == dim) for at in range(node.meta["val"].dim())) for node, dim in cut.items()}
@@ -61,7 +55,6 @@ def note_facts(joint: JointGraph, larger: JointGraph, sharded: ShardedParameters
 
 
 def _pairs(joint: JointGraph, larger: JointGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The nodes of a graph with those of the graph for more rows."""
     nodes, others = ([node for node in each.graph.nodes if node.op != "output"] for each in (joint, larger))
     for node, other in zip(nodes, others, strict=False):
         if node.op != other.op or (node.op == "call_function" and called(node)[0] != called(other)[0]):
@@ -72,7 +65,7 @@ def _pairs(joint: JointGraph, larger: JointGraph) -> Iterator[tuple[fx.Node, fx.
 
 
 def _products_of(joint: JointGraph, parameters: set[fx.Node]) -> set[fx.Node]:
-    """The forward operations that read these parameters, or values of them alone, and something else."""
+    """The forward operations that read these parameters, or values of them alone, and another value."""
     own, found = set(parameters), set[fx.Node]()
     for node in joint.computed():
         if not node.meta["backward"] and own.intersection(node.all_input_nodes):
@@ -84,7 +77,7 @@ def _products_of(joint: JointGraph, parameters: set[fx.Node]) -> set[fx.Node]:
 
 
 def _exchange(kind: str, node: fx.Node) -> tuple[str, tuple[tuple[int, int, int, float], ...]]:
-    """An exchange of the whole value of a node; "rows": one number for each row of it."""
+    """An exchange of a node's whole value; "rows" exchanges one number for each row."""
     size = tuple((rows, 0, 0, amount) for rows, _, _, amount in size_of(node))
     if kind == "rows":
         last = hint(node.meta["val"].shape[-1])
@@ -93,7 +86,7 @@ def _exchange(kind: str, node: fx.Node) -> tuple[str, tuple[tuple[int, int, int,
 
 
 def _merge_sums(joint: JointGraph, exchanges: Exchanges) -> None:
-    """Move the all-reduces of two gradients to the sum of both, where nothing else reads them."""
+    """Move the all-reduces of two gradients to their sum if nothing else reads them."""
     for node in joint.computed():
         if node.target is torch.ops.aten.add.Tensor and node.meta["backward"] and len(node.all_input_nodes) == 2:
             parts = [_reduced_alone(source, exchanges) for source in node.all_input_nodes]
@@ -104,7 +97,7 @@ def _merge_sums(joint: JointGraph, exchanges: Exchanges) -> None:
 
 
 def _reduced_alone(node: fx.Node, exchanges: Exchanges) -> fx.Node | None:
-    """The all-reduced operation of which a value is a view, if one operation alone reads each of them."""
+    """The all-reduced operation behind a chain of views, if each value in the chain has one reader."""
     while len(node.users) == 1:
         kinds = [kind for kind, _ in exchanges.get(node, ())]
         if kinds or not shares_memory(node):
@@ -140,7 +133,7 @@ def _note_experts(joint: JointGraph, groups: Mapping[fx.Node, str], exchanges: E
 
 
 def _note_gradient(node: fx.Node) -> None:
-    """The gradient of an expert's parameter, and the values from which it is made by views and casts."""
+    """Mark the gradient of an expert's parameter, and the values from which views and casts make it."""
     elements = prod(map(hint, node.meta["val"].shape))
     while node.op == "call_function" and prod(map(hint, node.meta["val"].shape)) == elements:
         node.meta["experts"] = 1
@@ -154,7 +147,7 @@ def _note_gradient(node: fx.Node) -> None:
 
 
 def _note_context(joint: JointGraph) -> None:
-    """Keys and values are gathered before an attention; in its backward once more, and their gradients are reduced."""
+    """An attention gathers keys and values; its backward gathers them a second time and reduces their gradients."""
     for node in joint.computed():
         packet = packet_of(node)
         if packet in ATTENTION or packet in ATTENTION_BACKWARD:

@@ -1,11 +1,7 @@
-"""From the captured graphs of a model, for some rows and for twice as many, to its costs.
+"""Turn the captured graphs of a model, for some rows and for twice as many, into its costs. The joint graphs are modified.
 
-Contract
-    in   a `Captured` model; plans of tensor and expert parallelism
-    out  `ModelCosts`, which holds no graph
-    A segment lies between neighbouring places at which a stage may start: the repeated layers, and module calls outside of
-    them. Its phases are those that `passes/lower.py` makes of a stage, so saved values, recomputation and messages are those of
-    a pipeline that runs. Equal segments are one kind. The joint graphs are changed.
+A segment lies between neighbouring places where a stage may start: repeated layers, and module calls outside them.
+`passes/lower.py` lowers each segment as a stage, so saved values, recomputation and messages match a pipeline that runs.
 """
 
 from __future__ import annotations
@@ -53,11 +49,8 @@ _STACKED = 3  # dimensions of a parameter that holds the experts of a layer: exp
 
 @dataclass(frozen=True)
 class Captured:
-    """A model whose graph has some of the repeated layers.
-
-    `joint`, `larger`: its graphs for `rows` rows and for twice as many; `calls`: the module calls of both; `starts`: the first
-    operation of each stage; `whole`: how the stages make up the model.
-    """
+    """A model whose graph has some of the repeated layers. `joint`, `larger`: its graphs for `rows` rows and for twice as many;
+    `calls`: the module calls of both; `starts`: the first operation of each stage; `whole`: how stages make up the model."""
 
     joint: JointGraph
     larger: JointGraph
@@ -68,11 +61,7 @@ class Captured:
 
 
 def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device_type: str = "cuda") -> ModelCosts:
-    """The costs of a captured model.
-
-    `device_type`: the device whose launches and memory decide what is recomputed for free. Raises `CaptureError`,
-    `GraphPPError`.
-    """
+    """`device_type`: the device whose costs decide which recomputations are free. Raises `CaptureError`, `GraphPPError`."""
     joint, calls, whole = captured.joint, captured.calls, captured.whole
     shapes = {fqn: tuple(map(hint, meta.shape)) for fqn, meta in joint.parameters.items()}
     sharded = ShardedParameters.of(shapes, tensor_plan, expert_plan)
@@ -105,7 +94,7 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
 
 
 def segment_starts(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The places at the starts of layers and of module calls outside of them."""
+    """The places where layers, and module calls outside of layers, start."""
     layers = repeated_layers(calls)
     names = {layer.fqn for layer in layers}
     at, starts = 0, {0}
@@ -119,7 +108,7 @@ def segment_starts(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int,
 
 
 def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParameters) -> int:
-    """The most ranks that divide the experts of every layer. Raises `GraphPPError` for experts that are modules of a list."""
+    """The most ranks that divide the experts of every layer. Raises `GraphPPError` if experts are modules of a list."""
     stacked = [shapes[fqn][0] for fqn in sharded.experts if len(shapes[fqn]) == _STACKED]
     if sharded.experts and not stacked:
         raise GraphPPError(
@@ -130,7 +119,6 @@ def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParamet
 
 
 def _sharded_sizes(node: fx.Node) -> Iterator[int]:
-    """The sizes of a node's sharded dimensions: features, heads, words."""
     return growing_sizes(node.meta["val"], node.meta["sharded"])
 
 
@@ -141,7 +129,7 @@ def _is_attention(node: fx.Node) -> bool:
 def _staged(
     joint: JointGraph, calls: Sequence[ModuleCall], stages: int, recompute: str | None, device_type: str
 ) -> tuple[JointGraph, StagedGraphs]:
-    """The phase graphs of the segments as stages, as `compile(memory=recompute)` makes them."""
+    """The segments' phase graphs, as `compile(memory=recompute)` would make them."""
     option = (read_recompute(recompute) if recompute is not None else None) or Recompute()
     region = policy.region_of(option, calls) if recompute is not None else None
     budget = policy.recompute_budget(option, region, device_type, None)
@@ -152,7 +140,6 @@ def _staged(
 
 
 def _variant(joint: JointGraph, staged: StagedGraphs, stage_of: Sequence[int]) -> Variant:
-    """The kinds of segments under one kind of recomputation. `stage_of`: for each segment of the model, its stage."""
     named = {node.name: node for node in joint.graph.nodes}
     kinds, number = dict[SegmentKind, int](), list[int]()
     for stage in range(len(staged.saved)):
@@ -179,7 +166,7 @@ def _segment_kind(
 
 
 def _offloadable(forward: PhaseGraph | None, *backwards: PhaseGraph | None) -> Iterator[OffloadableSize]:
-    """The saved values that may leave the device, of a segment whose neighbours are on other ranks."""
+    """The saved values that may be offloaded if the neighbouring segments are on other ranks."""
     for value in offloadable(forward.graph, LocalNeighbours(below=False, above=False)) if forward is not None else ():
         role = program.Saved(value.meta.name)
         readers = tuple(Kind(each.phase.value) for each in backwards if each is not None and role in each.inputs)
@@ -187,7 +174,7 @@ def _offloadable(forward: PhaseGraph | None, *backwards: PhaseGraph | None) -> I
 
 
 def _read(each: PhaseGraph | None) -> Size:
-    """The bytes of the parameters that a phase reads whole, where ranks share them."""
+    """Bytes of the parameters that a phase reads. Scalars are left out: ranks do not shard them."""
     if each is None:
         return ()
     own = (node for node in each.graph.find_nodes(op="placeholder") if isinstance(node.meta["role"], program.Parameter))
@@ -195,7 +182,6 @@ def _read(each: PhaseGraph | None) -> Size:
 
 
 def _gradients(each: PhaseGraph | None) -> Size:
-    """The bytes of the gradients that a phase makes."""
     if each is None:
         return ()
     values = each.graph.output_node().args[0]
@@ -204,10 +190,8 @@ def _gradients(each: PhaseGraph | None) -> Size:
 
 
 def _peaks(each: PhaseGraph | None, waiting: Size) -> tuple[Size, ...]:
-    """The sizes of the live memory while a program runs that are largest for some rows and ranks.
-
-    `waiting`: of saved values that the program does not read.
-    """
+    """The candidates for the peak of live memory: which is largest depends on rows and ranks. `waiting`: saved values that the
+    phase does not read."""
     if each is None:
         return ()
     found: dict[Size, None] = {}
@@ -231,7 +215,7 @@ def _as_size(total: Mapping[tuple[int, int, int], float]) -> Size:
 
 
 def _largest(sizes: Sequence[Size]) -> tuple[Size, ...]:
-    """The sizes that no other one covers term by term."""
+    """The sizes that no other size exceeds in every term."""
     terms = [{term[:3]: term[3] for term in size} for size in sizes]
     order = sorted(range(len(sizes)), key=lambda at: -sum(terms[at].values()))
     chosen: list[int] = []
@@ -247,7 +231,7 @@ def _largest(sizes: Sequence[Size]) -> tuple[Size, ...]:
 def _stages_of(
     staged: StagedGraphs, whole: WholeModel, roles: Callable[[PhaseGraph], Iterable[Any]], kind: Any
 ) -> dict[str, tuple[int, ...]]:
-    """By FQN the segments in whose graphs a role of this kind stands."""
+    """By FQN, the segments whose phase graphs contain a role of this kind."""
     found: dict[str, set[int]] = defaultdict(set)
     for (_, stage), each in staged.graphs.items():
         for role in roles(each):

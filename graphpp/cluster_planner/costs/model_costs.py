@@ -1,8 +1,7 @@
-"""The costs of a model as data: by segment the operations of each phase, the bytes, and the parameters. No graph is held.
+"""The costs of a model as data, without graphs: operations and bytes by segment, and the parameters.
 
-Contract: sizes are those of `ModelCosts.rows` rows on one rank, with the powers by which they grow and shrink
-(`operations.py`); `Degrees` gives the amounts of one rank for any rows and degrees of parallelism. A segment lies between
-neighbouring places at which a stage may start; equal segments are one kind.
+Sizes are of `ModelCosts.rows` rows on one rank, with the powers by which they scale (`operations.py`); `Degrees` scales them to
+any rows and degrees of parallelism. Equal segments share one kind.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
 
 @dataclass(frozen=True)
 class Degrees:
-    """`factor`: rows of a microbatch, as a multiple of the captured ones; ranks of tensor, expert and context parallelism."""
+    """`factor`: rows of a microbatch over captured rows; `tp`, `ep`, `cp`: tensor-, expert- and context-parallel ranks."""
 
     factor: float
     tp: int = 1
@@ -29,7 +28,7 @@ class Degrees:
     sequence: bool = True
 
     def amount(self, size: Size, whole: bool = False) -> float:
-        """The bytes or FLOPs of one rank; `whole`: of all ranks of tensor parallelism together."""
+        """Bytes or FLOPs of one rank; `whole`: not divided by `tp` through sequence parallelism."""
         total = 0.0
         for rows, sharded, experts, captured in size:
             ranks = self.tp**sharded * self.ep**experts
@@ -41,11 +40,9 @@ class Degrees:
 
 @dataclass(frozen=True)
 class OffloadableSize:
-    """A saved value that may wait in the host's memory: its memory, and the kinds of backward that read it.
-
-    `received`: the segment before made it; `sent`: the segment behind reads it. Such a value stays on the device where that
-    segment belongs to another stage of the same rank.
-    """
+    """A saved value that may move to host memory, and the kinds of backward that read it. `received`: the previous segment made
+    it; `sent`: the next segment reads it. Such a value stays on the device if that segment is in another stage of the same
+    rank."""
 
     nbytes: Size
     readers: tuple[Kind, ...]
@@ -55,11 +52,8 @@ class OffloadableSize:
 
 @dataclass(frozen=True)
 class SegmentKind:
-    """Equal segments. By phase in the order of `PHASES`: `operations`, and `peaks`, the sizes of which the largest is the peak.
-
-    `read`: the parameters that it reads, `made`: the gradients that it makes. `saved`: bytes from forward to backward; `kept`:
-    from I to W. `offloadable`: the saved values that may wait in the host's memory.
-    """
+    """Equal segments. `operations`, `peaks`, `read`, `made`: by phase, in the order of `PHASES`. The largest of `peaks` is the
+    peak; `read`: parameters, `made`: gradients; `saved`: bytes from forward to backward; `kept`: bytes from I to W."""
 
     operations: tuple[Counted, ...]
     peaks: tuple[tuple[Size, ...], ...]
@@ -72,18 +66,13 @@ class SegmentKind:
 
 @dataclass(frozen=True)
 class Variant:
-    """The segments under one kind of recomputation: the distinct kinds, and the kind of each segment."""
-
     kinds: tuple[SegmentKind, ...]
     kind_of: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ParameterCosts:
-    """A parameter: elements of the whole, dtype, the segments that read it and make gradients of it.
-
-    `sharded`: whether tensor parallelism divides it; `expert`: whether it belongs to experts.
-    """
+    """A whole parameter, and the segments that read it and make gradients of it. `sharded`: tensor parallelism divides it."""
 
     fqn: str
     elements: int
@@ -97,14 +86,13 @@ class ParameterCosts:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A model's costs. Sizes are those of `rows` rows.
+    """A model's costs. Sizes are of `rows` rows.
 
-    `starts`: the first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated
-    layers start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary behind each segment but the last.
+    `starts`: first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated layers
+    start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary after each segment but the last.
     `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
-    `tensor_ranks`, `expert_ranks`: the largest number of ranks that divides all sharded sizes, or the experts of all layers;
-    its divisors do as well. 0: there are none. `param_dtype`: the dtype that the capture was given (None: none); `tokens`: of a
-    row of the example (0: it has none).
+    `tensor_ranks`, `expert_ranks`: the most ranks that divide all sharded sizes, or the experts of all layers; divisors are
+    also allowed; 0: none. `param_dtype`: dtype given to the capture (None: none); `tokens`: per row of the example (0: none).
     """
 
     rows: int
@@ -124,12 +112,11 @@ class ModelCosts:
 
     @property
     def elements(self) -> int:
-        """The elements of all parameters."""
         return sum(each.elements for each in self.parameters)
 
     @property
     def dtype(self) -> str:
-        """The dtype of most elements of the parameters."""
+        """The dtype of most parameter elements."""
         elements = Counter[str]()
         for each in self.parameters:
             elements[each.dtype] += each.elements

@@ -1,13 +1,9 @@
-"""The operations of a phase of a segment as data: the figures that a device prices, and how they grow with rows and ranks.
+"""The operations of a segment's phase as data: figures that a device model prices, and how they scale with rows and ranks.
 
-Contract
-    in   a phase graph whose nodes carry `meta["rows"]` and `meta["sharded"]` (the growth of their values, `growth.py`),
-         `meta["work"]` (FLOPs and their growth), `meta["experts"]`, `meta["exchanges"]`
-    out  `Operation`s, equal ones counted; `Size`s of values. No graph is held
-
-A size is a sum of terms: so many bytes (or FLOPs) in the captured graph, times rows to a power, divided by the ranks of tensor
-parallelism and by those of expert parallelism to powers. Pointwise operations, reductions and look-ups that read each other run
-as one kernel, as a compiler fuses them: it reads its operands and writes its results once.
+The nodes of a phase graph must carry the metas of `facts.py`. A size is a sum of terms: an amount (bytes or FLOPs) in the
+captured graph, multiplied by a power of the rows and divided by powers of the tensor-parallel and expert-parallel ranks.
+Adjacent pointwise operations, reductions and look-ups count as one fused kernel, which reads its operands and writes its
+results once.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ ATTENTION_BACKWARD = {
     aten._scaled_dot_product_cudnn_attention_backward, aten._scaled_dot_product_flash_attention_for_cpu_backward,
     aten._scaled_dot_product_fused_attention_overrideable_backward,
 }  # fmt: skip
-_FUSED = {  # besides cheap operations: reductions, and pieces put together
+_FUSED = {  # fused in addition to cheap operations: reductions, and assembly of pieces
     aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten._softmax, aten._log_softmax,
     aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm_backward, aten.slice_backward,
     aten.select_backward, aten.slice_scatter, aten.native_dropout, aten.native_dropout_backward, aten.index,
@@ -57,10 +53,10 @@ _FUSED = {  # besides cheap operations: reductions, and pieces put together
 class Operation:
     """One kernel, or one exchange.
 
-    `kind`: "product", "attention", "attention_backward", "memory"; an exchange: "all_reduce", "all_gather" of tensor
-    parallelism, "all_to_all" of experts, "context" (keys and values, or their gradients). `flops`; `nbytes`: read and written,
-    or of the whole exchanged value; `sides`: m, n and k of one product; `grouped`: a product of experts, whose rows come from
-    all ranks of expert parallelism.
+    `kind`: "product", "attention", "attention_backward", "memory"; an exchange: "all_reduce", "all_gather" (tensor
+    parallelism), "all_to_all" (experts), "context" (keys and values, or their gradients). `nbytes`: read and written, or of the
+    whole exchanged value; `sides`: m, n and k of a product; `grouped`: a product of experts, whose rows come from all
+    expert-parallel ranks.
     """
 
     kind: str
@@ -75,7 +71,6 @@ Counted = tuple[tuple[Operation, int], ...]
 
 
 def summed(sizes: Iterable[Size]) -> Size:
-    """The sum of sizes."""
     total: dict[tuple[int, int, int], float] = defaultdict(float)
     for size in sizes:
         for *powers, amount in size:
@@ -84,7 +79,7 @@ def summed(sizes: Iterable[Size]) -> Size:
 
 
 def size_of(node: fx.Node) -> Size:
-    """The bytes of a node's value; of a tuple the sum."""
+    """Bytes of a node's value; of a tuple, the sum."""
     return _size(node.meta.get("val"), node.meta.get("rows", ()), node.meta.get("sharded", ()), node.meta.get("experts", 0))
 
 
@@ -97,7 +92,7 @@ def _size(value: Any, rows: Any, sharded: Any, experts: int) -> Size:
 
 
 def operations_of(graph: fx.Graph) -> Counted:
-    """The kernels and exchanges of a phase graph, equal ones counted."""
+    """The kernels and exchanges of a phase graph, with counts."""
     found = Counter[Operation]()
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     for node in nodes:
@@ -114,7 +109,7 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def packet_of(node: fx.Node) -> Any:
-    """The operator that a node runs, of any overload."""
+    """The overload packet of the operator that a node runs; of a seeded call, that of its random operator."""
     target = node.args[2] if node.target is seeded else node.target
     return getattr(target, "overloadpacket", None)
 
@@ -154,7 +149,7 @@ def _is_causal(node: fx.Node) -> bool:
 
 
 def _sides(node: fx.Node) -> tuple[Size, ...]:
-    """m, n and k of a matrix product; nothing for other contractions."""
+    """m, n and k of a matrix product; () for other contractions."""
     packet = packet_of(node)
     operands = [each for each in node.args if isinstance(each, fx.Node)]
     if packet in (aten.addmm, aten.baddbmm):
@@ -164,7 +159,7 @@ def _sides(node: fx.Node) -> tuple[Size, ...]:
         return ()
     left, right = operands[:2]
     m, k, n = _side(left, -2), _side(left, -1), _side(right, -1)
-    if grouped:  # the rows of all groups stand below each other
+    if grouped:  # the rows of all groups are concatenated
         groups = max(_groups(node), 1)
         ragged = 1 if left.meta["val"].dim() == 2 and right.meta["val"].dim() == 2 else 0
         m, k = (m, _divided(k, groups)) if ragged else (_divided(m, groups), k)
@@ -186,7 +181,7 @@ def _side(node: fx.Node, dim: int) -> Size:
 
 
 def _read(source: fx.Node) -> Size:
-    """The bytes that an operation reads of a value: of an expanded one those that exist, of a view its own part."""
+    """Bytes that an operation reads of a value: of an expanded value those in memory, of a view only its part."""
     own, whole = size_of(source), size_of(root(source))
     return own if not whole or sum(term[3] for term in own) <= sum(term[3] for term in whole) else whole
 
@@ -195,7 +190,7 @@ def _read(source: fx.Node) -> Size:
 
 
 def _kernels(nodes: Sequence[fx.Node], graph: fx.Graph) -> Counter[Operation]:
-    """The kernels that operations become which read each other without another kernel in between."""
+    """Fuse operations that read each other without an unfused kernel in between."""
     fused = set(nodes)
     depth = _depths(graph, fused)
     group: dict[fx.Node, fx.Node] = {}
@@ -221,14 +216,13 @@ def _leader(group: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _computed(node: fx.Node) -> fx.Node:
-    """The operation that computed a value, seen through views and items of tuples."""
     while node.op == "call_function" and (shares_memory(node) or node.target is operator.getitem) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _depths(graph: fx.Graph, fused: set[fx.Node]) -> Mapping[fx.Node, int]:
-    """How many kernels that are not fused stand at most one after the other before each value."""
+    """The longest chain of unfused kernels before each value."""
     depth: dict[fx.Node, int] = {}
     others = {node for node in graph.nodes if node.op == "call_function" and node not in fused and _is_kernel(node)}
     for node in graph.nodes:

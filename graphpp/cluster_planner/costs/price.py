@@ -1,13 +1,9 @@
-"""The seconds and bytes of a model's segments on machines that are not here.
+"""Price a model's segments in seconds and bytes on machines that need not exist, without measurements.
 
-Contract
-    in   `ModelCosts`; machines; a `Deployment`: rows, degrees of parallelism, recomputation
-    out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read: a cut is searched alike
-    All figures are those of one rank. Nothing is measured. Each kind of segment is priced once.
-
-A kernel takes the launch, and the longer of its arithmetic and its memory traffic, each at the share of the peak that the
-device's curves say. Exchanges are added: none hides behind a computation. Ranks of tensor parallelism are neighbours, those of
-context and of expert parallelism stand `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
+All figures are of one rank. A kernel takes the launch plus the longer of its arithmetic and its memory traffic, each at the
+share of the peak that the device's curves give. Exchanges are added in full; none overlaps a computation. Tensor-parallel ranks
+are neighbours; context- and expert-parallel ranks are `tp` apart. With context parallelism each rank has an equal part of each
+row's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKW
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Whole parameters that a phase of a segment reads, and gradients that it makes; those of experts by themselves."""
+    """Bytes of whole parameters that a phase reads, and of gradients that it makes; experts are counted separately."""
 
     read: int = 0
     expert_read: int = 0
@@ -44,8 +40,6 @@ class PhaseBytes:
 
 
 class OffloadableBytes(NamedTuple):
-    """An `OffloadableSize` in bytes."""
-
     nbytes: int
     readers: tuple[Kind, ...]
     received: bool
@@ -56,12 +50,12 @@ class OffloadableBytes(NamedTuple):
 class PricedModel:
     """A model on machines, for one microbatch on one data-parallel rank.
 
-    `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state
-    whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
-    but the last. `flops`: of forward and backward of all ranks of the microbatch, not recomputed ones. `exchanges`: by segment
-    and phase (F, B, I, W) the seconds of exchanges that are in the times. `sent`: by segment, the bytes that a rank sends along
-    `tp`, `ep` and `cp` in a forward and a backward. `layers`: by segment, what phases read and make.
-    `offloadable`: by segment, the saved values that may wait in the host's memory; none for a mixture of recomputations.
+    `segments`: seconds, bytes and state, one entry per segment instead of per stage. `expert_state`: whether each piece of
+    state belongs to experts, which have fewer replicas. `forward_bytes`, `backward_bytes`: over the boundary after each segment
+    but the last. `flops`: forward and backward of the microbatch on all ranks, without recomputation. By segment: `exchanges`:
+    seconds of exchanges within each phase (F, B, I, W), included in the times; `sent`: bytes that a rank sends along `tp`, `ep`
+    and `cp` in a forward and a backward; `layers`: bytes by phase; `offloadable`: saved values that may move to host memory;
+    empty for a mixture of recomputations.
     """
 
     segments: Segments
@@ -82,11 +76,8 @@ class PricedModel:
 def priced(
     costs: ModelCosts, machines: Machines, deployment: Deployment = _USUAL, alike: PricedModel | None = None
 ) -> PricedModel:
-    """Price a microbatch.
-
-    `alike`: a price of the same costs with equal degrees and optimizer, whose state is taken over: most of the time goes into
-    the state. Raises `ScheduleError` for degrees that the model does not have.
-    """
+    """Price a microbatch. `alike`: an earlier price with equal costs, degrees and optimizer, whose state is reused because the
+    state takes most of the time. Raises `ScheduleError` for degrees that the model does not admit."""
     check_degrees(costs, deployment)
     tp, ep, cp = deployment.tp, deployment.ep, deployment.cp
     degrees = Degrees(deployment.rows / costs.rows, tp, ep, cp, deployment.sequence)
@@ -119,7 +110,7 @@ def _flops(costs: ModelCosts, factor: float) -> float:
 
 
 def _mixed(costs: ModelCosts, recompute: str | float | None, degrees: Degrees) -> list[tuple[str | None, float]]:
-    """(kind of recomputation, share): one kind, or for a fraction the two kinds between whose saved bytes it lies."""
+    """[(kind of recomputation, share)]. A fraction gives the two kinds whose saved bytes enclose it."""
     if recompute is None or isinstance(recompute, str):
         return [(recompute, 1.0)]
     names = (None, "selective", "full")
@@ -141,8 +132,6 @@ def _saved(variant: Variant, degrees: Degrees) -> float:
 
 
 class _PricedKind(NamedTuple):
-    """The costs of one kind of segment; `exchanges`: seconds by phase; `phases`, `sent`, `offloadable`: as in `PricedModel`."""
-
     stage: StageCosts
     exchanges: tuple[float, ...]
     phases: Mapping[Kind, PhaseBytes]
@@ -151,7 +140,7 @@ class _PricedKind(NamedTuple):
 
 
 class _Pricing:
-    """The prices of operations and of kinds of segments; each is found once."""
+    """Prices operations and kinds of segments, each once."""
 
     def __init__(self, machines: Machines, degrees: Degrees, dtypes: Mapping[str, str]) -> None:
         self._machines, self._degrees, self._dtypes = machines, degrees, dtypes
@@ -159,7 +148,7 @@ class _Pricing:
         self._operations: dict[Operation, float] = {}
 
     def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> _PricedKind:
-        """The costs of a segment that is of several kinds in proportion."""
+        """The costs of a segment that mixes several kinds in these shares."""
         key = tuple(map(id, kinds))
         if key not in self._kinds:
             each = [self._stage(kind) for kind in kinds]
@@ -170,8 +159,6 @@ class _Pricing:
         return self._kinds[key]
 
     def _bytes(self, kinds: Sequence[SegmentKind], shares: Sequence[float], phase: int) -> PhaseBytes:
-        """The bytes of parameters and gradients in a phase."""
-
         def mean(sizes: Sequence[Size], experts: bool) -> int:
             own = [tuple(term for term in size if bool(term[2]) is experts) for size in sizes]
             return round(sum(share * self._degrees.amount(size) for size, share in zip(own, shares, strict=True)))
@@ -180,14 +167,12 @@ class _Pricing:
         return PhaseBytes(mean(read, False), mean(read, True), mean(made, False), mean(made, True))
 
     def _offloadable(self, kind: SegmentKind) -> tuple[OffloadableBytes, ...]:
-        """The saved values that may leave the device."""
         return tuple(
             OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
             for each in kind.offloadable
         )
 
     def _sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
-        """The bytes that a rank sends along `tp`, `ep` and `cp` in a forward and a backward."""
         found = dict.fromkeys(("tp", "ep", "cp"), 0.0)
         for kind, share in zip(kinds, shares, strict=True):
             for each, count in [pair for at in _WHOLE_PASS for pair in kind.operations[at]]:
@@ -223,7 +208,7 @@ class _Pricing:
         device, degrees, fused = self._machines.device, self._degrees, each.kind in _ATTENTIONS
         nbytes, shares = degrees.amount(each.nbytes), device.efficiency
         traffic = nbytes / (device.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
-        work = degrees.amount(each.flops, whole=fused)  # an attention needs the keys of all tokens: none of them are split off
+        work = degrees.amount(each.flops, whole=fused)  # sequence parallelism does not divide attention
         return device.launch + max(traffic, work / (self._peak(each) * self._share(each, work)) if work else 0.0)
 
     def _peak(self, each: Operation) -> float:
@@ -255,15 +240,13 @@ class _Pricing:
 
 
 class _Exchange(NamedTuple):
-    """The seconds of an exchange, and the bytes that a rank sends in it."""
-
     seconds: float
     sent: float
 
 
 _ATTENTIONS = ("attention", "attention_backward")
 _ALONG = {"all_reduce": "tp", "all_gather": "tp", "all_to_all": "ep", "context": "cp"}
-"""The dimension of the mesh along which an exchange runs, by its kind."""
+"""Mesh dimension of each kind of exchange."""
 _EXCHANGES = tuple(_ALONG)
 
 

@@ -1,16 +1,15 @@
-"""Find how tensor parallelism divides the values of a graph, from the sharded dimensions of its parameters.
+"""Derive how tensor parallelism divides the values of a graph, from the sharded dimensions of its parameters.
 
 Contract
     in   a joint graph; the sharded dimension of parameters; the operations whose results are gathered
-    out  `Sharding.of[node]`: for each dimension of the node's value 1 if ranks divide the dimension among them;
-         `Sharding.flops[node]`: 1 if ranks divide the operation's FLOPs; `Sharding.exchanges[node]`: (kind, value) of the
-         collectives at a node. The graph is not changed
+    out  `Sharding`. `of[node]`: 1 for each dimension of the value that ranks divide; `flops[node]`: 1 if ranks divide the
+         operation's FLOPs; `exchanges[node]`: (kind, value) of the collectives at a node. The graph is not changed
 
-Each operator runs once on fake tensors whose sharded dimensions are twice as large, so torch itself says which dimensions of
-the result they become. Where a sharded dimension vanishes (a contraction, a sum) each rank has a part of the sum: an
-all-reduce. A whole operand is cut where the other operand is sharded, without an exchange. Where neither lets the operator run,
-its operands are gathered. Sizes that a graph has as plain numbers (`view`, `expand`, `slice`) follow from the operand, or from
-the forward operation of which the node is the backward.
+Each operator runs once on fake tensors whose sharded dimensions are doubled; the doubled dimensions of the result are sharded.
+Where a sharded dimension vanishes (a contraction, a sum), each rank has a partial sum, which needs an all-reduce. If one
+operand is whole and the other sharded, the whole one is sliced without an exchange. If the operator still fails, its operands
+are gathered. Sizes that are plain numbers in the graph (`view`, `expand`, `slice`) follow from the operand, or from the forward
+operation whose backward the node is.
 """
 
 from __future__ import annotations
@@ -44,32 +43,30 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import flops
 
 VIEWS = ("view", "_unsafe_view", "reshape")
-_OF_FORWARD = (  # results of plain sizes: as large as a value of the forward operation
+_OF_FORWARD = (  # results of plain sizes, equal to those of a forward value
     "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "zeros", "ones", "empty", "full", "arange", "rand",
     "randn", "embedding_dense_backward", "scalar_tensor", "select_backward",
 )  # fmt: skip
-_BY_PLACE = (  # each dimension of the result is the one of the operand at its place
+_BY_PLACE = (  # each dimension of the result is the operand's dimension at the same place
     "slice", "slice_scatter", "slice_backward", "split", "split_with_sizes", "unsafe_split", "as_strided", "sum_to_size",
 )  # fmt: skip
 _KEEPING = (  # results in which a sharded dimension vanishes without a sum
     *_OF_FORWARD, "select", "slice", "index", "gather", "zeros_like", "ones_like", "full_like", "empty_like", "argmax", "topk",
 )  # fmt: skip
-_SHARED_ROWS = ("_softmax", "_log_softmax")  # of a sharded dimension: ranks exchange the maximum and the sum of each row
-_UNFIT = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)  # torch: operands do not fit each other
+_SHARED_ROWS = ("_softmax", "_log_softmax")  # over a sharded dimension, ranks exchange the maximum and the sum of each row
+_UNFIT = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)  # torch's errors for operands of mismatched shapes
 
 Sources = Mapping[fx.Node, Powers]
 
 
 class Sharding:
-    """The division of all values."""
-
     def __init__(self, joint: JointGraph, parameters: Mapping[fx.Node, Dims], gathered: Set[fx.Node]) -> None:
         self.of: dict[fx.Node, Powers] = {}
         self.flops: dict[fx.Node, int] = {}
         self.exchanges: dict[fx.Node, list[tuple[str, fx.Node]]] = defaultdict(list)
         self._gathered, self._mode = gathered, aot.fake_mode()
-        self._forward: dict[int, list[fx.Node]] = defaultdict(list)  # by autograd's number
-        self._whole: dict[int, tuple[Dims, Dims]] = {}  # by autograd's number the shape of a gathered value, and its division
+        self._forward: dict[int, list[fx.Node]] = defaultdict(list)  # by autograd's sequence number
+        self._whole: dict[int, tuple[Dims, Dims]] = {}  # by sequence number: shape and division of a gathered value
         self._known: dict[Any, tuple[Powers, int]] = {}
         sharded = [(node.meta["val"], dims) for node, dims in parameters.items()]
         self._sizes = {size for value, dims in sharded for size in growing_sizes(value, dims)}
@@ -97,13 +94,13 @@ class Sharding:
         self.of[node] = found
 
     def _operand(self, node: fx.Node, source: fx.Node) -> Powers:
-        """The division of an operand; the backward of a gathered value takes the rank's part of the gradient."""
+        """The division of an operand. In the backward of a gathered value, each rank takes its part of the gradient."""
         shape, dims = self._whole.get(node.meta["seq"], ((), ())) if node.meta["backward"] else ((), ())
         of_whole = bool(shape) and isinstance(source.meta["val"], torch.Tensor) and shape_of(source.meta["val"]) == shape
         return dims if of_whole else self.of[source]
 
     def _found(self, node: fx.Node, grown: Sources) -> Powers | None:
-        """The division of a result, with operands that are whole or cut; None: the operator takes no sharded operands."""
+        """The division of a result, with whole or sliced operands; None if the operator accepts no sharded operands."""
         sizes = self._sizes.union(*(growing_sizes(source.meta["val"], powers) for source, powers in grown.items()))
         for operands in (grown, *_cut(grown, sizes)):
             try:
@@ -141,7 +138,7 @@ class Sharding:
             return powers_of(value, result), power_of(flops(node), flops(node, made, result))
 
     def _twin(self, node: fx.Node) -> Dims | None:
-        """The division of a value of the forward operation that has the shape of this gradient; None: there is none."""
+        """The division of the forward operation's value that has this gradient's shape; None if there is no such value."""
         value = node.meta["val"]
         if not node.meta["backward"] or not isinstance(value, torch.Tensor):
             return None
@@ -153,7 +150,7 @@ class Sharding:
         return None
 
     def _note_sums(self, node: fx.Node, grown: Sources, found: Powers) -> None:
-        """Note the exchange at an operation in which a sharded dimension vanishes."""
+        """Record the exchange at an operation where a sharded dimension vanishes."""
         name = name_of(node)
         if name in _SHARED_ROWS and grown[node.all_input_nodes[0]][node.args[1]]:
             self.exchanges[node] += [("rows", node), ("rows", node)]
@@ -163,7 +160,7 @@ class Sharding:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which torch logs no error of an operator on fake tensors: operators that fail are expected here."""
+    """Silence torch's log of failed operators on fake tensors, since failures are expected here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -178,7 +175,7 @@ def _layout(node: fx.Node) -> Any:
 
 
 def _cut(grown: Sources, sizes: Set[int]) -> Iterator[Sources]:
-    """The operands with one whole operand cut at a dimension of a size that is sharded elsewhere."""
+    """Operand sets in which one whole operand is sliced at a dimension whose size is sharded elsewhere."""
     for source, powers in grown.items():
         if isinstance(source.meta["val"], torch.Tensor) and not grows(powers):
             shape = shape_of(source.meta["val"])
@@ -201,7 +198,7 @@ def _expanded(before: Dims, dims: Dims, after: Dims, twin: Dims | None) -> Dims:
 
 
 def _viewed(before: Dims, dims: Dims, after: Dims, twin: Dims | None) -> Dims:
-    """The division of a value of shape `before` that is viewed as `after`: of a split dimension the first part is sharded."""
+    """The division after a view. If a view splits a sharded dimension, its first part is sharded."""
     if twin is not None and sum(twin) == sum(dims):
         return twin
     found, left, right = [0] * len(after), 0, 0
@@ -220,7 +217,7 @@ def _viewed(before: Dims, dims: Dims, after: Dims, twin: Dims | None) -> Dims:
 
 
 def _place(outer: int, after: Sequence[int]) -> int:
-    """The dimension of a group, by its index, that starts `outer` elements of the leading ones into it."""
+    """The index of the group's dimension that begins after `outer` elements of leading dimensions."""
     seen = 1
     for at, size in enumerate(after):
         if seen * size > outer:

@@ -1,13 +1,10 @@
-"""Leave repeated layers out of a forward before it is traced with its backward, and count them when costs are made.
+"""Remove repeated layers from a forward before it is traced with its backward, and count them when costs are made.
 
-Contract
-    `Shortening.shorten` changes the exported graph of a whole forward in place: of each run of equal units the first two and
-    the last stay, and the second stands for the units that leave. A unit is one layer or, where layers of several kinds take
-    turns, one turn of up to six layers. `WholeModel` gives the segments and the parameters of the whole model.
-
-Two units are equal if their operations are, one by one: operators, arguments, shapes, submodules, checkpoints. Of a value of
-the unit before, its place there counts; of a value from anywhere else, which value it is. Only operations of the unit itself
-and of the next one read a value of a unit, and only its own ones a parameter. So neighbours in a run read each other alike.
+From each run of equal units, the first two and the last stay; the second represents the removed ones. A unit is one layer, or
+one turn of up to six layers if layers of several kinds alternate. Two units are equal if their operations agree one by one:
+operators, arguments, shapes, submodules, checkpoints. Values of the preceding unit are compared by position, all other outside
+values by identity. A unit is removed only if its values are read by itself and the next unit alone, and its parameters by
+itself alone.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from graphpp.capture.source_lines import MODEL, module_calls
 from graphpp.options.split import ModuleCall
 from graphpp.planner.layers import repeated_layers, spans_of
 
-_LEFT = 3  # units of a run
+_LEFT = 3  # units of a run that stay
 
 
 @dataclass(frozen=True)
 class Run:
-    """`layers`: the FQNs of the unit that stands for others; `others`: theirs, in order; `end`: the FQN of the layer behind."""
+    """`layers`: FQNs of the representative unit; `others`: of the units it replaces; `end`: FQN of the layer after them."""
 
     layers: tuple[str, ...]
     others: tuple[tuple[str, ...], ...]
@@ -39,13 +36,13 @@ class Run:
 
 @dataclass
 class Shortening:
-    """`longest`: layers of a unit at most; 0 leaves a graph as it is. `runs`: those of the graph that was shortened last."""
+    """`longest`: most layers of a unit (0: keep all); `runs`: the runs of the graph that was shortened last."""
 
     longest: int = 6
     runs: list[Run] = field(default_factory=list)
 
     def shorten(self, module: fx.GraphModule) -> None:
-        """Remove the units between the second and the last one of each run of equal units."""
+        """Edit the exported graph of a whole forward in place."""
         layers = repeated_layers(spans_of(enumerate(map(module_calls, _operations(module.graph)))))
         self.runs = []
         for length in range(1, self.longest + 1):
@@ -60,8 +57,6 @@ class Shortening:
 
 @dataclass(frozen=True)
 class _Unit:
-    """The layers of a unit, and all operations up to the next unit."""
-
     layers: tuple[str, ...]
     nodes: Sequence[fx.Node]
 
@@ -81,8 +76,6 @@ def _units(graph: fx.Graph, layers: Sequence[ModuleCall], length: int) -> list[_
 
 
 class _Facts:
-    """All facts of a unit in which equal units agree."""
-
     def __init__(self, module: fx.GraphModule, units: Sequence[_Unit], at: int) -> None:
         self._module, self._unit = module, units[at]
         self._before = {node: place for place, node in enumerate(units[at - 1].nodes)} if at else {}
@@ -91,7 +84,7 @@ class _Facts:
         self._checkpoints: dict[int, int] = {}
 
     def found(self) -> Hashable:
-        """Facts that are equal to those of equal units; to no other ones if the unit must stay."""
+        """A key that equal units share; a unique key if the unit must stay."""
         shared = any("@" in layer for layer in self._unit.layers)
         return object() if shared or self._is_read_elsewhere() else tuple(map(self._node, self._unit.nodes))
 
@@ -124,7 +117,7 @@ class _Facts:
 
 
 def _fqn(node: fx.Node) -> str:
-    """Of a read of the model's state its FQN, of another node the name."""
+    """The FQN of a read of the model's state; the name of any other node."""
     return str(node.target).removeprefix(f"{MODEL}.") if node.op == "get_attr" else node.name
 
 
@@ -133,7 +126,7 @@ def _within(name: str, layers: Iterable[str]) -> bool:
 
 
 def _renamed(name: str, layers: Sequence[str], others: Sequence[str] = ()) -> str:
-    """A name within one of these layers with the same one of `others` in its place, or with the place in the unit."""
+    """Replace the layer prefix of a name by its counterpart in `others`, or by the layer's index in the unit."""
     for at, layer in enumerate(layers):
         if _within(name, [layer]):
             return (others[at] if others else f"<{at}>") + name.removeprefix(layer)
@@ -153,7 +146,7 @@ def _layout(value: Any) -> Hashable:
 
 
 def _removed(module: fx.GraphModule, run: Sequence[_Unit]) -> Run:
-    """Remove the units between the second and the last one, whose operands come from the second unit then."""
+    """Remove the units between the second and the last one. The last unit then reads the second."""
     for node, stand_in in zip(run[-2].nodes, run[1].nodes, strict=True):
         node.replace_all_uses_with(stand_in)
     for node in reversed([node for unit in run[2:-1] for node in unit.nodes]):
@@ -171,7 +164,7 @@ def _removed(module: fx.GraphModule, run: Sequence[_Unit]) -> Run:
 
 
 class Segment(NamedTuple):
-    """A segment of the whole model. `stage`: of the shortened graph; `copy`: 0 in the unit that stands for others of `run`."""
+    """`stage`: in the shortened graph; `copy`: 0 in the representative unit of `run`, n in the n-th unit it stands for."""
 
     stage: int
     run: Run | None
@@ -179,10 +172,8 @@ class Segment(NamedTuple):
 
 
 class WholeModel:
-    """The segments of the whole model, in order, from the stages of the shortened graph.
-
-    `complete`: False if a run does not begin and end where stages do, so that its units cannot be told apart.
-    """
+    """The segments of the whole model, in order, from the stages of the shortened graph. `complete`: whether each run begins
+    and ends at stage starts; otherwise its units cannot be separated."""
 
     def __init__(self, runs: Sequence[Run], calls: Sequence[ModuleCall], starts: Sequence[int]) -> None:
         position = {call.fqn: call.position for call in calls}
@@ -199,22 +190,20 @@ class WholeModel:
 
     @property
     def stage_of(self) -> tuple[int, ...]:
-        """For each segment the stage of the shortened graph."""
         return tuple(segment.stage for segment in self.segments)
 
     def starts(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """The first operation of each segment, from those of the stages."""
+        """The first operation of each segment, from the first operations of the stages."""
         lengths = [end - start for start, end in zip(starts, [*starts[1:], starts[-1]], strict=True)]
         return tuple(accumulate((lengths[stage] for stage in self.stage_of[:-1]), initial=0))
 
     def name(self, segment: Segment, name: str) -> str:
-        """The name of a module call at a segment, from that at its stage."""
         if segment.run is None or not segment.copy:
             return name
         return _renamed(name, segment.run.layers, segment.run.others[segment.copy - 1])
 
     def readers(self, fqn: str, stages: Container[int]) -> dict[str, tuple[int, ...]]:
-        """The segments that read a parameter or buffer which these stages read, by FQN; also of those that it stands for."""
+        """By FQN, the segments that read a parameter or buffer which these stages read, and its copies in the removed units."""
         run = next((run for run in self._runs if _within(fqn, run.layers)), None)
         read = [(at, segment) for at, segment in enumerate(self.segments) if segment.stage in stages]
         if run is None:

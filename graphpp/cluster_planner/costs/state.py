@@ -1,8 +1,8 @@
 """The state of a model by segments: parameters, gradients, optimizer, buffers.
 
-Contract: elements are those of one rank after tensor and expert parallelism, before shards. Whole parameters have the dtype of
-the graph. Sums of gradients, shards and the optimizer's values are in float32 where the capture was given a dtype
-(`param_dtype`), as in mixed-precision training, and else in the dtype of the parameters.
+Elements are of one rank after tensor and expert parallelism, before sharding. Whole parameters have the graph's dtype. Gradient
+sums, shards and optimizer values are float32 if the capture was given a `param_dtype` (mixed precision), else they have the
+parameters' dtype.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from graphpp.cluster_planner.costs.model_costs import Degrees, ModelCosts
 from graphpp.options.memory import Memory
 from graphpp.schedules.table.state_bytes import StateBytes
 
-_MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values, in mixed precision: float32
+_MASTER = 4  # bytes of a float32 element, in mixed precision
 
 
 def state_of_segments(costs: ModelCosts, degrees: Degrees, memory: Memory) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
-    """The state of one rank by segments, and for each piece whether it is of experts."""
+    """One rank's state, and whether each piece belongs to experts."""
     elements: dict[_Key, int] = {}
     for each in costs.parameters:
         key = _Key(each.readers, each.makers, each.expert, each.itemsize)
@@ -39,7 +39,7 @@ class _Key:
 
 
 def _piece(key: _Key, elements: int, master: int, memory: Memory) -> StateBytes:
-    """`master`: bytes of an element of a shard, of a gradient's sum, and of a value of the optimizer."""
+    """`master`: bytes per element of shards, gradient sums and optimizer values."""
     rows = elements * master
     trained: Mapping[str, int] = (
         {"sums": rows, "optimizer": memory.optimizer_bytes(elements, master), "row_sums": rows, "sent": rows}

@@ -1,14 +1,10 @@
-"""Plans of tensor and expert parallelism, by patterns of FQNs, as transformers and torch write them: the sharded parameters.
+"""Plans of tensor and expert parallelism: {FQN pattern: style}, as transformers and torch write them.
 
-Contract
-    in   a plan, {pattern: style}; the FQNs and shapes of a model's parameters
-    out  `ShardedParameters`: the sharded dimension of each, whether the module's output is gathered, the group of its experts
-    A pattern names a module or a parameter; `*` stands for one part of an FQN, and the longest pattern that fits counts. Raises
-    `GraphPPError` for a style that is not known, and for a pattern that names nothing.
-
+A pattern names a module or a parameter; `*` matches one part of an FQN, and the longest matching pattern wins. Raises
+`GraphPPError` for an unknown style, and for a pattern that matches no parameter.
 Styles: "colwise" shards the output features of a linear layer, "rowwise" its input features, an integer that dimension of the
-weights. "colwise_gather_output" gathers the output, too. "expert" and "grouped_gemm" give each rank some of the experts.
-"replicate", "sequence" and the styles of modules without parameters of their own ("moe_tp_experts") shard nothing.
+weights. "colwise_gather_output" also gathers the output. "expert" and "grouped_gemm" give each rank some of the experts.
+"replicate", "sequence" and styles of modules without own parameters ("moe_tp_experts") shard nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ _EXPERTS = ("expert", "grouped_gemm", "ep_dispatch_experts")
 
 @dataclass(frozen=True)
 class ShardedParameters:
-    """By FQN: `dims`: the dimension that tensor parallelism shards; `gathered`: parameters whose product is gathered;
-    `experts`: the group of experts (the module that holds them) of each parameter of an expert."""
+    """By FQN. `dims`: the dimension that tensor parallelism shards; `gathered`: parameters whose product is gathered;
+    `experts`: the group (the module that contains the experts) of each expert parameter."""
 
     dims: Mapping[str, int] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
@@ -47,7 +43,6 @@ class ShardedParameters:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], tensor_plan: Plan, expert_plan: Plan) -> ShardedParameters:
-        """The parameters that these plans shard; `shapes`: those of all parameters by FQN."""
         dims, gathered = dict[str, int](), set[str]()
         for fqn, (_, style) in _chosen(shapes, tensor_plan, "tensor_plan", [*_STYLES, "an integer"]).items():
             dim = _dim(fqn, style, len(shapes[fqn]))
@@ -60,7 +55,7 @@ class ShardedParameters:
 
 def _dim(fqn: str, style: str | int, rank: int) -> int | None:
     dim = style if isinstance(style, int) else _STYLES[style]
-    if rank == 1:  # a bias is sharded with the output features
+    if rank == 1:  # a bias follows the output features
         dim = None if isinstance(style, int) or dim == _INPUT_FEATURES else 0 if dim is not None else None
     if dim is None:
         return None
@@ -70,24 +65,24 @@ def _dim(fqn: str, style: str | int, rank: int) -> int | None:
 
 
 def fitting(plan: Plan, fqns: Iterable[str]) -> Plan:
-    """The entries whose patterns fit a parameter: a model's own plan may name modules that only some of its sizes have."""
+    """The entries that match a parameter: a model's own plan may name modules that only some of its sizes have."""
     names = list(fqns)
     return {pattern: style for pattern, style in plan.items() if _matched(pattern, names)}
 
 
 def _shards(style: str | int) -> bool:
-    """Whether a style shards parameters; others may stand for modules that have none."""
+    """Whether a style shards parameters; other styles may name modules without parameters."""
     return isinstance(style, int) or _STYLES.get(style) is not None or style in _EXPERTS
 
 
 def _matched(pattern: str, fqns: Iterable[str]) -> dict[str, str]:
-    """The FQNs that a pattern fits, each with the part that the pattern names."""
+    """The FQNs that a pattern matches, each with the matched module or parameter."""
     fits = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"(?=\.|$)")
     return {fqn: match.group() for fqn in fqns if (match := fits.match(fqn))}
 
 
 def _chosen(fqns: Iterable[str], plan: Plan, name: str, known: Iterable[str]) -> dict[str, tuple[str, str | int]]:
-    """For each FQN that a pattern fits: the module or parameter that the pattern names, and its style."""
+    """By FQN, the module that a pattern matches and its style."""
     known, found = list(known), dict[str, tuple[str, str | int]]()
     readable = {*known, *_STYLES, *_EXPERTS}
     for pattern, style in sorted(plan.items(), key=lambda item: item[0].count(".")):

@@ -1,8 +1,4 @@
-"""The options of `graphpp.compile` that a `TrainingPlan` stands for.
-
-Contract: `with_plan(plan, given)` -> the given options, with those that the plan decides. `GraphPPError` for an option that the
-plan decides and that was given too, naming it, and for an example with other rows than a microbatch of the plan.
-"""
+"""Turn a `TrainingPlan` into options of `graphpp.compile`."""
 
 from __future__ import annotations
 
@@ -28,14 +24,16 @@ from graphpp.schedules.generate.megatron_interleaved import megatron_interleaved
 from graphpp.schedules.generate.read import ScheduleLike
 
 DECIDED = ("split", "schedule", "microbatches", "parallel", "memory", "gradients")
-"""The options that a plan decides, or of which it decides a part, in the order in which `graphpp.compile` has them."""
+"""The options that a plan decides in full or in part, in the order of `graphpp.compile`."""
 
-_OPEN = {"split": None, "schedule": "auto", "microbatches": None}  # the forms that leave an option open
+_OPEN = {"split": None, "schedule": "auto", "microbatches": None}  # values that leave an option undecided
 _READERS = {"parallel": read_parallel, "memory": read_memory, "gradients": read_gradients}
 
 
 def with_plan(plan: object, given: Mapping[str, Any], example: object = None) -> dict[str, Any]:
-    """The options by name. `example`: the microbatch that `graphpp.compile` was given. Raises `GraphPPError`."""
+    """The given options with those that the plan decides. `example`: the microbatch given to `graphpp.compile`. Raises
+    `GraphPPError` if an option that the plan decides was also given, or if an example's rows differ from the plan's
+    microbatches."""
     if not isinstance(plan, TrainingPlan):
         raise GraphPPError(f"plan: take a graphpp.TrainingPlan, e.g. graphpp.plan(...).best, got {type_name(plan)}")
     kept = ("split",) if plan.measured else ()
@@ -55,7 +53,7 @@ def with_plan(plan: object, given: Mapping[str, Any], example: object = None) ->
 
 
 def _check_rows(setting: PlanSetting, example: object) -> None:
-    """Raise where an example has other rows than the plan's microbatches: it would be captured, and then never run."""
+    """Raise if an example's rows differ from the plan's microbatches: it would be captured and then never run."""
     tensors = FlatMicrobatch.of(example).tensors.values() if isinstance(example, Microbatch) else ()
     sizes = {len(each) for each in tensors if each.dim()}
     if sizes and setting.rows not in sizes:
@@ -65,7 +63,6 @@ def _check_rows(setting: PlanSetting, example: object) -> None:
 
 
 def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """The options that a plan decides, by their groups."""
     if plan.measured:
         return {"parallel": {"keep": plan.setting.keep}, "memory": {}, "gradients": {}}
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
@@ -91,7 +88,6 @@ def _schedule(setting: PlanSetting) -> ScheduleLike:
 
 
 def _merged(group: Group, decided: Mapping[str, Any]) -> Group:
-    """A group of options with those that the plan decides. Raises `GraphPPError` where one of them was given."""
     usual = type(group)()
     for name in decided:
         if getattr(group, name) != getattr(usual, name):

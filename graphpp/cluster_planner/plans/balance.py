@@ -1,12 +1,8 @@
-"""Share neighbouring segments out among stages, so that the heaviest stage is as light as can be.
+"""Distribute neighbouring segments over stages so that the heaviest stage is as light as possible, within a relative 1e-6.
 
-Contract
-    in   the seconds of each segment, of which none is negative; the number of stages, at most that of the segments
-    out  the first segment of each stage (`planner/segments.py`, `Cut`). No cut has a heaviest stage that is lighter by more
-         than a share of 1e-6. Later stages take as many segments as they can: early ones hold more microbatches
-
-A stage takes segments as long as their sum stays within a limit, from the last stage to the first; the least limit for which
-the segments suffice is found by bisection.
+Stages, from the last to the first, take segments up to a limit; bisection gives the least limit that places all segments. Later
+stages take as many segments as they can, because early stages hold more microbatches. No seconds are negative, and there are at
+least as many segments as stages.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ _STEPS = 40  # of the bisection: a relative width of 1e-12 of the sum
 
 
 def balanced(seconds: Sequence[float], stages: int) -> Cut:
-    """The cut whose heaviest stage is lightest."""
     sums = [0.0, *accumulate(seconds)]
     low, high = max(*seconds, sums[-1] / stages), sums[-1]
     best = _packed(sums, stages, high)
@@ -39,7 +34,7 @@ def balanced(seconds: Sequence[float], stages: int) -> Cut:
 
 
 def _packed(sums: Sequence[float], stages: int, limit: float) -> Cut | None:
-    """The first segments of stages of which none is above the limit; None where the segments need more stages."""
+    """The first segments of stages within the limit; None if the segments need more stages."""
     cut, end = list[int](), len(sums) - 1
     for left in range(stages - 1, -1, -1):
         first = max(left, bisect_left(sums, sums[end] - limit * (1 + 1e-12), 0, end))

@@ -1,7 +1,6 @@
-"""Estimates of a setting's seconds and bytes, which take microseconds: they order the settings that are worth a simulation.
+"""Estimate a setting's seconds and bytes within microseconds, to order the settings before simulation.
 
-Contract: `estimate(request, setting)` -> `Estimate`, no bound: formulas of the schedules' papers for stages that are all alike,
-without messages. `predict_step.py` has the numbers of plans.
+An `Estimate` is no bound. It uses the formulas of the schedules' papers for equal stages without messages.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Estimate(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The work of a rank for one microbatch: seconds of F, I and W; the ranks of the pipeline; the stages of a rank."""
+    """A rank's work for one microbatch: seconds of F, I and W; the pipeline's ranks; the stages per rank."""
 
     forward: float
     input_grad: float
@@ -48,8 +47,7 @@ _IDLE: dict[str, Callable[[_Work], float]] = {
     "LoopedBFS": lambda work: work.whole / work.per_rank,
     "InterleavedZeroBubble": lambda work: (work.forward + work.input_grad - work.weight_grad) / work.per_rank,
 }
-"""Seconds that the pipeline is idle for each rank but one, by schedule."""
-
+"""Idle seconds of the pipeline per rank beyond the first, by schedule."""
 _ALIVE: dict[str, Callable[[PlanSetting], float]] = {
     "ZB2P": lambda setting: 2 * setting.shape.pp - 1,
     "V-Half": lambda setting: setting.shape.pp / 2 + 1,
@@ -60,24 +58,21 @@ _ALIVE: dict[str, Callable[[PlanSetting], float]] = {
     "InterleavedZeroBubble": lambda setting: _of_groups(setting, setting.shape.pp),
     "MegatronInterleaved": lambda setting: _of_groups(setting, setting.schedule.group or setting.shape.pp),
 }
-"""The microbatches of which the first rank holds activations, by schedule; of others as many as there are ranks."""
-
-
-_ALTERNATING = 1.4  # gathers of a stage for each microbatch, as `check/shard_counts.py` counts them for interleaved tables
-_STAY = 2  # forwards of a stage whose values are on the device, at least: one waits for its copies, one has come back
+"""Microbatches whose activations the first rank holds, by schedule; for other schedules, the number of ranks."""
+_ALTERNATING = 1.4  # gathers of a stage per microbatch, as `check/shard_counts.py` counts them for interleaved tables
+_STAY = 2  # forwards of a stage with values on the device, at least: one is being copied out, one is copied back
 _SPLIT = ("ZB1P", "ZB2P", "ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min", "InterleavedZeroBubble")
-_IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; the longest of uneven ones sets half of the pace
+_IN_CYCLES = ("V-Half", "V-Min")  # assume equal F, I and W; otherwise the longest sets half of the pace
 _IN_A_V = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
 
 
 def _of_groups(setting: PlanSetting, group: int) -> float:
-    """The activations of interleaved 1F1B: all chunks but one of a group, and a warm-up of two microbatches a rank."""
+    """The activations of interleaved 1F1B: all chunks of a group but one, and a warm-up of two microbatches per rank."""
     per_rank = setting.schedule.stages_per_rank
     return group * (per_rank - 1) / per_rank + 2 * setting.shape.pp / per_rank
 
 
 def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
-    """The estimate of a setting."""
     shape, per_rank = setting.shape, setting.schedule.stages_per_rank
     cut = request.stages(setting)
     forward, first, second = (part * per_rank for part in cut.heaviest)
@@ -85,11 +80,11 @@ def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
     idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
     computed = setting.microbatches * _pace(request, setting, work) + idle
     alive = _alive(setting)
-    turn = request.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
+    turn = request.turns.get(shape)  # equal for all rows, recomputations and schedules
     if turn is None:
         turn = request.turns[shape] = _seconds_of_turn(request, setting, cut.totals)
     collected = _turns(setting) * turn
-    if setting.keep == 0:  # each computation waits for its first layer: of several the others hide
+    if setting.keep == 0:  # each computation waits for its first layer only
         computed += min(1.0, setting.stages / len(request.costs.starts)) * collected
     seconds = max(computed, collected)
     saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
@@ -97,7 +92,7 @@ def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
 
 
 def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, cap: int) -> Estimate | None:
-    """The estimate of as much offload as a cap asks for, from that of the setting; None where none or not even all will do."""
+    """The estimate with just the offload that the cap needs; None if none is needed or all is not enough."""
     link, totals = request.machines.device.host, request.stages(setting).totals
     if link is None or guess.nbytes <= cap:
         return None
@@ -110,13 +105,12 @@ def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, ca
 
 
 def _alive(setting: PlanSetting) -> float:
-    """The microbatches of which the first rank holds activations."""
     alive = _ALIVE.get(setting.schedule.name)
     return min(setting.microbatches, setting.shape.pp if alive is None else alive(setting))
 
 
 def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:
-    """The seconds from one microbatch to the next."""
+    """Seconds from one microbatch to the next."""
     if setting.schedule.name == "DualPipeV":  # overlaps forwards and backwards
         return work.whole * overlap_of(request.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
     if setting.schedule.name in _IN_CYCLES:
@@ -125,22 +119,22 @@ def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:
 
 
 def _turns(setting: PlanSetting) -> float:
-    """How often a stage is gathered: each time that its turn comes, except for the `keep` stages that stay."""
+    """Gathers of a stage per step: one for each turn, except for the `keep` stages that stay whole."""
     per_rank, keep = setting.schedule.stages_per_rank, setting.keep
     if keep is None or keep >= per_rank:
         return 1.0
-    if keep == 0:  # each forward and each backward gathers all, and each backward sums the gradients
+    if keep == 0:  # each forward and backward gathers all layers
         return 2.0 * setting.microbatches
     grouped = {"LoopedBFS": setting.microbatches} | dict.fromkeys(_IN_A_V, 1)
     group = grouped.get(setting.schedule.name, setting.schedule.group or setting.shape.pp)
     turns = 2 * max(1.0, setting.microbatches / group)
-    if keep == 1 and group < setting.microbatches:  # forwards and backwards of other stages alternate, and put each other away
+    if keep == 1 and group < setting.microbatches:  # forwards and backwards of different stages alternate, and evict each other
         return turns + _ALTERNATING * (setting.microbatches - group)
     return turns * (1 - keep / per_rank) + keep / per_rank
 
 
 def _seconds_of_turn(request: PlanRequest, setting: PlanSetting, totals: ModelTotals) -> float:
-    """The seconds in which all stages of a rank are gathered once, and every second time reduced."""
+    """Seconds to gather all stages of a rank once, and to reduce them every second time."""
     shape, machines = setting.shape, request.machines
     experts = totals.expert_rows / max(1, totals.rows + totals.expert_rows)  # their share of the parameters
     seconds = 0.0
@@ -153,9 +147,9 @@ def _seconds_of_turn(request: PlanRequest, setting: PlanSetting, totals: ModelTo
 
 
 def _held(request: PlanRequest, setting: PlanSetting, totals: ModelTotals) -> float:
-    """The bytes of parameters, gradients and optimizer of all ranks of a pipeline."""
+    """Bytes of parameters, gradients and optimizer on all ranks of a pipeline."""
     share = 1.0 if setting.keep is None else min(1.0, setting.keep / setting.schedule.stages_per_rank)
-    if setting.keep == 0:  # two layers on each rank
+    if setting.keep == 0:  # two layers per rank
         share = min(1.0, 2 * setting.shape.pp / len(request.costs.starts))
     sharded = totals.rows / setting.shape.shards + totals.expert_rows / setting.shape.dp_shard
     return share * totals.whole + sharded + totals.buffers

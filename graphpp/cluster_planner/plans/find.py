@@ -1,12 +1,8 @@
-"""Search the fastest way to train a model on machines: every mesh, microbatch, schedule, `keep`, recomputation and offload.
+"""Search the fastest way to train a model on machines: mesh, microbatch, schedule, `keep`, recomputation and offload.
 
-Contract
-    in   a `PlanRequest`, the bytes that a GPU may hold, the dimensions along which the model can be cut, the search space
-    out  `TrainingPlans` (`found_plans.py`); `ScheduleError` where the work is too little for any
-    Equal arguments give equal plans. The work is bounded by the number of simulated computations, not by a clock.
-
-All settings are ordered by `estimate.py`, and simulated in this order (`predict_step.py`): some of those whose estimate is
-about the cap, then some of those whose estimate is below it, and so on down to a third of the cap.
+`estimate.py` orders all settings. `predict_step.py` simulates a part of them: first those with an estimate near the cap, then
+those further below it, down to a third of the cap. A count of simulated computations bounds the work, not a clock, so equal
+arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -28,24 +24,24 @@ from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, Recompute
 from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.errors import ScheduleError
 
-_WORK = 150_000  # computations that are simulated
-_OFFLOADED = 0.15  # of the work, in addition for settings that fit by offload
-_LAST = 0.25  # of the work, in addition where no plan fits yet: for those that take least memory
+_WORK = 150_000  # simulated computations
+_OFFLOADED = 0.15  # of the work, added for settings that fit by offload
+_LAST = 0.25  # of the work, added for the settings with least memory if no plan fits yet
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
-_TRIALS = 8  # times as long as one prediction the search of the least recomputation takes
-_ORDERS = 3  # of the fastest plans are tried under a searched order
-_PLACED = 4096  # forwards of the plans that are tried with their weight gradients placed
-_FRONT = 0.7  # of the cap: settings that take less are simulated for the front alone
-_SLOWER = 2.0  # times the seconds of the soonest: no plan of the front is worth more
+_TRIALS = 8  # predictions' time that one search of the least recomputation takes
+_ORDERS = 3  # fastest plans that get an order search
+_PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
+_FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
+_SLOWER = 2.0  # slowdown against the fastest fitting estimate up to which settings are simulated for the front
 _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
-"""(of the cap, of the work): estimates of bytes are up to a third too low, and the front wants plans that take less memory."""
+"""(share of the cap, share of the work): byte estimates are up to a third too low; the front needs plans with less memory."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The values among which the search may choose; None: all. `sizes`: by dimension of the mesh; `work`: computations that
-    are simulated at most."""
+    """The values that the search may choose. `schedules=None`: all; `sizes`: by mesh dimension, all where absent; `work`: most
+    computations to simulate."""
 
     rows: Sequence[int] = _ROWS
     recompute: Sequence[RecomputeWord] = _RECOMPUTE
@@ -56,7 +52,7 @@ class SearchSpace:
 
 
 class _Candidate(NamedTuple):
-    """A setting with its estimate. `least`: as few of its layers are recomputed as the cap asks for."""
+    """A setting with its estimate. `least`: recompute only as many of its layers as the cap requires."""
 
     guess: Estimate
     setting: PlanSetting
@@ -64,7 +60,7 @@ class _Candidate(NamedTuple):
 
 
 def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> TrainingPlans:
-    """The plans for a request. Raises `NoPlanError` where none fits `cap` bytes, `ScheduleError` where none is simulated."""
+    """The plans for a request. Raises `NoPlanError` if none fits `cap` bytes, `ScheduleError` if none is simulated."""
     ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(request, limits, space))
@@ -85,12 +81,11 @@ def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
     if space.schedules is None or ORDER in space.schedules:
         _search_orders(search)
-    further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # made on the way
+    further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # added by the search
     return ranked(list(search.found.values()), cap, len(ordered) + further, lambda each: _facts(request, each))
 
 
 def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
-    """The fields of a `TrainingPlan` that a prediction does not have."""
     names = request.costs.names
     return {
         "machines": str(request.machines),
@@ -104,7 +99,8 @@ def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
 
 
 def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
-    """Add settings with as little offload as fits, the soonest first (where none fits yet, the smallest), that may be best."""
+    """Add settings with the least offload that fits and may beat the best plan, the fastest first (the smallest if none
+    fits)."""
     fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
     most, promising = min(fitting, default=inf), []
     for guess, setting, least in ordered:
@@ -120,10 +116,8 @@ def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
 
 
 def _search_orders(search: _Search) -> None:
-    """Add the fastest plans that fit under an order of their own, where it is faster than the named schedule.
-
-    Weight gradients alone are placed in more plans: those that would be the best without their idle time.
-    """
+    """Add searched orders of the fastest fitting plans that are faster than the named schedule. Weight gradients alone are
+    placed in each plan that would be the best without its idle time."""
     fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
     for named in fitting[:_ORDERS]:
         search.refine(searched_order, named)
@@ -137,7 +131,7 @@ def _search_orders(search: _Search) -> None:
 
 
 def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
-    """The kinds of recomputation that may be of some layers only: those beside none, of a model with layers."""
+    """The kinds of recomputation that may apply to some layers only."""
     free = None in space.recompute and bool(request.costs.layers)
     return [word for word in space.recompute if free and word in ("selective", "full")]
 
@@ -154,7 +148,7 @@ def _estimated(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap
 
 
 def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
-    """The estimate of as much recomputation as a cap asks for; None where it asks for none, or where all is too little."""
+    """The estimate of the least recomputation within a cap; None if none is needed, or if all layers are not enough."""
     if none.nbytes <= cap or most.nbytes > cap * _SHARES[0][0] or most.nbytes >= none.nbytes:
         return None
     share = min(1.0, (none.nbytes - cap) / (none.nbytes - most.nbytes))
@@ -177,14 +171,14 @@ def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> I
 
 
 def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
-    """How many whole stages a rank may hold: all, half of them, one, or single layers alone."""
+    """The values of `keep`: all whole stages, half of them, one, or single layers only (0)."""
     if shape.shards == 1:
         return (None,)
     return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()), 0)
 
 
 def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
-    """Add the predictions of candidates, in their order, until the work is spent."""
+    """Predict candidates in order until the work is spent."""
     for _, setting, least in candidates:
         if search.work.over:
             return
@@ -200,7 +194,7 @@ def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
 
 @dataclass
 class _Search:
-    """The predictions so far. `words`: the kinds of recomputation of which as little as fits may be chosen."""
+    """The predictions so far. `words`: kinds of recomputation that may apply to some layers only."""
 
     request: PlanRequest
     cap: int
@@ -214,18 +208,16 @@ class _Search:
             self.found.setdefault(prediction.setting, prediction)
 
     def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> None:
-        """Add the refined prediction if it is faster than the named one."""
         found = refined(self.request, named, self.cap)
         if found is not None and rounded(found) < rounded(named):
             self.add(found)
 
     def known(self, setting: PlanSetting, guess: Estimate) -> Estimate:
-        """The seconds and bytes that are predicted for a setting, else those that are estimated."""
         found = self.found.get(setting)
         return guess if found is None else Estimate(found.seconds.total, found.peak)
 
     def least(self, setting: PlanSetting) -> None:
-        """Add the setting with as few recomputed layers as fit."""
+        """Add the setting with the fewest recomputed layers that fits."""
         if setting not in self.tried and self.work.take(setting, _TRIALS):
             self.tried.add(setting)
             chosen = least_recompute(self.request, setting, self.cap)
@@ -234,7 +226,6 @@ class _Search:
 
 
 def _mfu(request: PlanRequest, found: Prediction) -> float:
-    """FLOPs of the model in a step, by the peak of all GPUs in its seconds."""
     setting, machines = found.setting, request.machines
     flops = request.priced(setting.shape, setting.rows, setting.recompute).flops
     done = flops * setting.microbatches * setting.shape.data_ranks
@@ -243,7 +234,6 @@ def _mfu(request: PlanRequest, found: Prediction) -> float:
 
 
 def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> str:
-    """Why no setting is left: the limits of the model, the batch and the search space."""
     asked = [f"{name} of {sorted(sizes)}" for name, sizes in space.sizes.items()]
     asked += [f"rows of {sorted(space.rows)}", *([f"schedules of {list(space.schedules)}"] if space.schedules else [])]
     return (

@@ -1,7 +1,6 @@
-"""All plans that a search has found: in order, with reasons and the front of time and memory; as text, JSON and a page.
+"""All plans of a search: in order, with reasons and the time-memory front; as text, JSON and HTML.
 
-Contract: `TrainingPlans` is data; `to_json` and `from_json` lose nothing. `ranked` makes one of predictions, the fastest that
-fits first, the others with the reason why they are not the best; `NoPlanError` where none fits, naming the closest.
+Contract: `TrainingPlans` is data; `to_json` and `from_json` are lossless. `ranked` makes it from predictions.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ _LOST = {
 
 @dataclass(frozen=True)
 class TrainingPlans:
-    """The plans found, the fastest that fits first, then those over the cap by the bytes that they lack.
-
-    `considered`: how many settings were ordered by estimates, or refined from those. `cap`: the bytes that a device may hold
-    (None: any).
-    """
+    """The plans: those that fit, the fastest first, then those over the cap, by excess bytes. `considered`: number of settings
+    estimated or derived. `cap`: bytes that a device may hold (None: any)."""
 
     plans: tuple[TrainingPlan, ...]
     considered: int = 0
@@ -42,16 +38,16 @@ class TrainingPlans:
 
     @property
     def best(self) -> TrainingPlan:
-        """The fastest plan that fits; of equally fast ones that with the fewest bytes."""
+        """The fastest plan that fits; among equally fast ones, the one with the fewest bytes."""
         return self.plans[0]
 
     @property
     def front(self) -> tuple[TrainingPlan, ...]:
-        """The plans of which none is beaten in both time and memory, the fastest first."""
+        """The plans that no other plan beats in both time and memory, the fastest first."""
         return tuple(sorted((each for each in self.plans if each.on_front), key=lambda each: each.step_seconds))
 
     def where(self, accepts: Callable[[TrainingPlan], bool]) -> TrainingPlans:
-        """The plans that `accepts` takes, with their reasons."""
+        """The plans that `accepts` returns True for, with their reasons."""
         return replace(self, plans=tuple(filter(accepts, self.plans)))
 
     def __iter__(self) -> Iterator[TrainingPlan]:
@@ -67,7 +63,7 @@ class TrainingPlans:
 
     @classmethod
     def from_json(cls, text: str | Path) -> TrainingPlans:
-        """The plans of a JSON text, or of a file of it; of one plan alone too. Raises `GraphPPError` for another text."""
+        """Read plans, or one plan alone, from JSON text or a file. Raises `GraphPPError` for other text."""
         given = document(text, "plans")
         if "plans" not in given:
             return cls((TrainingPlan.from_json(json.dumps(given)),))
@@ -77,8 +73,8 @@ class TrainingPlans:
         return cls(plans, given.get("considered", 0), given.get("cap"))
 
     def to_html(self) -> str:
-        """All plans as an HTML page of its own, time against bytes. Write it to a file with `encoding="utf-8"`."""
-        from graphpp.report.page_html import page_html  # the template: loaded by the first page
+        """All plans as a self-contained HTML page, time against bytes. Write it with `encoding="utf-8"`."""
+        from graphpp.report.page_html import page_html  # imported on first use
 
         best = self.best
         facts = (
@@ -95,7 +91,7 @@ class TrainingPlans:
         return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, details)
 
     def __str__(self) -> str:
-        """A table of the first plans and of the best with each other number of pipeline ranks; then the best one in full."""
+        """A table of the first plans and of the best for each number of pipeline ranks; then the best plan in full."""
         if not self.plans:
             return "no plan"
         best_of = dict[int, int]()
@@ -125,19 +121,19 @@ def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
 
 
 def rounded(found: Prediction) -> float:
-    """The seconds of a step that are compared: simulated times differ by rounding."""
+    """Seconds of a step for comparisons, rounded because simulated times differ in the last digits."""
     return float(f"{found.seconds.total:.9g}")
 
 
 def order(found: Prediction) -> tuple[float, int, str]:
-    """The fastest first, then those with the fewest bytes."""
+    """A sort key: the fastest first, then the fewest bytes."""
     return rounded(found), found.peak, repr(found.setting)
 
 
 def ranked(
     found: Sequence[Prediction], cap: float, considered: int, facts: Callable[[Prediction], dict[str, Any]]
 ) -> TrainingPlans:
-    """The plans of predictions. `facts`: the fields of a `TrainingPlan` that a prediction does not have."""
+    """The plans of predictions, in order. `facts`: the `TrainingPlan` fields that a prediction lacks. Raises `NoPlanError`."""
     ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
     best = ordered[0]
     if best.peak > cap:
@@ -157,7 +153,6 @@ def ranked(
 
 
 def _front(found: Sequence[Prediction]) -> set[int]:
-    """The predictions of which none is beaten in both time and memory."""
     front, least = set[int](), None
     for each in sorted(found, key=lambda each: (rounded(each), each.peak)):
         if least is None or each.peak < least:
@@ -167,7 +162,7 @@ def _front(found: Sequence[Prediction]) -> set[int]:
 
 
 def _reason(each: Prediction, best: Prediction, cap: float) -> str:
-    """Why `each` is not the best: the bytes that it lacks, or the part of the step in which it loses most."""
+    """Why `each` is not the best: its excess bytes, or the part of the step in which it loses most."""
     if each.peak > cap:
         kind = max(each.memory, key=lambda name: each.memory[name] - best.memory.get(name, 0))
         return f"{spell_bytes(each.peak - int(cap))} over the cap, most of it {kind}"

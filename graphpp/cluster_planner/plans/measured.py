@@ -1,12 +1,7 @@
-"""Plans of a pipeline whose stages were measured: the schedule and the `keep` with the fastest step within a cap of bytes.
+"""Plan a pipeline whose stages were measured: the schedule and `keep` with the fastest step within a memory cap.
 
-Contract
-    in   the measured costs of the stages of a split, the bytes of the model's state, the ranks along `pp` and `dp_shard`, the
-         rows of the batch and of a measured microbatch, a cap
-    out  `TrainingPlans` of every named schedule that takes these numbers and `megatron_interleaved` for every group of
-         microbatches; under shards each with every `keep` from 1 to the stages of a rank, and without
-    Seconds are the simulator's, bytes those of `check/step_memory.py`. A plan decides the schedule, the microbatches and
-    `keep`; all else is that of the pipeline that was measured. Equal arguments give equal plans.
+Tries each named schedule that admits the numbers, and `megatron_interleaved` for each group; with shards, each without `keep`
+and with 1 up to the stages per rank. A plan decides only the schedule, the microbatches and `keep`.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from graphpp.schedules.table.state_bytes import StateBytes, held_bytes, sent_by_
 
 @dataclass(frozen=True)
 class MeasuredPipeline:
-    """Measured costs and state. `bandwidth`: bytes per second along `dp_shard` from a rank; None: `costs` has these seconds."""
+    """Measured costs and state. `bandwidth`: bytes per second of a rank along `dp_shard`; None: `costs` has the seconds."""
 
     costs: Costs
     state: Sequence[StateBytes]
@@ -47,7 +42,7 @@ class MeasuredPipeline:
 
     @property
     def timed(self) -> Costs:
-        """The costs with the times of gathers and reductions: of `dp_shard` parts each rank has one already."""
+        """The costs with the times of gathers and reductions."""
         if self.bandwidth is None:
             return self.costs
         sent = sent_by_stage(self.state, len(self.costs.stages), self.shape.dp_shard)
@@ -56,7 +51,7 @@ class MeasuredPipeline:
 
 
 def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collection[str] | None = None) -> TrainingPlans:
-    """The plans. Raises `NoPlanError` where none fits the cap, `ScheduleError` for numbers that no schedule takes."""
+    """The plans. Raises `NoPlanError` if none fits the cap, `ScheduleError` if no schedule admits the numbers."""
     stages, ranks = len(found.costs.stages), found.shape.pp
     wrong = next((stage for each in found.state for stage in each.readers if not 0 <= stage < stages), None)
     if wrong is not None:
@@ -77,7 +72,7 @@ def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collecti
 
 
 def _choices(found: MeasuredPipeline, schedules: Collection[str] | None) -> Iterator[ScheduleChoice]:
-    """The schedules that train with these numbers, each table once; "auto" last, which on several ranks is a named one."""
+    """The training schedules that admit these numbers, without equal tables; "auto" last, which may equal a named one."""
     ranks, seen = found.shape.pp, set[object]()
     per_rank, rest = divmod(len(found.costs.stages), ranks)
     names = [*(name for name in SCHEDULES if name != "auto"), "auto"] if not rest else []
@@ -98,7 +93,7 @@ def _choices(found: MeasuredPipeline, schedules: Collection[str] | None) -> Iter
 def _prediction(found: MeasuredPipeline, choice: ScheduleChoice, running: Schedule, keep: int | None) -> Prediction:
     costs, shape = found.timed, found.shape
     shards = shape.dp_shard if shape.dp_shard > 1 else None
-    if not costs.blocking:  # a receive that occupies its rank waits in its place
+    if not costs.blocking:  # blocking receives keep their place
         running = hoist_receives(running, costs.flow.ahead)
     peaks = step_peaks(running, costs, held_bytes(found.state, running.rank_of_stage, shape.pp, shards, keep is not None))
     timeline, counts = simulate(running, costs), shard_counts(running)

@@ -1,12 +1,8 @@
-"""The shapes of a mesh: how many ranks stand along each dimension, for so many GPUs.
+"""The shapes of a mesh: how many ranks each dimension has, for a number of GPUs.
 
-Contract
-    in   the number of GPUs, the rows of a batch, the dimensions along which the model can be cut (`MeshLimits`)
-    out  the `MeshShape`s whose sizes multiply to the number of GPUs, each once, in a fixed order. Parameters are sharded over
-         all data ranks, over those of one machine, or not at all
-
-The order of the dimensions is that of the ranks: neighbours along `tp` are neighbours on a machine, those along `pp` are far
-apart. Ranks along `dp_replicate`, `dp_shard` and `ep` train on other rows; ranks along `cp` share rows, and along `tp` layers.
+Parameters are sharded over all data ranks, over the data ranks of one machine, or not at all. Ranks are numbered in the order
+of the dimensions: neighbours along `tp` are on one machine, neighbours along `pp` are far apart. Ranks along `dp_replicate`,
+`dp_shard` and `ep` train on different rows; `cp` divides rows, `tp` divides layers.
 """
 
 from __future__ import annotations
@@ -36,30 +32,28 @@ class MeshShape:
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks."""
         return prod(self.sizes().values())
 
     @property
     def data_ranks(self) -> int:
-        """The ranks that train on different rows."""
+        """Ranks that train on different rows."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def shards(self) -> int:
-        """Over how many ranks a parameter is sharded that is no expert."""
+        """Ranks that shard a non-expert parameter."""
         return self.dp_shard * self.ep
 
     def sizes(self) -> dict[str, int]:
-        """The sizes by dimension, outermost first, of size 1 too."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def stride(self, dimension: str) -> int:
-        """The distance of two neighbours along a dimension, in ranks."""
+        """Distance of two neighbours along a dimension, in ranks."""
         names = [item.name for item in fields(self)]
         return prod(getattr(self, name) for name in names[names.index(dimension) + 1 :])
 
     def needed(self, *, sharded: bool = False) -> dict[str, int]:
-        """The sizes that a mesh must have: those above 1; `pp` in any case, `dp_shard` beside `ep` and if `sharded`."""
+        """The sizes that a mesh must have: all above 1; always `pp`; `dp_shard` if `sharded` or with `ep`."""
         always = {"pp"} | ({"dp_shard"} if sharded or self.ep > 1 else set())
         return {name: size for name, size in self.sizes().items() if size > 1 or name in always}
 
@@ -69,11 +63,8 @@ class MeshShape:
 
 @dataclass(frozen=True)
 class MeshLimits:
-    """Along which dimensions a model can be cut.
-
-    `stages`: the most stages. `experts`: the experts of a layer (0: none), `tp`: numbers that the ranks along `ep` and `tp`
-    divide. `cp`: the most ranks. `domain`: the GPUs of a machine; `tp` stays within.
-    """
+    """How far each dimension can divide a model. `stages`, `cp`: the most ranks or stages. `experts` (0: none), `tp`: numbers
+    that the ranks along `ep` and `tp` must divide. `domain`: GPUs per machine, the limit of `tp`."""
 
     stages: int
     experts: int = 0
@@ -83,7 +74,7 @@ class MeshLimits:
 
 
 def mesh_shapes(gpus: int, batch: int, limits: MeshLimits) -> Iterator[MeshShape]:
-    """All shapes for so many GPUs and a batch of so many rows. `tp` and `cp` are powers of 2, for which kernels are made."""
+    """All shapes for these GPUs and rows, in a fixed order. `tp` and `cp` are powers of 2, as kernels expect."""
     for pp in _divisors(gpus, limits.stages):
         for tp in _divisors(gcd(gpus // pp, limits.tp), limits.domain):
             for cp in _divisors(gpus // (pp * tp), limits.cp):
@@ -93,7 +84,7 @@ def mesh_shapes(gpus: int, batch: int, limits: MeshLimits) -> Iterator[MeshShape
 
 
 def _with_data(shape: MeshShape, data: int, limits: MeshLimits) -> Iterator[MeshShape]:
-    """The shape with its data ranks shared out over `dp_replicate`, `dp_shard` and `ep`."""
+    """The shape with its data ranks distributed over `dp_replicate`, `dp_shard` and `ep`."""
     for ep in _divisors(data, max(1, limits.experts)):
         if limits.experts % ep == 0:
             rest, within = data // ep, gcd(data // ep, max(1, limits.domain // (ep * shape.cp * shape.tp)))

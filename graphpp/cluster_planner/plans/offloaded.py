@@ -1,4 +1,4 @@
-"""The offload windows of a setting: those that a pipeline which runs by the plan chooses (`planner/offload_windows.py`)."""
+"""The offload windows of a setting, equal to those that a pipeline run by the plan chooses (`planner/offload_windows.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction: float) -> tuple[OffloadWindow, ...]:
-    """The windows under a table where a `fraction` of the saved bytes leaves, with the usual `graphpp.Offload`."""
+    """The windows under a table that offload a `fraction` of the saved bytes, with otherwise default `graphpp.Offload`."""
     usual = Offload(fraction)
     ends = [*cut[1:], len(priced.offloadable)]
     saved: list[SavedValues] = []
@@ -25,7 +25,7 @@ def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction:
 
 
 def _leaving(priced: PricedModel, segments: range, table: Schedule, stage: int) -> Iterator[Leaving]:
-    """The values of a stage that may leave: not those that a neighbouring stage of the same rank made or reads."""
+    """The values of a stage that may be offloaded: not those that a neighbouring stage of the same rank made or reads."""
     rank_of = table.rank_of_stage
     below, above = (rank_of.get(other) == rank_of[stage] for other in (stage - 1, stage + 1))
     for segment in segments:

@@ -1,8 +1,7 @@
-"""`graphpp.plan`: the fastest ways to train a model on machines that need not be there, or a pipeline that was measured.
+"""`graphpp.plan`: search the fastest ways to train a model on machines that need not exist, or a measured pipeline.
 
-Contract: with `machines=` the model is captured on fake tensors, in this process, and is not changed; no process group is
-needed. With `costs=` nothing is captured (`measured.py`). The result is a list of plans with predicted seconds and bytes
-(`training_plan.py`). Equal arguments give equal plans.
+Contract: with `machines=`, the model is captured on fake tensors in this process, without a process group, and is not changed.
+With `costs=`, nothing is captured (`measured.py`). Equal arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from graphpp.schedules.search.arguments import check_size
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.state_bytes import STATE, StateBytes
 
-_USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
+_USABLE = 0.9  # of a GPU's memory; workspaces and the allocator take the rest
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
 _SPEED = Accepted("a positive number of bytes per second", lambda value: NUMBER.accepts(value) and value > 0)  # type: ignore[operator]
 _MACHINES = one_of(str, Machines, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
@@ -53,8 +52,8 @@ _RECOMPUTES = Accepted(
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
     offload=FLAG, costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
 )  # fmt: skip
-@uncollected()  # hardly any of the objects of a capture and of tables is garbage before the end
-def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
+@uncollected()  # a capture and its tables make hardly any garbage before the end
+def plan(  # noqa: PLR0913 - the search dimensions, all optional
     model: nn.Module | ModelCosts | None = None,
     loss: Any = None,
     example: Microbatch | None = None,
@@ -83,31 +82,31 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     """Search the fastest plans to train `model` on `machines`, or a pipeline with measured `costs`.
 
     Args:
-        model, loss, example: as for `graphpp.compile`; on the meta device a model of any size takes no memory. Or the
-            `ModelCosts` of a model that was captured before, without `loss` and `example`.
-        batch: rows of a step, on all ranks together; a row is that of `example`.
+        model, loss, example: as for `graphpp.compile`; a model on the meta device takes no memory. Or the `ModelCosts` of an
+            earlier capture, without `loss` and `example`.
+        batch: rows of a step on all ranks together, each like a row of `example`.
         machines: "512xH100", or a `graphpp.devices.Machines`.
-        memory_cap: bytes that a device may hold. None: 90 % of its memory, for workspaces and the allocator are not counted;
-            with `costs`: any.
-        param_dtype: in which the model computes, beside shards and an optimizer in the model's own dtype. None: its own.
+        memory_cap: bytes that a device may hold. None: 90 % of its memory (workspaces and the allocator take the rest); with
+            `costs`, no limit.
+        param_dtype: dtype in which the model computes; shards and optimizer keep the model's dtype. None: the model's.
         optimizer: as `graphpp.Memory(optimizer=)`.
-        tensor_plan, expert_plan: which layers `tp` and `ep` cut, FQN patterns as in transformers' `tp_plan`. None: the model's.
-        pp, tp, ep, cp: the numbers of ranks along a dimension among which the search chooses. None: all that fit.
-        rows: the rows of a microbatch among which the search chooses. None: 1, 2, 4, 8 and 16.
-        schedules, recompute: among which the search chooses. None: all schedules by name but GPipe, which 1F1B beats, and
-            Combined1F1B, and for short steps "searched" orders (`graphpp.schedule_auto`) beside the fastest ones; no
-            recomputation, "selective" and "full". Beside None, of as few layers as fit, too.
-        offload: whether saved values may wait in the host's memory, as few as fit, where the device has a link to it.
-        work: how many computations of tables are made and simulated: some 15,000 take a second.
-        costs: measured costs of the stages (`pipe.profile(..).costs`), in place of `model` and `machines`. The search chooses
-            the schedule, for `pp` ranks and microbatches of `rows` rows, one number each, and `keep`.
+        tensor_plan, expert_plan: {FQN pattern: style} for `tp` and `ep`, as transformers' `tp_plan`. None: the model's.
+        pp, tp, ep, cp: allowed numbers of ranks along each dimension. None: all that fit.
+        rows: allowed rows of a microbatch. None: 1, 2, 4, 8 and 16.
+        schedules: allowed names. None: all but GPipe, which 1F1B beats, and Combined1F1B; for short steps also "searched"
+            orders (`graphpp.schedule_auto`).
+        recompute: allowed kinds. None: no recomputation, "selective", "full". If None is allowed, also of as few layers as fit.
+        offload: whether saved values may move to host memory, as few as fit, if the device has a host link.
+        work: how many computations of tables are simulated; about 15,000 take a second.
+        costs: measured stage costs (`pipe.profile(..).costs`), in place of `model` and `machines`. The search then chooses the
+            schedule and `keep`; `pp` and `rows` are one number each.
         state: with `costs`, the bytes of parameters, gradients, optimizer and buffers (`pipe.plan.memory.state`).
-        dp_shard: with `costs`, over how many ranks the parameters are sharded (1: they are whole).
-        bandwidth: with `costs`, the bytes per second that a rank sends along `dp_shard`. None: as `costs.gathers` says.
+        dp_shard: with `costs`, the number of ranks that shard the parameters (1: not sharded).
+        bandwidth: with `costs`, bytes per second that a rank sends along `dp_shard`. None: use `costs.gathers`.
 
     Raises:
-        CaptureError, NoPlanError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named;
-            `work` for none, or arguments that do not belong together.
+        CaptureError, NoPlanError, ScheduleError: the model cannot be captured; no plan fits, and the closest is named; `work`
+            is too small, or arguments conflict.
     """
     if costs is not None:
         others = {"model": model, "machines": machines, "tp": tp, "ep": ep, "recompute": recompute, "tensor_plan": tensor_plan}

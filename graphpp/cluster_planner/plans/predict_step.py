@@ -1,11 +1,7 @@
-"""The seconds and the bytes of a step under one setting.
+"""Predict the seconds and bytes of a training step under one setting of a `PlanRequest`.
 
-Contract
-    in   a `PlanRequest`: the costs of the model's segments, the machines, the batch; a `PlanSetting`
-    out  a `Prediction`, None where the schedule takes other numbers. Seconds are those of `schedules/simulate/step_time.py`
-         plus the optimizer's step, bytes those of `schedules/check/step_memory.py`
-    A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
-    pipeline each further round takes the same time, and as many bytes or none.
+A step with many microbatches is simulated twice with fewer of them and extrapolated linearly: once the pipeline is full, each
+further round takes equal time, and equal bytes or none.
 """
 
 from __future__ import annotations
@@ -30,15 +26,13 @@ from graphpp.schedules.table.costs import Costs, with_messages
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
 
-_SMALL = 2e-3  # of a step: gathers and reductions that take less together count as hidden
+_SMALL = 2e-3  # of a step: gathers and reductions that together take less count as hidden
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step of a setting. `peaks`: the most bytes of each pipeline rank; `memory`: of the fullest, by kind.
-
-    `sent`: the bytes that the rank with most sends along each dimension of the mesh in a step.
-    """
+    """A setting's predicted step. `peaks`: peak bytes of each pipeline rank; `memory`: bytes by kind on the fullest rank;
+    `sent`: bytes per step along each mesh dimension, of the rank that sends most."""
 
     setting: PlanSetting
     cut: Cut
@@ -53,7 +47,7 @@ class Prediction:
 
 
 def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) -> Prediction | None:
-    """The prediction for a setting, by default for the cut whose heaviest stage is lightest; None where there is no table."""
+    """Predict a setting. Default `cut`: the most balanced one. None if the schedule has no table for these numbers."""
     tables = tables_of(request, setting)
     if tables is None:
         return None
@@ -62,7 +56,7 @@ def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) 
 
 
 def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | None:
-    """The tables to simulate for a setting; None where its schedule does not take the numbers."""
+    """The tables to simulate for a setting; None if the schedule does not admit its numbers."""
     if not admits(setting.schedule, setting.shape.pp, setting.microbatches):
         return None
     sharded = request.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
@@ -71,8 +65,8 @@ def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | N
 
 
 def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[Costs, list[tuple[int, ...]]]:
-    """The costs under which another order than the table's is searched, and the bytes beside activations of each rank: those
-    at its peak, and the most of each kind."""
+    """The costs for an order search, and two lists of each rank's bytes without activations: at its peak, and the sum of the
+    maxima of each kind."""
     step = _Step(request, setting, cut)
     peaks = step.rank_peaks(table)
     totals = [each.nbytes for each in peaks], [sum(each.most.values()) for each in peaks]
@@ -81,15 +75,15 @@ def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: Rea
 
 
 def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
-    """The most bytes of each pipeline rank, as `predict` has them."""
+    """Peak bytes of each pipeline rank, equal to `predict(..).peaks`."""
     step = _Step(request, setting, cut)
     return step.continued_peaks([step.rank_peaks(table) for table in tables], counts_of(setting))
 
 
 class _Simulated(NamedTuple):
-    """One simulated step. `alone`: its makespan without gathers, reductions and copies to the host; `waits`: by how much the
-    copies delay it; `busy`, `stages`: of the busiest rank; `exchanged`: bytes sent within computations of one microbatch, by
-    dimension, and `along`: bytes sent along data ranks, each of the rank with most."""
+    """One simulated step. `alone`: makespan without gathers, reductions and host copies; `waits`: delay by host copies; `busy`,
+    `stages`: of the busiest rank; `exchanged`: bytes by dimension within one microbatch's computations; `along`: bytes along
+    data ranks; both of the rank that sends most."""
 
     makespan: float
     alone: float
@@ -106,15 +100,13 @@ _GROWING = ("makespan", "busy", "alone", "waits")
 
 
 class _Step:
-    """The stages of a setting, with their costs."""
-
     def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut) -> None:
         self._request, self._setting, self.cut = request, setting, cut
         self._priced = priced_setting(request, setting, cut)
 
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:
-        """The costs with the seconds of gathers and reductions, and the state, of the stages."""
+        """The stages' state, and their costs including gathers and reductions."""
         shape, experts = self._setting.shape, self._priced.expert_state
         segments = self._priced.segments
         pairs = zip(segments.state, experts, strict=True)
@@ -130,12 +122,11 @@ class _Step:
         return replace(moving, overlap=overlap_of(self._priced, keep), woven=keep != 0), state
 
     def _crossing(self) -> tuple[list[int], ...]:
-        """The bytes over each boundary between stages, forward and backward."""
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
         return tuple([each[start - 1] for start in self.cut[1:]] for each in sizes)
 
     def _collected(self, state: Sequence[StateBytes], experts: Sequence[bool]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """By stage the seconds in which parameters are gathered, and gradients are summed over all ranks that have them."""
+        """Seconds by stage: of parameter gathers, and of gradient reductions over all ranks that share them."""
         gathers, reductions = [0.0] * self._setting.stages, [0.0] * self._setting.stages
         for one, expert in zip(state, experts, strict=True):
             gather, reduce = self._of_state(one, expert)
@@ -149,7 +140,7 @@ class _Step:
         machines, shape = self._request.machines, self._setting.shape
         ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
         sent = one.sums if one.sent is None else one.sent
-        shared = ranks > 1 and self._setting.keep != 0  # computations gather and sum single layers themselves
+        shared = ranks > 1 and self._setting.keep != 0  # with keep=0, computations contain their collectives
         gather = machines.all_gather(one.weights, ranks, stride) if shared else 0.0
         reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
         for name in ("dp_replicate", "cp"):
@@ -172,13 +163,12 @@ class _Step:
 
     @property
     def waiting(self) -> Costs:
-        """The costs of the stages; where computations gather single layers, with the seconds for which these wait."""
+        """The stage costs. With `keep=0` they include the seconds that computations wait for gathers of single layers."""
         costs, _ = self._stages
         return self._layers.costs(costs) if self._setting.keep == 0 else costs
 
     def rank_peaks(self, table: ReadTable) -> tuple[StepPeak, ...]:
-        """The peak of each rank in one step with as many microbatches as the table."""
-        searched = self._setting.schedule.order is not None  # its gradients may wait, as they add up in order of microbatches
+        searched = self._setting.schedule.order is not None  # gradients may wait: they are summed in microbatch order
         memory = table.memory if self._setting.offload is None else table.offloading(self._windows(table))
         return memory.peaks([self._stages[0]], self._held(table, in_order=searched))
 
@@ -187,7 +177,7 @@ class _Step:
         return () if fraction is None else windows_of_setting(self._priced, self.cut, table.schedule, fraction)
 
     def continued_peaks(self, peaks: Sequence[tuple[StepPeak, ...]], counts: Sequence[int]) -> tuple[int, ...]:
-        """The most bytes of each rank with all microbatches, from one or two simulated steps."""
+        """Peak bytes of each rank with all microbatches, extrapolated from one or two simulated steps."""
         continued = self._continued(counts)
 
         def peak(low: StepPeak, high: StepPeak) -> int:  # messages do not grow with the microbatches
@@ -197,12 +187,11 @@ class _Step:
         return tuple(map(peak, peaks[0], peaks[-1]))
 
     def _continued(self, counts: Sequence[int]) -> Callable[[float, float], float]:
-        """A straight line through the figures of one or two simulated steps, up to that of all microbatches."""
+        """A linear extrapolation from one or two simulated steps to all microbatches."""
         further = (self._setting.microbatches - counts[-1]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
         return lambda low, high: high + further * (high - low)
 
     def of(self, table: ReadTable) -> _Simulated:
-        """One step with as many microbatches as the table."""
         peaks = self.rank_peaks(table)
         makespan, busy, alone = self._spans(table)
         waits = self._waits_for_copies(table, makespan)
@@ -213,7 +202,6 @@ class _Step:
         return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
 
     def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
-        """The seconds by which copies of offloaded values, and waits for them, delay a step of such a makespan."""
         link, windows = self._request.machines.device.host, self._windows(table)
         if link is None or not windows:
             return 0.0
@@ -223,13 +211,12 @@ class _Step:
         return max(0.0, delayed + (self._of_copies(table) if layers else 0.0) - makespan)
 
     def _sent_by_shards(self, table: ReadTable) -> float:
-        """The bytes that a rank sends along its data ranks in gathers and reductions."""
         if self._setting.keep == 0:
             return self._layers.sent(table.schedule)
         return table.most.sent(*sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards))
 
     def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
-        """The makespan; the seconds for which each rank computes; the makespan without gathers and reductions."""
+        """(makespan, busy seconds of each rank, makespan without gathers and reductions)."""
         costs, _ = self._stages
         if self._setting.keep == 0:
             alone, busy = table.times.seconds(costs, collectives=False)
@@ -240,14 +227,13 @@ class _Step:
         return makespan, busy, table.times.seconds(costs, collectives=False).makespan if collected else makespan
 
     def _of_copies(self, table: ReadTable) -> float:
-        """With single layers: the seconds in which a rank's rows of gradients are summed over further ranks, once a step."""
+        """With `keep=0`: seconds of the all-reduce of sharded gradients over `dp_replicate` and `cp`, once a step."""
         seconds = [0.0] * self._setting.shape.pp
         for stage, each in enumerate(self._stages[0].reductions):
             seconds[table.rank_of_stage[stage]] += each
         return max(seconds)
 
     def prediction(self, steps: Sequence[_Simulated], counts: tuple[int, ...]) -> Prediction:
-        """The step with all microbatches, from one or two simulated ones."""
         first, last = steps[0], steps[-1]
         continued = self._continued(counts)
         peaks = self.continued_peaks([first.peaks, last.peaks], counts)
@@ -261,7 +247,7 @@ class _Step:
         return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
-        """The parts of a step on the busiest rank, which has these stages. `unhidden`: seconds of gathers and reductions."""
+        """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
         usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
         ends = [*self.cut[1:], len(costs)]
@@ -275,13 +261,13 @@ class _Step:
             backward=(backward - again - exchanged[1]) * share,
             recompute=again * share,
             collectives=sum(exchanged) * share,
-            bubble=max(0.0, makespan - busy - unhidden),  # rounding may leave less than nothing
+            bubble=max(0.0, makespan - busy - unhidden),  # rounding may make the difference negative
             gradients=unhidden,
             optimizer=self._optimizer_seconds(),
         )
 
     def _optimizer_seconds(self) -> float:
-        """The seconds in which the optimizer reads and writes what a rank has of the fullest stage."""
+        """Seconds to read and write the optimizer's operands on the rank with the largest stage, bound by memory bandwidth."""
         by_stage = [0.0] * self._setting.stages
         for one in self._stages[1]:
             shards = one.shards or 1
@@ -293,7 +279,7 @@ class _Step:
         return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
-        """The bytes that a rank sends within the computations of one microbatch, by dimension, of the rank with the most."""
+        """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""
         sent = self._priced.sent
         ranks: list[dict[str, float]] = [{} for _ in range(self._setting.shape.pp)]
         for stage, (first, end) in enumerate(pairwise((*self.cut, len(sent)))):
@@ -303,7 +289,7 @@ class _Step:
         return {name: max(each[name] for each in ranks) for name in ranks[0]}
 
     def _sent(self, along: float, exchanged: Mapping[str, float]) -> dict[str, int]:
-        """The bytes that a rank sends along each dimension. `along`: those of shards; `exchanged`: of one microbatch."""
+        """Bytes that a rank sends per step along each dimension. `along`: of shards; `exchanged`: of one microbatch."""
         setting, (forward, backward) = self._setting, self._crossing()
         per_rank, many = setting.schedule.stages_per_rank, setting.microbatches
         crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * many
@@ -312,7 +298,7 @@ class _Step:
         return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
 
     def _sent_to_copies(self, copies: int) -> float:
-        """The bytes that a rank sends to `copies` ranks with the same rows, in a ring; all ranks count as equal."""
+        """Bytes that a rank sends in ring all-reduces over `copies` ranks; averaged over the pipeline ranks."""
         total = 0.0
         for one in self._stages[1]:
             total += len(one.makers) * (one.sums if one.sent is None else one.sent) / (one.shards or 1)

@@ -1,8 +1,4 @@
-"""The request that a search for plans answers: a model, machines and a batch.
-
-Contract: `PlanRequest` is data, with caches: the costs of the segments for one microbatch, and the cut into a number of stages,
-are computed once for all settings that ask for them.
-"""
+"""The request that a search answers: a model, machines and a batch, with caches of segment costs and cuts."""
 
 from __future__ import annotations
 
@@ -23,9 +19,9 @@ _HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
 class ModelTotals(NamedTuple):
-    """Bytes of a whole model. `whole`: parameters and sums of gradients; `rows`, `expert_rows`: rows, sums and optimizer, of
-    other parameters and of experts; `saved`, `saved_split`: of one microbatch for a whole backward, and the most for a split
-    one; `offloadable`: of saved values that may wait in the host's memory."""
+    """Bytes of a whole model. `whole`: parameters and gradient sums; `rows`, `expert_rows`: shards, their gradient sums and
+    optimizer of other parameters and of experts; `saved`, `saved_split`: of one microbatch for a whole backward, and the most
+    for a split one."""
 
     weights: int
     whole: int
@@ -38,7 +34,7 @@ class ModelTotals(NamedTuple):
 
 
 class CutStages(NamedTuple):
-    """`cut`: the first segment of each stage; `heaviest`: F, I and W of the stage with most work; `totals`: of the model."""
+    """`cut`: the first segment of each stage; `heaviest`: F, I and W of the heaviest stage; `totals`: of the model."""
 
     cut: Cut
     heaviest: tuple[float, float, float]
@@ -48,7 +44,7 @@ class CutStages(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
     """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
-    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: seconds by the shape of the mesh that `estimate.py` keeps."""
+    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: a cache of `estimate.py`, by mesh shape."""
 
     costs: ModelCosts
     machines: Machines
@@ -63,7 +59,7 @@ class PlanRequest:
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
 
     def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord) -> PricedModel:
-        """The costs of the segments for one microbatch on one rank, without messages between stages (`predict_step.py`)."""
+        """The segment costs for one microbatch on one rank, without messages between stages."""
         key = _key(shape, rows, recompute)
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp
@@ -73,7 +69,7 @@ class PlanRequest:
         return self._priced[key]
 
     def stages(self, setting: PlanSetting) -> CutStages:
-        """The stages of a setting: no cut has a lighter heaviest stage."""
+        """The cut with the lightest heaviest stage."""
         key = _key(setting.shape, setting.rows, setting.recompute)
         found = self._stages.get((key, setting.stages))
         if found is None:
@@ -85,8 +81,8 @@ class PlanRequest:
 
 
 def overlap_of(priced: PricedModel, keep: int | None) -> float:
-    """The time of an overlapped F and B as a share of their sum: nine tenths of the collectives hide under computation."""
-    if keep == 0:  # computations gather single layers, so the two parts run one after the other
+    """The time of an overlapped F and B over their sum: 90 % of the collectives hide under computation."""
+    if keep == 0:  # computations gather single layers, so F and B run in sequence
         return 1.0
     parts = priced.segments.costs.stages
     total = sum(part.forward + part.of(Kind.B) for part in parts)

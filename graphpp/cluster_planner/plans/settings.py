@@ -1,7 +1,4 @@
-"""One way to train a model on given machines: all that the search chooses.
-
-Contract: a `PlanSetting` is data; equal settings are equal. `schedule_choices` lists the schedules that may take some numbers.
-"""
+"""One way to train a model on given machines: all choices of the search, as data."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from graphpp.schedules.table.schedule import Schedule
 
 RecomputeWord = str | float | None
 """A form of `memory.recompute`: None, "selective", "full", or a fraction."""
-
 ORDER = "searched"
-"""The name of an order that `graphpp.schedule_auto` has found."""
+"""The name of an order that `graphpp.schedule_auto` returned."""
 
 _LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(value, tuple) and all(map(INDEX.accepts, value)))
 _NAME = Accepted(
@@ -31,11 +27,8 @@ _FRACTION = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.acce
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None.
-
-    `order`: the text of the `Schedule` to run: that of a "searched" one, or that of the named one with its weight gradients
-    placed anew; None: the named one. Raises `ScheduleError`.
-    """
+    """A schedule and its stages per rank. `group`: of `megatron_interleaved`, else None. `order`: text of the `Schedule` to
+    run, for a "searched" one or a named one with moved weight gradients. Raises `ScheduleError`."""
 
     name: str
     stages_per_rank: int = 1
@@ -50,7 +43,7 @@ class ScheduleChoice:
             raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table')
 
     def table(self, ranks: int, microbatches: int) -> Schedule:
-        """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
+        """Raises `ScheduleError` if the schedule does not admit these numbers."""
         stages = ranks * self.stages_per_rank
         if self.order is not None:
             table = Schedule.parse(self.order)
@@ -68,11 +61,9 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage.
-
-    `recomputed`: by stage, how many of its first layers `recompute` is for (None: all layers). `offload`: the fraction of the
-    saved bytes that waits in the host's memory (None: none). Raises `ScheduleError`.
-    """
+    """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage;
+    `recomputed`: by stage, how many of its first layers `recompute` covers (None: all). `offload`: fraction of the saved bytes
+    in host memory (None: none). Raises `ScheduleError`."""
 
     shape: MeshShape
     rows: int
@@ -102,13 +93,12 @@ class PlanSetting:
 
     @property
     def degree(self) -> str:
-        """The kind of recomputation and the number of its layers, as text; "-" for none."""
+        """The kind of recomputation and its number of layers, as text; "-" for none."""
         if self.recomputed is None:
             return str(self.recompute or "-")
         return f"{self.recompute} of {_counted(sum(self.recomputed), 'layer')}"
 
     def __str__(self) -> str:
-        """A line that names the setting."""
         keep = "" if self.keep is None else f", keep {self.keep}"
         again = "" if self.recompute is None else f", recompute {self.degree}"
         cut = f"{_counted(self.microbatches, 'microbatch', 'es')} of {_counted(self.rows, 'row')}"
@@ -124,16 +114,15 @@ _OF_ONE = ("1F1B", "ZB1P", "ZB2P")
 _OF_TWO = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
 _OF_SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 SEARCHED = ("auto", *_OF_ONE, *_OF_TWO, *_OF_SEVERAL, "MegatronInterleaved")
-"""The names of all schedules that the search tries; "auto" is a plain loop, where a pipeline has one rank."""
+"""The schedules that the search tries; "auto" is a plain loop, for one pipeline rank."""
 
 
 def schedule_choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:
-    """The schedules that take these numbers of ranks and microbatches, with up to so many stages."""
     return (each for each in _choices(ranks, microbatches, most_stages) if admits(each, ranks, microbatches))
 
 
 def admits(choice: ScheduleChoice, ranks: int, microbatches: int) -> bool:
-    """Whether a schedule of `SEARCHED` takes these numbers: known without its table, which may take seconds to make."""
+    """Whether a schedule admits these numbers. Named ones are decided without their tables, which may take seconds to make."""
     if choice.order is not None:
         return table_of(choice, ranks, microbatches) is not None
     if choice.group is not None:
@@ -155,13 +144,13 @@ def _choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[Schedu
         yield from (ScheduleChoice(name, several) for name in _OF_SEVERAL)
         groups = legal_groups(ranks, microbatches) if microbatches >= ranks else ()
         middle = [group for group in groups if ranks < group < microbatches]
-        if middle:  # the one in the middle; the ends are those of Interleaved1F1B and of LoopedBFS
+        if middle:  # the middle one; the smallest is Interleaved1F1B, the largest LoopedBFS
             yield ScheduleChoice("MegatronInterleaved", several, middle[len(middle) // 2])
         several *= 2
 
 
 def table_of(choice: ScheduleChoice, ranks: int, microbatches: int) -> Schedule | None:
-    """The table of a choice, or None where the schedule does not take the numbers."""
+    """The table of a choice; None if the schedule does not admit the numbers."""
     try:
         return choice.table(ranks, microbatches)
     except ScheduleError:

@@ -1,15 +1,10 @@
-"""Single layers of a setting: those that are recomputed, and those that computations gather one after the other (`keep=0`).
+"""Single layers of a setting: recomputed ones, and those that computations gather one by one (`keep=0`).
 
-Contract
-    `priced_setting`: the costs of the segments, of which some are recomputed; `layer_names`: the FQNs of the recomputed layers
-    `LayerGathers`: by stage and kind of computation the seconds, the most bytes of single layers and the bytes that a rank
-    sends, where each computation gathers its layers
-
-The first layers of a stage are recomputed: a backward runs from the last layer to the first, so the others' values are gone
-when theirs are made. A layer belongs to the stage in which it starts.
-`passes/stage/gather_layers.py` makes computations that gather: while a layer computes, the next one is gathered and the
-gradients of the one before are summed, one after the other on one line. Nothing hides the first gather and the last sum. The
-first stage sends no gradients on, so its I is empty, and its W reads and makes as much as B.
+The first layers of a stage are recomputed: a backward runs from the last layer to the first, so the values of the other layers
+are freed before the recomputed ones are made. A layer belongs to the stage in which it starts.
+`passes/stage/gather_layers.py` makes computations that gather: during a layer, the next layer is gathered and the previous
+one's gradients are reduced, in sequence on one link. The first gather and the last reduction are not hidden. The first stage
+sends no input gradients, so its I is empty, and its W reads and makes as much as B.
 """
 
 from __future__ import annotations
@@ -38,18 +33,18 @@ _BY_SEGMENT = ("exchanges", "layers", "offloadable")
 
 
 def layers_of_stages(costs: ModelCosts, cut: Cut) -> list[list[int]]:
-    """By stage, the layers that start there; a layer is the number of its first segment."""
+    """By stage, the layers that start there, as the numbers of their first segments."""
     ends = [*cut[1:], len(costs.starts)]
     return [[layer for layer in costs.layers if first <= layer < end] for first, end in zip(cut, ends, strict=True)]
 
 
 def layer_names(costs: ModelCosts, setting: PlanSetting, cut: Cut) -> tuple[str, ...]:
-    """The FQNs of the layers that a setting with `recomputed` computes a second time."""
+    """The FQNs of the layers that `setting.recomputed` covers."""
     return tuple(costs.names[layer] for layer in _recomputed(costs, setting.recomputed, cut)) if setting.recomputed else ()
 
 
 def priced_setting(request: PlanRequest, setting: PlanSetting, cut: Cut) -> PricedModel:
-    """The costs of the segments for a setting."""
+    """The segment costs of a setting, of which some are recomputed."""
     again = request.priced(setting.shape, setting.rows, setting.recompute)
     if setting.recomputed is None:
         return again
@@ -70,7 +65,7 @@ def _recomputed(costs: ModelCosts, counts: Sequence[int], cut: Cut) -> list[int]
 
 
 def _segments_of(costs: ModelCosts, layer: int) -> range:
-    """The segments of a layer: where a stage may start within layers, those of the modules that it calls as well."""
+    """A layer's segments, including those of modules that it calls, if a stage may start within layers."""
     inside, end = f"{costs.names[layer]}.", layer + 1
     while end < len(costs.names) and costs.names[end].startswith(inside):
         end += 1
@@ -79,7 +74,7 @@ def _segments_of(costs: ModelCosts, layer: int) -> range:
 
 @dataclass(frozen=True)
 class LayerGathers:
-    """The stages of a cut, each kind of computation of which gathers its layers."""
+    """The stages of a cut in which each computation gathers its layers."""
 
     machines: Machines
     shape: MeshShape
@@ -87,7 +82,6 @@ class LayerGathers:
     cut: Cut
 
     def costs(self, costs: Costs) -> Costs:
-        """The costs of the stages, with the seconds that no computation hides."""
         stages = []
         for stage, own in enumerate(costs.stages):
             forward, backward, first, second = (own.of(kind) + self._unhidden(stage, kind) for kind in _KINDS)
@@ -95,11 +89,10 @@ class LayerGathers:
         return replace(costs, stages=tuple(stages))
 
     def bytes(self) -> dict[tuple[int, Kind], LayerBytes]:
-        """By stage and kind the most bytes of single layers at once: of a layer and the next one, and of its gradients."""
+        """By stage and kind, the most bytes of single layers at once: of a layer and the next one, and of its gradients."""
         return {(stage, kind): self._most(stage, kind) for stage in range(len(self.cut)) for kind in _KINDS}
 
     def sent(self, table: Schedule) -> float:
-        """The bytes that the rank with most sends along its data ranks in a step."""
         found: list[float] = []
         for row in table.table:
             computed = (action for action in row if action is not None and action.is_compute)
@@ -108,26 +101,23 @@ class LayerGathers:
         return max(found)
 
     def _sent(self, stage: int, kind: Kind) -> float:
-        """The bytes that a rank sends along its data ranks in a computation."""
         plain, experts = ((ranks - 1) / ranks for ranks in (self.shape.shards, self.shape.dp_shard))
         each = self._layers(stage, kind)
         return sum(plain * (one.read + one.made) + experts * (one.expert_read + one.expert_made) for one in each)
 
     def _segments(self, stage: int, kind: Kind) -> Sequence[int]:
-        """The segments of a stage in the order in which they compute."""
         ends = [*self.cut[1:], len(self.priced.layers)]
         own = range(self.cut[stage], ends[stage])
         return own if kind is Kind.F else own[::-1]
 
     def _layers(self, stage: int, kind: Kind) -> list[PhaseBytes]:
-        """The parameters and gradients of a stage's segments, in the order in which the segments compute."""
         if stage == 0 and kind is Kind.I:
             return [PhaseBytes()]
         runs = Kind.B if stage == 0 and kind is Kind.W else kind
         return [self.priced.layers[at][runs] for at in self._segments(stage, kind)]
 
     def _unhidden(self, stage: int, kind: Kind) -> float:
-        """The seconds for which a computation waits for its gathers and sums."""
+        """Seconds that a computation waits for gathers and reductions."""
         segments, each = self._segments(stage, kind), self._layers(stage, kind)
         gathers = [self._seconds(one.read, one.expert_read) for one in each]
         sums = [self._seconds(one.made, one.expert_made) for one in each]
@@ -139,7 +129,7 @@ class LayerGathers:
 
     @cached_property
     def _seconds(self) -> Callable[[int, int], float]:
-        """The seconds in which plain bytes and those of experts are gathered, or reduce-scattered, which takes as long."""
+        """Seconds to gather or reduce-scatter these plain and expert bytes; both take equal time."""
         shape, gather = self.shape, self.machines.all_gather
 
         @cache  # most layers have equally many bytes

@@ -1,7 +1,7 @@
-"""A plan that a search has found, as data: its setting, its predicted cost, and why it is not the best.
+"""One plan of a search as data: its setting, its predicted cost, and why it is not the best.
 
-Contract: a `TrainingPlan` holds numbers and text alone. `to_json` and `from_json` lose nothing; equal plans are equal.
-`graphpp.compile(model, loss, plan=plan)` trains by it.
+Contract: a `TrainingPlan` contains only numbers and text. `to_json` and `from_json` are lossless. `graphpp.compile(model, loss,
+plan=plan)` trains by it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ _FORMAT = 1  # of the JSON text
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The seconds of a step, added up on the rank that computes most.
+    """The seconds of a step, as parts of the busiest rank's step.
 
-    `forward`, `backward`: computation; `recompute`: forwards that are repeated; `collectives`: of `tp`, `ep` and `cp` within
-    the computation; `bubble`: the rank waits for others or for messages; `gradients`: reductions and gathers along data ranks
-    that no computation hides; `optimizer`: its step; `offload`: copies between the device and the host that no computation
-    hides.
+    `forward`, `backward`: computation; `recompute`: repeated forwards; `collectives`: of `tp`, `ep` and `cp` within
+    computations; `bubble`: waits for other ranks or messages; `gradients`: reductions and gathers along data ranks that no
+    computation hides; `optimizer`: its step; `offload`: copies between device and host that no computation hides.
     """
 
     forward: float = 0.0
@@ -52,14 +51,13 @@ class StepSeconds:
 class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
-    `setting`: all that the search chooses. `split`: the FQNs at which the stages start; () in a plan of measured costs, whose
-    split is that of the measured pipeline, and whose `machines` are "measured". `seconds`: of a step; `batch`: rows of a step
-    on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model, without repeated ones, by the peak of all
-    GPUs (0: measured costs). `dtype`: in which the model computes (None: its own). `peaks`: by pipeline rank, the most bytes
-    at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that the rank with most sends
-    along each dimension of the mesh in a step (those of experts' shards under `dp_shard`). `reason`: why the plan is not the
-    best; "" for the best. `on_front`: no other plan has both less time and less memory. `recomputed`: the FQNs of the layers
-    that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for numbers that do not belong together.
+    `setting`: the choices of the search. `split`: FQNs at which stages start. `seconds`: of a step; `batch`: rows of a step on
+    all ranks; `tokens`: of a row (0: none). `mfu`: model FLOPs, without recomputation, over the peak FLOPs of all GPUs.
+    `dtype`: in which the model computes (None: its own). `peaks`: peak bytes of each pipeline rank; `memory`: by kind, the most
+    bytes of the fullest rank. `sent`: bytes along each mesh dimension in a step, of the rank that sends most (expert shards
+    under `dp_shard`). `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and
+    less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. A plan of measured costs has
+    `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
     """
 
     machines: str
@@ -94,41 +92,41 @@ class TrainingPlan:
 
     @property
     def measured(self) -> bool:
-        """Whether the plan is one of measured costs: it decides the schedule, the microbatches and `keep` alone."""
+        """Whether the plan comes from measured costs. Such a plan decides only the schedule, the microbatches and `keep`."""
         return self.machines == "measured"
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The dimensions of the mesh and their sizes, outermost first, as `init_device_mesh` takes them."""
+        """The sizes of the mesh dimensions, outermost first, as `init_device_mesh` takes them."""
         return self.setting.shape.needed(sharded=self.dtype is not None)
 
     @property
     def step_seconds(self) -> float:
-        """The seconds of a step."""
+        """Seconds of a step."""
         return self.seconds.total
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         return self.batch * self.tokens / self.step_seconds
 
     @property
     def utilization(self) -> str:
-        """`mfu` as text; "-" in a plan of measured costs, which tell nothing of it."""
+        """`mfu` as text; "-" in a plan of measured costs, which do not give FLOPs."""
         return "-" if self.measured else f"{self.mfu:.1%}"
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which the rank that computes most waits for others."""
+        """The share of a step in which the busiest rank waits."""
         return self.seconds.bubble / self.step_seconds
 
     @property
     def peak(self) -> int:
-        """The most bytes at one time on any rank."""
+        """The most bytes on any rank at one time."""
         return max(self.peaks)
 
     def table(self) -> Schedule:
-        """The schedule of a pipeline."""
+        """The pipeline's schedule."""
         return self.setting.schedule.table(self.setting.shape.pp, self.setting.microbatches)
 
     def to_json(self) -> str:
@@ -137,7 +135,7 @@ class TrainingPlan:
 
     @classmethod
     def from_json(cls, text: str | Path) -> TrainingPlan:
-        """The plan of a JSON text, or of a file of it. Raises `GraphPPError` for another text, naming the entry."""
+        """Read a plan from JSON text or a file. Raises `GraphPPError` for other text, naming the entry."""
         given = document(text, "plan")
         if given.pop("format", None) != _FORMAT:
             several = ": TrainingPlans.from_json reads several plans" if "plans" in given else ""
@@ -147,13 +145,13 @@ class TrainingPlan:
 
     @property
     def rate(self) -> str:
-        """The tokens, or where a row has none the rows, in a second, as text."""
+        """Tokens per second as text; rows per second if rows have no tokens."""
         count, unit = (self.tokens_per_second, "tokens/s") if self.tokens else (self.batch / self.step_seconds, "rows/s")
         return f"{count:,.0f} {unit}"
 
     @property
     def details(self) -> dict[str, str]:
-        """Text by topic: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
+        """Text by topic: shares of the seconds, bytes of each kind, bytes sent, stage starts."""
         parts = asdict(self.seconds)
         return {
             "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
@@ -169,7 +167,6 @@ class TrainingPlan:
 
     @property
     def _choices(self) -> dict[str, str]:
-        """The machines, the batch and the choices, as text."""
         setting = self.setting
         return {
             "machines": self.machines,
@@ -186,7 +183,7 @@ class TrainingPlan:
 
     @property
     def _numbers(self) -> Numbers:
-        """The predictions by name and unit, in the order of a table."""
+        """The predictions by name and unit, in table order."""
         return {
             ("step", "seconds"): self.step_seconds,
             **{(name, "seconds"): each for name, each in asdict(self.seconds).items()},
@@ -200,11 +197,10 @@ class TrainingPlan:
         }
 
     def compare(self, other: TrainingPlan) -> PlanComparison:
-        """This plan and another one side by side: their choices, seconds, bytes by kind, bytes sent, and the differences."""
+        """This plan and another side by side: choices, seconds, bytes, and differences."""
         return PlanComparison((self._choices, other._choices), (self._numbers, other._numbers))
 
     def __str__(self) -> str:
-        """Some lines: the setting, the time by its parts, the memory by kind."""
         shares, held, sent, *_, starts = self.details.values()
         lines = [
             f"{self.setting}, on {self.machines}",

@@ -1,1 +1,1 @@
-"""Settings made better once their bytes or seconds are known: the least recomputation that fits, a searched order."""
+"""Settings improved once their bytes or seconds are known: least offload, least recomputation, faster orders."""

@@ -1,14 +1,8 @@
-"""Orders of F, B, I and W that end sooner than a named schedule, under a plan's own costs and memory.
+"""Search orders of F, B, I and W that finish earlier than a named schedule, under a plan's own costs and memory.
 
-Contract
-    in   the prediction of a named schedule; the bytes that a rank may hold
-    out  the prediction of the same setting under another order: `searched_order` takes one of `graphpp.schedule_auto` with the
-         placement of the named one, `placed_weight_grads` moves the weight gradients alone into the waits of the ranks. None
-         where no order fits or ends sooner, where the setting offloads values, and where the step is too long to be
-         simulated as a whole
-
-An order is made for the bytes that everything but activations leaves on each rank under the named schedule. If the prediction
-of the order exceeds the cap, everything else counts with each kind at its most.
+The result is None if no order fits or is faster, if the setting offloads values, or if the step is too long to simulate in
+full. The memory available to activations is the cap minus each rank's other bytes under the named schedule. If the predicted
+order exceeds the cap, the search repeats with the maxima of each kind.
 """
 
 from __future__ import annotations
@@ -25,16 +19,15 @@ from graphpp.schedules.search.place_weight_grads import place_weight_grads
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.table.costs import Costs
 
-MOST_SEARCHED = 512  # forwards of a step whose order is searched: more would take minutes
-MOST_PLACED = 4096  # forwards of a step whose weight gradients are placed
+MOST_SEARCHED = 512  # most forwards of a step whose order is searched; more would take minutes
+MOST_PLACED = 4096  # most forwards of a step whose weight gradients are placed
 _EFFORT = 0.25  # of the usual number of steps: about a second
 
 Make = Callable[[Costs, Sequence[int]], ScheduleChoice | None]
-"""Makes an order for costs and the bytes of each rank. None: none is better; `ScheduleError`: none fits."""
+"""Makes an order for costs and each rank's bytes. None: no better order; `ScheduleError`: none fits."""
 
 
 def searched_order(request: PlanRequest, found: Prediction, cap: int) -> Prediction | None:
-    """The prediction of the setting under a searched order."""
     setting = found.setting
     tables = _tables(request, setting, MOST_SEARCHED)
     if tables is None or len(tables) > 1:
@@ -51,7 +44,7 @@ def searched_order(request: PlanRequest, found: Prediction, cap: int) -> Predict
 
 
 def placed_weight_grads(request: PlanRequest, found: Prediction, cap: int) -> Prediction | None:
-    """The prediction of the setting with its weight gradients placed; forwards and backwards stay in their order."""
+    """Move only weight gradients, into idle time."""
     setting = found.setting
     tables = _tables(request, setting, MOST_PLACED)
     named = table_of(setting.schedule, setting.shape.pp, setting.microbatches)
@@ -68,7 +61,7 @@ def placed_weight_grads(request: PlanRequest, found: Prediction, cap: int) -> Pr
 def _tables(request: PlanRequest, setting: PlanSetting, most: int) -> list[ReadTable] | None:
     """The tables of a setting that may get another order; None for any other setting."""
     long = setting.stages * setting.microbatches > most
-    offloads = setting.offload is not None  # which bytes are away depends on the order
+    offloads = setting.offload is not None  # which bytes are offloaded depends on the order
     return None if offloads or long or setting.shape.pp == 1 else tables_of(request, setting)
 
 
@@ -86,5 +79,5 @@ def _order_within(request: PlanRequest, found: Prediction, cap: int, table: Read
 def _made(make: Make, costs: Costs, room: Sequence[int]) -> ScheduleChoice | None:
     try:
         return make(costs, room)
-    except ScheduleError:  # not even one microbatch after the other fits
+    except ScheduleError:  # not even one microbatch at a time fits
         return None

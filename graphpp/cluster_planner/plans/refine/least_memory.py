@@ -1,15 +1,8 @@
-"""As little offload, or as little recomputation, as the memory of the ranks asks for.
+"""The least offload, or the least recomputation, that makes a setting fit the memory of its ranks.
 
-Contract
-    in   a `PlanRequest`, a setting without offload, or one that recomputes all layers ("selective" or "full"); the bytes that a
-         rank may hold
-    out  `least_offload`: the setting with the least fraction of the saved bytes in the host's memory, in eighths, that fits.
-         `least_recompute`: the setting with as few recomputed layers on each rank as fit, and its cut. None where not even all
-         is enough, where the device has no link to the host, and where the model has no repeated layers
-
-A larger fraction takes along the values of a smaller one, so the bytes of no rank grow with it. Early ranks of 1F1B hold more
-microbatches, so they recompute more; a rank recomputes the layers of its first stage first. Its stages then take longer: the
-layers are shared out anew by the seconds with recomputation, some times, and the cut with the fastest slowest rank is taken.
+A larger fraction offloads a superset of the values, so no rank's bytes grow with it. Early ranks of 1F1B hold more
+microbatches, so they recompute more; a rank recomputes the layers of its first stage first. Recomputation lengthens its stages,
+so layers are rebalanced a few times by the seconds with recomputation, and the cut with the fastest slowest rank is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +25,8 @@ _ROUNDS = 3  # cuts that are tried
 
 
 def least_offload(request: PlanRequest, setting: PlanSetting, cap: int) -> PlanSetting | None:
-    """The setting with the least offload within `cap` bytes; the setting itself where it fits."""
+    """The setting with the smallest offloaded fraction, in eighths, within `cap` bytes; None if all is not enough or the device
+    has no host link. `setting` has no offload."""
     tables = tables_of(request, setting)
     if tables is None or request.machines.device.host is None:
         return None
@@ -48,7 +42,8 @@ def least_offload(request: PlanRequest, setting: PlanSetting, cap: int) -> PlanS
 
 
 def least_recompute(request: PlanRequest, setting: PlanSetting, cap: int) -> tuple[PlanSetting, Cut] | None:
-    """The setting with the least recomputation within `cap` bytes, and its cut."""
+    """The setting with the fewest recomputed layers per rank within `cap` bytes, and its cut; None if all is not enough or the
+    model has no repeated layers. `setting` recomputes all layers ("selective" or "full")."""
     tables = tables_of(request, setting)
     if tables is None or not request.costs.layers:
         return None
@@ -69,7 +64,7 @@ def least_recompute(request: PlanRequest, setting: PlanSetting, cap: int) -> tup
 
 
 def _seconds(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[float, list[float]]:
-    """For one microbatch: the seconds of the slowest rank, and of each segment."""
+    """For one microbatch: seconds of the slowest rank, and of each segment."""
     parts = priced_setting(request, setting, cut).segments.costs.stages
     each = [part.of(Kind.F) + part.of(Kind.I) + part.of(Kind.W) for part in parts]
     ranks, ends = [0.0] * setting.shape.pp, [*cut[1:], len(parts)]
@@ -79,7 +74,7 @@ def _seconds(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTa
 
 
 class _Ranks:
-    """The layers of each rank under one cut, in the order in which they are recomputed."""
+    """The layers of each rank under one cut, in recomputation order."""
 
     def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> None:
         self._request, self._setting, self._cut, self._tables = request, setting, cut, tables
@@ -88,7 +83,7 @@ class _Ranks:
         self._stages = [[stage for stage in sorted(rank_of) if rank_of[stage] == rank] for rank in range(setting.shape.pp)]
 
     def least(self, cap: int) -> PlanSetting | None:
-        """Bisect the number of layers of all ranks side by side: the bytes of one do not depend on another's."""
+        """Bisect the recomputed layers of all ranks in parallel: one rank's bytes do not depend on another's layers."""
         most = [sum(self._layers[stage] for stage in stages) for stages in self._stages]
         low, high = [-1] * len(most), list(most)  # on each rank `low` is too few, `high` is enough
         if any(peak > cap for peak in self._peaks(high)):
@@ -103,7 +98,6 @@ class _Ranks:
         return peaks_of(self._request, self._with(counts), self._cut, self._tables)
 
     def _with(self, counts: Sequence[int]) -> PlanSetting:
-        """The setting with so many recomputed layers on each rank."""
         by_stage = [0] * len(self._layers)
         for rank, count in enumerate(counts):
             before = 0
