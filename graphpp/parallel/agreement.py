@@ -1,15 +1,13 @@
 """Agreement among ranks: all ranks of a group go on together, or all raise.
 
-Ranks compare what they are about to do when a pipeline is made, at the start of each step, and when a step is compiled: ranks
-that run different messages or collectives would hang.
+Ranks that run different messages or collectives would hang, so they compare facts when a pipeline is made, at the start of each
+step, and when a step is compiled.
 
-Contract
---------
-- The ranks of one or several groups enter a `Round` and leave it together, or all raise: a rank whose own work failed in the
-  body raises its own error, every other rank raises `MismatchError`, which names the rank that differs and the difference.
-- If all ranks agree, they exchange one all-reduce: a digest of their facts, a checksum of the tensors that they were given, and
-  the complements of both. Where these differ, one rank of each kind sends its text, of the kinds that failed and then of the
-  most frequent ones, at most `_KINDS`.
+Contract:
+- The ranks of one or several groups enter a `Round` and leave it together, or all raise: a rank whose body failed raises its
+  own error, and every other rank `MismatchError`, which names the rank that differs and the difference.
+- The check is one all-reduce of a digest of the facts, a checksum of the given tensors, and the complements of both. If these
+  differ, one rank of each kind sends its text: kinds that failed, then the most frequent ones, at most `_KINDS`.
 - The exchange runs on the CPU if the group has a CPU backend, so that no step waits for a GPU.
 """
 
@@ -34,11 +32,11 @@ from graphpp.parallel.transport import transport_of
 
 Lines = Mapping[str, Sequence[str]]  # the text of facts by name
 
-_MADE = b"\0"  # stands before bytes that the first rank has made; an error's text stands without
+_MADE = b"\0"  # prefix of the first rank's bytes, which an error's text lacks
 _LONG = 240  # characters of a line that an error shows
 _SHOWN = 3  # names of facts that an error shows
-_KINDS = 16  # texts that are exchanged where ranks differ
-_LEAST = -(2**63)  # of an integer of 64 bits
+_KINDS = 16  # maximal number of texts that differing ranks exchange
+_LEAST = -(2**63)  # of int64
 
 
 class Agreement:
@@ -47,28 +45,25 @@ class Agreement:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, described: Callable[[int], str] = "rank {}".format
     ) -> None:
-        """`device`: of the rank's tensors. `described`: a rank of the world in an error."""
+        """`device`: of the rank's tensors. `described`: the text of a world rank in errors."""
         self._described = described
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the group."""
         return 1 if self._group is None else dist.get_world_size(self._group)
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
         return 0 if self._group is None else dist.get_rank(self._group)
 
     @property
     def several(self) -> bool:
-        """Whether the group has more than one rank."""
         return self._group is not None
 
     def compare(self, facts: Facts) -> bool:
-        """Whether a rank lacks a tensor of its facts' checksums. Raises `MismatchError` on every rank if the facts differ."""
+        """Whether a rank lacks a tensor of the checksums. Raises `MismatchError` on every rank if the facts differ."""
         if self._group is None:
             return facts.lacking
         digest = struct.unpack("<2q", facts.digest)
@@ -86,19 +81,18 @@ class Agreement:
         return bool(lacking)
 
     def same(self, content: bytes) -> bool:
-        """Whether all ranks of the group have these bytes. Called by all ranks."""
+        """Whether these bytes are equal on all ranks of the group. Called by all ranks."""
         words = struct.unpack("<2q", hashed(content))
         found = self.largest([*words, *(~word for word in words)])
         return all(high == ~low for high, low in zip(found[: len(words)], found[len(words) :], strict=True))
 
     def largest(self, mine: Sequence[int]) -> list[int]:
-        """The largest value of each number over all ranks; `mine`: integers of 64 bits, as many on all ranks."""
+        """The maximum over all ranks of each number; `mine`: 64-bit integers, equally many on all ranks."""
         if self._group is None:
             return list(mine)
         return transport_of(self._group, self.device).largest(mine)
 
     def name_of(self, rank: int) -> str:
-        """A rank of the group in an error."""
         return self._described(rank if self._group is None else dist.get_global_rank(self._group, rank))
 
     def message(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.P2POp:
@@ -106,7 +100,7 @@ class Agreement:
         return dist.P2POp(operation, tensor.to(self.device), group=self._group, group_peer=peer)
 
     def of_all(self, mine: torch.Tensor) -> torch.Tensor:
-        """The small tensors of all ranks, of one shape, in order of rank, [ranks, ..] on the CPU."""
+        """The tensor `mine` of every rank (small, equal shapes), in order of rank, [ranks, ..] on the CPU."""
         if self._group is None:
             return mine[None]
         sent = mine.to(self.device)
@@ -115,9 +109,9 @@ class Agreement:
         return torch.stack(received).cpu()
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
-        """The result of `make` on the first rank, which alone calls it, on every rank. Called by all ranks.
+        """Run `make` on the first rank only, and return its result on every rank. Called by all ranks.
 
-        Raises the error of `make` on the first rank, and `MismatchError` with its text on the others.
+        An error of `make` is raised on the first rank, and a `MismatchError` with its text on the others.
         """
         if self._group is None:
             return make()
@@ -135,7 +129,6 @@ class Agreement:
         return content.removeprefix(_MADE)
 
     def _broadcast(self, content: bytes, source: int = 0) -> bytes:
-        """The bytes of the rank `source` of the group."""
         assert self._group is not None
         source = dist.get_global_rank(self._group, source)
         length = torch.tensor([len(content)], device=self.device)
@@ -148,11 +141,11 @@ class Agreement:
         return bytes(sent.cpu().numpy())
 
     def shared_name(self) -> str:
-        """A random name, the same on every rank of the group; empty for one process."""
+        """A random name, equal on every rank of the group; empty for one process."""
         return self.from_first(secrets.token_bytes)[:8].hex() if self.several else ""
 
     def _of_each_kind(self, facts: Facts) -> dict[str, Lines]:
-        """The lines of every rank by its name; ranks of the least frequent kinds are left out."""
+        """The lines of every rank by its name, without ranks of the least frequent kinds."""
         text = json.dumps(facts.all_lines).encode()
         mine = bytearray(bytes([failure_in(facts.lines) is not None]) + hashed(text))
         digests = [bytes(row) for row in self.of_all(torch.frombuffer(mine, dtype=torch.uint8)).tolist()]
@@ -162,14 +155,14 @@ class Agreement:
 
 
 class Round:
-    """One exchange of ranks: a `with` statement that all ranks of some groups enter, and leave together or with an error each.
+    """A `with` statement that all ranks of some groups enter, and leave together or with an error each.
 
     with Round(pipeline, replicas) as r:
         made = lower(...)  # an error here raises on this rank, and `MismatchError` on all others
         r.compare(made.facts)
 
-    The groups are asked one after the other when the body ends, and learn what failed in the groups before. `lacking`:
-    afterwards, whether a rank lacks a tensor of the checksums.
+    When the body ends, the groups compare one after the other, and learn of failures in earlier groups. `lacking` is set then:
+    whether a rank lacks a tensor of the checksums.
     """
 
     def __init__(self, *groups: Agreement) -> None:
@@ -178,7 +171,7 @@ class Round:
         self.lacking = False
 
     def compare(self, *facts: Facts) -> None:
-        """Compare facts in each group at the end of the body; groups without facts only tell each other of failures."""
+        """Compare facts in each group at the end of the body; groups without facts only exchange whether a rank failed."""
         assert len(facts) <= max(1, len(self._groups)), "facts of which no group would know"
         self._facts = facts
 
@@ -186,24 +179,24 @@ class Round:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ask each group. Raises `MismatchError` where ranks differ or another rank failed."""
+        """Raises `MismatchError` if ranks differ or another rank failed."""
         if error is not None and not isinstance(error, Exception):
-            return  # the user has interrupted this rank
+            return  # an interrupt by the user
         differs: Exception | None = None
         for group, facts in zip(self._groups, (*self._facts, *[Facts()] * len(self._groups)), strict=False):
             failure = error or differs
             try:
                 self.lacking |= group.compare(facts if failure is None else Facts.of_failure(failure))
-            except Exception as found:  # the next groups learn of it; this rank raises its own error, else the first one
+            except Exception as found:  # passed to the next groups; this rank raises its own error, else the first found
                 differs = differs or found
         if error is None and differs is not None:
             raise differs
 
 
 def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable[[dist.ProcessGroup], Agreement]) -> None:
-    """Compare the collectives of a step, `lines` in order by the group's name, with the other ranks of each process group.
+    """Compare the collectives of a step (`lines`, in order, by group name) with the other ranks of each process group.
 
-    Raises `MismatchError` if ranks would run other collectives, or in another order: they would hang in the step.
+    Raises `MismatchError` if ranks would run other collectives or another order, and so hang in the step.
     """
     for name in sorted(lines):
         facts = Facts({"the collectives of a step, in order": lines[name]})
@@ -211,7 +204,7 @@ def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable
 
 
 def refuse_differences(by_rank: Mapping[str, Lines]) -> None:
-    """Raise `MismatchError` with the ranks that failed; else with those that differ from the majority. Ranks: as in errors."""
+    """Raise `MismatchError` with the ranks that failed, else with the ranks that differ from the majority."""
     failures = {rank: error for rank, lines in by_rank.items() if (error := failure_in(lines)) is not None}
     if failures:
         raise _others_failed(failures)
@@ -223,7 +216,7 @@ def refuse_differences(by_rank: Mapping[str, Lines]) -> None:
 
 
 def _refuse_other_calls(by_rank: Mapping[str, Lines]) -> None:
-    """Raise `MismatchError` if a rank has no name of a fact in common with the first rank: it is in another call."""
+    """Raise `MismatchError` if a rank shares no fact's name with the first rank, so that it is in another call."""
     (first, mine), *others = by_rank.items()
     for rank, theirs in others:
         if mine and theirs and not mine.keys() & theirs.keys():
@@ -235,13 +228,12 @@ def _refuse_other_calls(by_rank: Mapping[str, Lines]) -> None:
 
 
 def _others_failed(errors: Mapping[str, str]) -> MismatchError:
-    """The error of a rank that could go on, with the errors of other ranks."""
     lines = (f"  {rank}: {error}" for rank, error in errors.items())
     return MismatchError("other ranks failed, so nothing was run here:\n" + "\n".join(lines))
 
 
 def _differences(name: str, values: Mapping[str, Sequence[str]]) -> list[str]:
-    """One line per rank that differs from the majority (from the lowest rank's value where there is none)."""
+    """One line per rank that differs from the majority, or without a majority from the lowest rank's value."""
     usual, _ = Counter(tuple(value) for value in values.values()).most_common(1)[0]
     return [
         f"{rank} differs in {name}: {_first_difference(value, usual)}"
@@ -251,13 +243,11 @@ def _differences(name: str, values: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _few(names: Collection[str]) -> str:
-    """The first names, and the number of the others."""
     shown, more = list(names)[:_SHOWN], len(names) - _SHOWN
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def _around(text: str, at: int) -> str:
-    """A long line, shortened to its beginning and the text around position `at`."""
     if len(text) <= _LONG:
         return text
     head, tail = text[: _LONG // 3], text[max(at - _LONG // 6, _LONG // 3) : at + _LONG // 3]

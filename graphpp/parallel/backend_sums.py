@@ -1,10 +1,7 @@
-"""Sums of tensors over the ranks of a group, added in the order that the group's backend takes (a ring, a tree, a switch).
+"""Sums of tensors over the ranks of a group, in the order of the group's backend (ring, tree, switch); implements `Sums`.
 
-Contract
---------
-- Both functions have the form of `Sums`. They are one reduce-scatter and one all-reduce of the backend, whose bits depend on
-  the number of ranks, the size and the machine. Numbers are added in the dtype in which they are sent.
-- `scattered` pads parts of different lengths to the longest one.
+Contract: a reduce-scatter and an all-reduce, whose bits depend on the number of ranks, the size and the machine. Numbers are
+added in the dtype in which they are sent.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ def scattered(
     group: dist.ProcessGroup,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> PendingSums:
-    """Start to sum this rank's part of each tensor, as `Sums.scattered` says."""
     wanted = dtypes if dtypes is not None else [each.dtype for each in totals]
     own = [each[dist.get_rank(group)] for each in lengths]
     sent, longest = _padded(totals, lengths)
@@ -41,12 +37,11 @@ def scattered(
 
 
 def everywhere(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
-    """Start to sum a tensor on every rank, as `Sums.everywhere` says."""
     return reduced_in_place(total, group)
 
 
 def _padded(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
-    """(the parts of all ranks one after the other, each of as many elements; these elements)."""
+    """(the concatenated parts of all ranks, each padded to the longest; the elements of the longest)."""
     parts = [total.view(-1).split(list(each)) for total, each in zip(totals, lengths, strict=True)]
     sizes = [sum(each) for each in zip(*lengths, strict=True)]
     longest = max(sizes)
@@ -58,5 +53,5 @@ def _padded(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) ->
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a complex tensor as real ones, [.., 2]: collectives do not add complex numbers."""
+    """A complex tensor as real numbers, [.., 2], because collectives do not add complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

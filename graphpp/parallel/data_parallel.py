@@ -1,14 +1,12 @@
-"""Data parallelism: replicas, ranks that hold the same stages and train on other data, average their gradients.
+"""Data parallelism: replicas, which have the same stages and train on other data, average their gradients.
 
-Contract
---------
-- A stage's gradient sums are averaged over the replicas once per step: they are added (`Sums`) and divided by the number of
-  replicas. The sums of a bundle are moved into one memory, where they stay. The first messages start at the stage's REDUCE_GRAD
-  action if the schedule has one (the checker proves that no backward follows it), and hide under other stages' computation.
-  Otherwise they start at the end of the step, as do those of tied parameters, whose partial sums are added first.
-- The gradient of an expert is added up over the replicas that have the expert, and divided by the number of all replicas: the
-  sum already includes the tokens that the other ranks along `ep` have sent.
-- `broadcast_` and `average_` make the parameters or buffers of replicas equal.
+Contract:
+- A stage's gradient sums are averaged over the replicas once per step: added (`Sums`), then divided by the number of replicas.
+  The sums of a bundle move into one memory for good. Messages start at the stage's REDUCE_GRAD action if the schedule has one
+  (the checker proves that no backward follows it), and overlap with other stages' computation. Otherwise, and for tied
+  parameters, whose partial sums are added first, they start at the end of the step.
+- An expert's gradient is added over the replicas with that expert, and divided by the number of all replicas: the sum already
+  includes the tokens that the other ranks along `ep` have sent.
 - All replicas run the same table over the same stages, so they start the same sums in the same order.
 """
 
@@ -29,10 +27,9 @@ _TOGETHER = 2**22  # elements
 
 
 def check_apart(groups: Iterable[str], place: RankPlace) -> None:
-    """Raise `GraphPPError` if a collective of the model reaches a replica, whose parameters may be others (experts).
+    """Raise `GraphPPError` if a collective of the model reaches a replica that may have other parameters (experts).
 
-    `groups`: the names of the process groups of the model's collectives. Replicas that share sequences or have other experts
-    are meant to be reached.
+    `groups`: the names of the process groups of the model's collectives. Collectives along `cp` and `ep` are allowed.
     """
     assert place.replicas is not None, "a pipeline without replicas"
     peers = [] if place.cp_ep_group is None else dist.get_process_group_ranks(place.cp_ep_group)
@@ -49,13 +46,12 @@ def check_apart(groups: Iterable[str], place: RankPlace) -> None:
 
 
 def broadcast_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group the first rank's values, in place."""
     first = dist.get_global_rank(group, 0)
     _exchange(tensors, lambda flat: dist.broadcast(flat, first, group=group))
 
 
 def average_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Average floating-point and complex tensors over the ranks of a group, in place; leave all others."""
+    """Average floating-point and complex tensors over the ranks of a group, in place; other tensors stay unchanged."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
     def mean(flat: torch.Tensor) -> None:
@@ -67,7 +63,7 @@ def average_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def _exchange(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
-    """Run a collective over tensors of one dtype together, about `_TOGETHER` elements at a time."""
+    """Run a collective over concatenated tensors of one dtype, about `_TOGETHER` elements at a time."""
     groups: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
     seen = Counter[torch.dtype]()
     for tensor in tensors:
@@ -81,26 +77,24 @@ def _exchange(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tenso
 
 
 class Replicas:
-    """Averages gradients over the ranks of a group; does nothing for None or a group of one."""
+    """Averages gradients over the ranks of a group; does nothing without other ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, sums: Sums, experts: SpreadExperts | None = None) -> None:
-        """`group`: all replicas. `sums`: adds over ranks. `experts`: the replicas with the same experts, and others."""
+        """`group`: all replicas. `sums`: adds over ranks. `experts`: where experts are spread."""
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._sums, self._same_experts = sums, None if experts is None else experts.replicas
         self._in_flight: deque[tuple[torch.Tensor, PendingSums]] = deque()
 
     @property
     def several(self) -> bool:
-        """Whether there are other replicas."""
         return self._group is not None
 
     def start(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str]) -> None:
-        """Start to average some of the sums in the memory into which they move."""
+        """Start to average some of the sums, which move into merged memory."""
         if self._group is not None:
             self._start(sums, fqns, self._group)
 
     def start_of_experts(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str]) -> None:
-        """Start to average the sums of experts, which include the tokens that the other ranks along `ep` have sent."""
         if self._same_experts is not None:
             self._start(sums, fqns, self._same_experts)
             return
@@ -112,12 +106,10 @@ class Replicas:
             self._in_flight.append((flat, self._sums.everywhere(flat, group)))
 
     def finish(self) -> None:
-        """Wait until all sums that were started are averaged."""
         while self._in_flight:
-            flat, pending = self._in_flight.popleft()  # the parts of this bundle are freed before the next bundle is added up
+            flat, pending = self._in_flight.popleft()  # frees the parts of this bundle before the next one is added
             (summed,) = pending()
             torch.div(summed, dist.get_world_size(self._group), out=flat)
 
     def drop(self) -> None:
-        """Forget the sums in flight, after a failure."""
         self._in_flight.clear()

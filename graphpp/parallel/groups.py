@@ -1,11 +1,8 @@
-"""Process groups: those of some ranks, what a group can do, whom it reaches, how long its ranks wait for each other.
+"""Process groups: subgroups, backends, whether a rank can be reached, timeouts.
 
-Contract
---------
-- `Subgroups`: every rank of the group asks for the same sets of ranks in the same order, because making a process group is
-  collective.
-- `Timeouts`: the process groups of a rank have the timeout of steps, and inside of `starting` the timeout of the start; where
-  an option is None, the timeout that the group had before. A process group that the user made keeps the timeout of steps.
+Contract: making a process group is collective, so every rank asks a `Subgroups` for the same sets of ranks in the same order.
+`Timeouts` gives a rank's groups the timeout of steps, and inside `starting` the timeout of the start; an option None means the
+timeout that the group had before. A process group of the user keeps the timeout of steps.
 """
 
 from __future__ import annotations
@@ -21,19 +18,18 @@ from graphpp._torch import gloo_gathers as gloo_gathers  # changes operators of 
 from graphpp._torch.distributed import group_of, runs_on_gloo, set_timeout, timeout_of
 
 _CPU = torch.device("cpu")
-_TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
+_TAG = 0x6C6F7374  # messages of a step have no tag, so that no receive matches a probe
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether the group can exchange tensors on the CPU."""
     return runs_on_gloo(group, _CPU)
 
 
 def receives_overtake(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a receive of tensors on the device that is posted early delays no message that is posted later.
+    """Whether an early posted receive of tensors on the device delays no message posted later.
 
-    Gloo matches each message with its receive. NCCL runs the messages of a communicator one after another. A fake group of
-    torch's, which plans for ranks that are not there, stands for gloo.
+    Gloo matches each message with its receive; NCCL runs the messages of a communicator one after another. A fake group of
+    torch, which plans for absent ranks, counts as gloo.
     """
     if device.type != "cpu" or group is None:
         return device.type == "cpu"
@@ -41,7 +37,7 @@ def receives_overtake(group: dist.ProcessGroup | None, device: torch.device) -> 
 
 
 def reaches(group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether the connection to a rank of a gloo group is there; the rank itself may be stopped, or busy."""
+    """Whether the connection to a rank of a gloo group is open; the rank itself may be stopped or busy."""
     try:
         dist.isend(torch.zeros(1, device="cpu"), group=group, group_dst=rank, tag=_TAG)
     except RuntimeError:
@@ -58,9 +54,9 @@ class PeerLost(RuntimeError):  # noqa: N818 - it names an event
 
 
 def gloo_twin(group: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:
-    """A gloo process group of the same ranks, for messages between threads that must not meet those of `group`.
+    """A gloo process group of the same ranks, for messages between threads that must not mix with messages of `group`.
 
-    None for a single rank. Called by all ranks of the group. `timeout`: seconds; None: torch's own.
+    None for a single rank. Called by all ranks of the group. `timeout`: seconds; None: torch's default.
     """
     if group is None or dist.get_world_size(group) == 1:
         return None
@@ -69,10 +65,7 @@ def gloo_twin(group: dist.ProcessGroup | None, timeout: float | None) -> dist.Pr
 
 
 class Subgroups:
-    """Makes and keeps the process groups of subsets of a group's ranks; `rank` is this process's rank in the group.
-
-    `timeout`: the seconds that an operation of these groups waits for another rank; None: torch's own.
-    """
+    """Makes and keeps the process groups of subsets of a group's ranks. `timeout`: seconds; None: torch's default."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
         self._group = group
@@ -81,7 +74,6 @@ class Subgroups:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of these ranks of the group; None for a single rank."""
         if ranks not in self._groups:
             self._groups[ranks] = self._new(ranks)
         return self._groups[ranks]
@@ -93,7 +85,7 @@ class Subgroups:
 
 
 class Timeouts:
-    """`step`, `start`: seconds that a rank waits in a step, and while a call is compiled; None: the group's own timeout."""
+    """Sets the seconds that a rank waits in a step, and while a call is compiled (`start`); None: the group's own timeout."""
 
     def __init__(self, groups: Iterable[dist.ProcessGroup | None], step: float | None, start: float | None) -> None:
         given = step is not None or start is not None
@@ -103,7 +95,6 @@ class Timeouts:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """A context in which a call is compiled."""
         self._set(self._start)
         try:
             yield

@@ -1,12 +1,11 @@
-"""Ask a rank over the store whether its process runs, and which line of the program it has reached.
+"""Asks a rank over the store whether its process runs, and which line of the program it has reached.
 
-Contract
---------
-- `start` starts one thread in this process, once. The thread reads the store only while no call of a pipeline has begun or
-  ended for `_interval()` seconds, through a connection of its own. The thread ends with the process group.
-- `ask` puts a question to ranks of the world and waits `_PATIENCE` intervals for the answers. A rank without an answer is
-  stopped: by a signal or a debugger, with its host, or by native code that does not release the interpreter.
-- The time between two questions to the store grows with the number of ranks, so that all ranks ask 500 times a second at most.
+Contract:
+- `start` starts one thread in this process. The thread has its own connection to the store, and reads the store only if no call
+  of a pipeline has begun or ended for `_interval()` seconds. It ends with the process group.
+- `ask` waits `_PATIENCE` intervals for answers. A rank without an answer is stopped: by a signal or a debugger, with its host,
+  or by native code that does not release the interpreter.
+- The interval grows with the number of ranks, so that all ranks together read the store at most 500 times a second.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.
 
 @dataclass(frozen=True)
 class Answer:
-    """The call of a pipeline that a rank is in (None: it is in none), and the line of the program that it has reached."""
+    """The pipeline call that a rank is in (None: none), and the line of the program that it has reached."""
 
     call: str | None
     line: str
@@ -42,7 +41,7 @@ class Answer:
 
 @dataclass
 class _Progress:
-    """The calls of this process: how many have begun or ended, the one that runs, the thread that made the latest one."""
+    """This process's calls: how many have begun or ended, the running one, the thread of the latest one."""
 
     count: int = 0
     call: str | None = None
@@ -50,12 +49,12 @@ class _Progress:
 
 
 _PROGRESS = _Progress()
-_ANSWERING: list[tuple[Store, threading.Thread]] = []  # the thread of the present process group's store
+_ANSWERING: list[tuple[Store, threading.Thread]] = []  # the thread of the current process group's store
 
 
 @contextlib.contextmanager
 def calling(call: str) -> Iterator[None]:
-    """A context around a call of a pipeline that all ranks make; `call` names the same call on each rank."""
+    """A context around a pipeline call of all ranks; `call` is equal on all ranks."""
     outer = _PROGRESS.call
     _PROGRESS.count += 1
     _PROGRESS.call, _PROGRESS.thread = call, threading.get_ident()
@@ -67,7 +66,7 @@ def calling(call: str) -> Iterator[None]:
 
 
 def start() -> None:
-    """Let this process answer the questions of other ranks. Does nothing if it answers already, or without a process group."""
+    """Let this process answer other ranks. Does nothing if it already answers, or without a process group."""
     store = default_store() if dist.is_initialized() else None
     answers = any(known is store and thread.is_alive() for known, thread in _ANSWERING)
     if store is not None and not answers and dist.get_world_size() > 1:
@@ -77,7 +76,7 @@ def start() -> None:
 
 
 def ask(ranks: Iterable[int]) -> dict[int, Answer | None]:
-    """The answers of these ranks of the world; None for a rank that gives no answer. Raises `RuntimeError` without a store."""
+    """The answers of these world ranks; None for a rank without an answer. Raises `RuntimeError` without a store."""
     store = default_store()
     keys = {rank: f"{_KEY}/{rank}/{store.add(f'{_KEY}/{rank}', 1)}" for rank in ranks}
     until = time.monotonic() + patience()
@@ -91,12 +90,10 @@ def ask(ranks: Iterable[int]) -> dict[int, Answer | None]:
 
 
 def patience() -> float:
-    """Seconds that `ask` waits at most."""
     return _PATIENCE * _interval()
 
 
 def _answer(store: Store, rank: int) -> None:
-    """Answer questions until the process group or the store ends."""
     answered, seen, question = 0, -1, f"{_KEY}/{rank}"
     try:
         own = own_connection(store)
@@ -106,17 +103,16 @@ def _answer(store: Store, rank: int) -> None:
                 answered = asked
             seen = _PROGRESS.count
             time.sleep(_interval())
-    except (RuntimeError, ValueError):  # the host of the store has ended; the process group has ended in between
+    except (RuntimeError, ValueError):  # the host of the store or the process group has ended
         return
 
 
 def _interval() -> float:
-    """Seconds between two looks at the store."""
     return max(1.0, dist.get_world_size() / _QUESTIONS_PER_SECOND) if dist.is_initialized() else 1.0
 
 
 def _line() -> str:
-    """The innermost line of the user's own code on the stack of the thread that makes the calls."""
+    """The innermost line of user code on the stack of the thread that makes the calls."""
     frame: FrameType | None = sys._current_frames().get(_PROGRESS.thread)
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):

@@ -1,18 +1,14 @@
 """Lost ranks: when a rank dies, every other rank raises an error that names it.
 
-Contract
---------
-- The first rank that notices a failure looks for the lost rank by sending to every rank of the group (gloo), and writes its
-  finding into the store that all ranks share. A rank that notices later, because its own neighbour ended in turn, reads the
-  finding there, and sends to the ranks in it only. A rank that fails by itself writes its own number and error.
-- A rank that notices a failure and ends by itself leaves a note, so that a rank that notices later, in the call before or
-  after, does not take it for lost.
+Contract:
+- The first rank that notices a failure finds the lost rank by sending to every rank of the group (gloo), and publishes its
+  finding in the common store. A rank that notices later, perhaps because a neighbour has ended after the failure, reads the
+  finding and sends only to the ranks in it. A rank that fails by itself publishes its own number and error.
+- A rank that notices a failure and ends leaves a note, so that ranks one call earlier or later do not take it for lost.
 - If the store was lost with its host, the error has this rank's own finding.
-- An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
-- After a timeout every rank is asked over the store (`late_rank.py`): a rank whose process is stopped is told from one that
-  runs but is late, and of a late rank the error names the line that it has reached.
-- Errors name ranks by their numbers in the world, and on a mesh by their coordinates too. A late rank gets an error that says
-  the others gave up waiting for it.
+- An entry in the store belongs to one call of one pipeline, so a failure that the job survived is in no later error.
+- After a timeout every rank is asked over the store (`late_rank.py`), which tells a stopped process from a late one; for a
+  late rank the error names the line that it has reached. A late rank's own error says that the others gave up waiting for it.
 """
 
 from __future__ import annotations
@@ -33,19 +29,19 @@ from graphpp.parallel import late_rank
 from graphpp.parallel.groups import PeerLost, has_gloo, reaches
 
 _STORE_TIMEOUT = timedelta(seconds=5)
-_CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost one
+_CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost peer
 _PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
 _LATE = "did not answer in time"
 _RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
 
 
 class FailureBoard:
-    """Turns the errors that follow the loss of a rank into a `RankFailure` that names the rank that was lost first."""
+    """Turns an error caused by the loss of a rank into a `RankFailure` that names the rank that was lost first."""
 
     def __init__(
         self, groups: Sequence[dist.ProcessGroup | None], name: str, described: Callable[[int], str] = "rank {}".format
     ) -> None:
-        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: a rank of the world in an error."""
+        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: the text of a world rank in errors."""
         self._described = described
         self._pipeline = groups[0]
         self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
@@ -54,7 +50,6 @@ class FailureBoard:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch one call that every rank makes: raise `RankFailure` if a rank is lost, publish a failure of this rank."""
         self._calls += 1
         if self._groups:
             late_rank.start()
@@ -69,13 +64,13 @@ class FailureBoard:
                 raise
 
     def _tell(self, error: Exception) -> None:
-        """Raise `RankFailure` if a rank is lost or late; else publish that this rank failed."""
+        """Raise `RankFailure` if a rank is lost or late; else publish this rank's failure."""
         with contextlib.suppress(RuntimeError):  # the store is lost
             default_store().set(self._end_of(dist.get_rank()), str(self._calls))
         me, known = dist.get_rank(), None if self._is_first() else self._published()
         lost = self._lost_by_now(error, known)
         if known is not None and "Timed out" in str(error):
-            lost = lost or list(known.ranks)  # a late rank can be reached
+            lost = lost or list(known.ranks)  # a late rank still answers the probe
         if known is not None and me in known.ranks:
             raise RankFailure(
                 f"the other ranks have given up this step, because {self._described(me)}, this one, {known.fate}.\n{_RESTART}"
@@ -93,7 +88,7 @@ class FailureBoard:
             ) from error
 
     def _late(self, waited_for: Sequence[int]) -> _Finding | None:
-        """The ranks for which the others wait, after a timeout; None if all of them can be reached, run, and wait as well."""
+        """The ranks for which the others wait after a timeout; None if all ranks can be reached, run, and wait too."""
         me = dist.get_rank()
         others = sorted({rank for group in self._groups for rank in dist.get_process_group_ranks(group)} - {me})
         try:
@@ -104,7 +99,7 @@ class FailureBoard:
         if stopped:
             return _Finding(stopped, f"{_LATE}: stopped by a signal or a debugger, with its host, or in native code")
         own = dist.get_process_group_ranks(self._pipeline) if self._pipeline is not None else []
-        # A rank of another replica is in a call of its own pipeline, under another name.
+        # A rank of another replica is in a call of its own pipeline, whose name differs.
         here, calls = self._key(""), {rank: answer.call for rank, answer in answers.items() if answer is not None}
         waiting = {rank for rank, call in calls.items() if call == here or (call is not None and rank not in own)}
         late = tuple(rank for rank in answers if rank not in waiting) or tuple(waited_for)
@@ -115,7 +110,7 @@ class FailureBoard:
         return _Finding(late, f"{_LATE}: the process of rank {late[0]} runs{where}")
 
     def _lost_by_now(self, error: Exception, known: _Finding | None) -> list[int]:
-        """As `_lost`; for a second after a lost connection, since a dying process closes its connections one by one."""
+        """Like `_lost`; retries for a second after a lost connection: a dying process closes connections one by one."""
         for _ in range(_PROBES):
             lost = self._lost(error, known)
             if lost or not any(words in str(error) for words in _CONNECTION):
@@ -124,7 +119,7 @@ class FailureBoard:
         return []
 
     def _lost(self, error: Exception, known: _Finding | None) -> list[int]:
-        """The ranks (of the world) that cannot be reached, or whose message did not arrive; of the known ones if there are."""
+        """The world ranks (of the known ones, if given) that cannot be reached or whose message did not arrive."""
         lost = set[int]()
         if isinstance(error, PeerLost) and error.peer is not None and self._pipeline is not None:
             lost.add(dist.get_global_rank(self._pipeline, error.peer))
@@ -135,8 +130,6 @@ class FailureBoard:
         first = lost - self._ended_by_themselves(lost) if len(lost) > 1 else lost
         return sorted(first or lost)
 
-    # ------------------------------------------------------------------------------------------------ the store
-
     def _key(self, name: str) -> str:
         return f"graphpp/lost/{self._name}/{self._calls}/{name}"
 
@@ -144,14 +137,14 @@ class FailureBoard:
         return f"graphpp/ended/{self._name}/{rank}"
 
     def _is_first(self) -> bool:
-        """Whether this is the first rank that notices a failure in this call, or the store is lost."""
+        """Whether no other rank has noticed a failure in this call before, or the store is lost."""
         try:
             return int(default_store().add(self._key("looks"), 1)) == 1
         except RuntimeError:
             return True
 
     def _published(self) -> _Finding | None:
-        """The finding of the rank that looked first, for which this rank waits a moment."""
+        """The finding of the first rank, which this rank awaits for a moment."""
         try:
             store = default_store()
             store.wait([self._key("found")], _STORE_TIMEOUT + timedelta(seconds=late_rank.patience()))
@@ -160,7 +153,7 @@ class FailureBoard:
             return None
 
     def _publish(self, finding: _Finding) -> _Finding:
-        """Write the finding unless another rank has written one for this call; returns the one in the store, or the own one."""
+        """Write the finding unless the store has one for this call; returns the store's, or without a store `finding`."""
         try:
             store = default_store()
             before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
@@ -173,7 +166,7 @@ class FailureBoard:
             return finding
 
     def _ended_by_themselves(self, ranks: Iterable[int]) -> set[int]:
-        """Those of these ranks that have noticed a failure in this call or the one before or after, and ended."""
+        """The given ranks that have noticed a failure in this call or the one before or after, and ended."""
         try:
             store = default_store()
             noted = {rank: int(store.get(key)) for rank in ranks if store.check([key := self._end_of(rank)])}
@@ -184,14 +177,13 @@ class FailureBoard:
 
 @dataclass(frozen=True)
 class _Finding:
-    """The ranks (of the world) that failed first, and their fate: `is lost`, `did not answer in time: ..`, or an error."""
+    """The world ranks that failed first, and their fate: `is lost`, `did not answer in time: ..`, or an error."""
 
     ranks: tuple[int, ...]
     fate: str
 
     @classmethod
     def read(cls, written: bytes) -> _Finding:
-        """The finding in the store, as JSON."""
         ranks, fate = json.loads(written)
         return cls(tuple(ranks), fate)
 

@@ -1,13 +1,9 @@
-"""The ranks of a `DeviceMesh`, by the names of its dimensions: which of them share a rank's stages, layers and parameters.
+"""Makes a `RankPlace` from a `DeviceMesh` with some of the dimensions `pp`, `dp_replicate`, `dp_shard`, `ep`, `cp`, `tp`.
 
-Contract
-    in   a `DeviceMesh` with some of the dimensions `pp`, `dp_replicate`, `dp_shard`, `ep`, `cp`, `tp`, in any order
-    out  the place of this rank: process groups and meshes of the ranks along one or several dimensions, with this rank's
-         coordinates in all others
-    Ranks that differ in `dp_replicate`, `dp_shard`, `ep` and `cp` alone train the same stages on other tokens: they are
-    replicas. Along `ep` they have other experts. Parameters that are no experts are sharded over `dp_shard` and `ep`, experts
-    over `dp_shard`.
-    `GraphPPError` for a dimension with another name or none, and for ranks along a sharded dimension that do not ascend.
+Contract: the dimensions may have any order. Ranks that differ only in `dp_replicate`, `dp_shard`, `ep` and `cp` train the same
+stages on other tokens: they are replicas. Along `ep` they have other experts. Experts are sharded over `dp_shard`, all other
+parameters over `dp_shard` and `ep`. Raises `GraphPPError` for an unknown or missing dimension name, and if the ranks along a
+sharded dimension do not ascend.
 """
 
 from __future__ import annotations
@@ -25,15 +21,12 @@ from graphpp.parallel.rank_place import RankPlace, Sharding, SpreadExperts
 
 PIPELINE, TENSOR = "pp", "tp"
 _REPLICAS, _SHARDS, _EXPERTS, _CONTEXT = "dp_replicate", "dp_shard", "ep", "cp"
-_DATA = (_REPLICAS, _SHARDS, _EXPERTS, _CONTEXT)  # the dimensions along which ranks train the same stages on other tokens
+_DATA = (_REPLICAS, _SHARDS, _EXPERTS, _CONTEXT)  # dimensions whose ranks train the same stages on other tokens
 _KNOWN = (PIPELINE, *_DATA, TENSOR)
 
 
 def place_in(mesh: DeviceMesh, everyone: dist.ProcessGroup, device: torch.device, least_shards: int) -> RankPlace:
-    """The place of this rank, which is in the mesh.
-
-    `everyone`: the ranks of the mesh. `least_shards`: fewer ranks are not sharded over.
-    """
+    """The place of this rank. `everyone`: the ranks of the mesh. `least_shards`: the fewest ranks that get shards."""
     data = [name for name in _DATA if name in dimensions(mesh)]
     shards = [name for name in (_SHARDS, _EXPERTS) if name in data]
     shares_layers, spreads_experts = _size(mesh, TENSOR) > 1, _size(mesh, _EXPERTS) > 1
@@ -60,7 +53,7 @@ def place_in(mesh: DeviceMesh, everyone: dist.ProcessGroup, device: torch.device
 
 
 def dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of the mesh's dimensions. Raises `GraphPPError` for a name that graphpp does not know."""
+    """The names of the mesh's dimensions. Raises `GraphPPError` for an unknown or missing name."""
     if not mesh.mesh_dim_names:
         raise GraphPPError(f"mesh: its dimensions have no names: give mesh_dim_names=({PIPELINE!r},) to init_device_mesh")
     for name in mesh.mesh_dim_names:
@@ -70,13 +63,13 @@ def dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def described(mesh: DeviceMesh) -> str:
-    """The names and sizes of the dimensions, and the ranks: "pp 2, dp_shard 2 of the ranks [[0, 1], [2, 3]]"."""
+    """Names and sizes of the dimensions, and the ranks: "pp 2, dp_shard 2 of the ranks [[0, 1], [2, 3]]"."""
     sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
     return f"{', '.join(f'{name} {size}' for name, size in sizes)} of the ranks {mesh.mesh.tolist()}"
 
 
 def all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of the mesh. Called by all of them."""
+    """Called by all ranks of the mesh."""
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -84,17 +77,16 @@ def all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def pipeline_size(mesh: DeviceMesh) -> int:
-    """The number of ranks of a pipeline."""
     return _size(mesh, PIPELINE) if PIPELINE in dimensions(mesh) else 1
 
 
 def shard_size(mesh: DeviceMesh) -> int:
-    """Over how many ranks parameters that are no experts are sharded; 1: they are not."""
+    """The number of ranks over which parameters that are no experts are sharded; 1: not sharded."""
     return _size(mesh, _SHARDS, _EXPERTS) if _SHARDS in dimensions(mesh) else 1
 
 
 def _sharding(mesh: DeviceMesh, names: Sequence[str], spread: str) -> Sharding:
-    """Parameters sharded over the dimensions `names`, of which the model itself spreads some over the dimension `spread`."""
+    """Parameters sharded over the dimensions `names`; the model itself spreads some over the dimension `spread`."""
     others = [name for name in (_REPLICAS, _CONTEXT) if _size(mesh, name) > 1]
     own = _one_dimension(mesh, names)
     made = Sharding(own, _spread_mesh(mesh, spread, names, own), _along(mesh, *others))
@@ -104,7 +96,7 @@ def _sharding(mesh: DeviceMesh, names: Sequence[str], spread: str) -> Sharding:
 
 
 def _one_dimension(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """The ranks along some dimensions in one, which has the name of the first."""
+    """The ranks along some dimensions, flattened into one with the first name."""
     several = [name for name in names if _size(mesh, name) > 1]
     if len(several) < 2:
         return mesh[several[0] if several else names[0]]
@@ -113,7 +105,7 @@ def _one_dimension(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def _spread_mesh(mesh: DeviceMesh, spread: str, names: Sequence[str], last: DeviceMesh) -> DeviceMesh:
-    """A dimension `spread`, if there are several ranks along it, and one of the ranks along `names`, as in the mesh `last`."""
+    """A mesh of a dimension `spread`, unless of size 1, and one of the ranks along `names`, as in the mesh `last`."""
     if _size(mesh, spread) == 1:
         return last
     rows = [_ranks_along(mesh, names, at) for at in mesh[spread].mesh.tolist()]
@@ -122,13 +114,13 @@ def _spread_mesh(mesh: DeviceMesh, spread: str, names: Sequence[str], last: Devi
 
 
 def _size(mesh: DeviceMesh, *names: str) -> int:
-    """The number of ranks along some dimensions together; a dimension that the mesh lacks has one."""
+    """The number of ranks along some dimensions together; a missing dimension counts as 1."""
     there = mesh.mesh_dim_names or ()
     return prod(mesh.size(there.index(name)) for name in names if name in there)
 
 
 def _along(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:
-    """The process group of the ranks that have this rank's coordinates in all other dimensions; None if the mesh has none."""
+    """The process group of the ranks with this rank's coordinates in all other dimensions; None if the mesh has no `names`."""
     there = [name for name in names if name in (mesh.mesh_dim_names or ())]
     if len(there) < 2:
         return mesh.get_group(there[0]) if there else None
@@ -136,7 +128,7 @@ def _along(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:
 
 
 def _ranks_along(mesh: DeviceMesh, names: Sequence[str], rank: int | None = None) -> list[int]:
-    """The ranks of the world that have the coordinates of `rank` (None: this one) in all other dimensions, ascending."""
+    """The world ranks with the coordinates of `rank` (None: this one) in all other dimensions, ascending."""
     own = dist.get_rank() if rank is None else rank
     coordinates = (mesh.mesh == own).nonzero()[0].tolist()
     assert mesh.mesh_dim_names is not None

@@ -1,13 +1,10 @@
-"""Sums of tensors over the ranks of a group, added in the order of the ranks.
+"""Sums of tensors over the ranks of a group, added in the order of the ranks; implements `Sums` (`sums.py`).
 
-Contract
---------
-- A sum has the bits of a plain loop over the ranks, `((t0 + t1) + t2) + ..`, whatever the group's backend. Tensors of less than
-  32 bits are added in float32 and rounded once, to the dtype of the sum.
-- `scattered` sends each rank the parts that it sums, as many bytes as a reduce-scatter by ring. `everywhere` gives every rank
-  the whole sum: each rank sums one part and sends it to the others, or, for small tensors, sums all of it. Two ranks take an
-  all-reduce: a sum of two numbers has the same bits in both orders.
-- Both have the form of `Sums` (`sums.py`).
+Contract:
+- A sum is bit-equal to a loop over the ranks, `((t0 + t1) + t2) + ..`, with every backend. Dtypes below 32 bits are added in
+  float32 and rounded once, to the dtype of the sum.
+- `scattered` sends as many bytes as a ring reduce-scatter. In `everywhere` each rank sums one part and sends it to the others,
+  or all of a small tensor. Two ranks use an all-reduce: two numbers have the same sum in both orders.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ import torch.distributed as dist
 from graphpp._torch.distributed import all_gather_many
 from graphpp.parallel.sums import PendingSums, reduced_in_place
 
-_SMALL = 2**14  # bytes up to which every rank gets all tensors: one collective is faster than two
-_NO_ORDER = 2  # ranks whose numbers add up to the same bits in both orders
+_SMALL = 2**14  # bytes up to which every rank receives all tensors: one collective is faster than two
+_NO_ORDER = 2  # ranks whose sum does not depend on the order
 
 
 def scattered(
@@ -30,7 +27,6 @@ def scattered(
     group: dist.ProcessGroup,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> PendingSums:
-    """Start to sum this rank's part of each tensor, as `Sums.scattered` says."""
     wanted = dtypes if dtypes is not None else [each.dtype for each in totals]
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     flat = [total.view(-1) for total in totals]
@@ -44,7 +40,7 @@ def scattered(
     del sent
 
     def add() -> list[torch.Tensor]:
-        works.pop().wait()  # the work was the last that kept the elements that were sent
+        works.pop().wait()  # drops the last reference to the sent elements
         sums = _in_order(parts.view(ranks, sum(own))).split(own)
         return [each.to(dtype=dtype) for each, dtype in zip(sums, wanted, strict=True)]
 
@@ -52,7 +48,6 @@ def scattered(
 
 
 def everywhere(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
-    """Start to sum a tensor on every rank, as `Sums.everywhere` says."""
     ranks, elements = dist.get_world_size(group), total.numel()
     if ranks == _NO_ORDER:
         return reduced_in_place(total, group)
@@ -67,7 +62,7 @@ def everywhere(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
         return add
     each = -(-elements // ranks)
     lengths = [max(0, min(each, elements - rank * each)) for rank in range(ranks)]
-    own, room = lengths[dist.get_rank(group)], total.new_empty(ranks * each)  # for the parts, and then for the sum
+    own, room = lengths[dist.get_rank(group)], total.new_empty(ranks * each)  # first for the parts, then for the sum
     parts = room[: ranks * own]
     exchange = _exchanged(parts, total, lengths, group)
 
@@ -82,7 +77,7 @@ def everywhere(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
 
 
 def _exchanged(parts: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> dist.Work:
-    """Start to send each rank its elements of `sent`, as many as `lengths` says; `parts` receives those of this rank."""
+    """Start to send each rank its elements of `sent` (`lengths` per rank); `parts` receives this rank's part of all ranks."""
     size, ranks = sent.element_size(), len(lengths)
     received, given = [len(parts) // ranks * size] * ranks, [elements * size for elements in lengths]
     work: dist.Work | None = dist.all_to_all_single(
@@ -93,7 +88,7 @@ def _exchanged(parts: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int], 
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows of `parts`, [ranks, elements], in order; of 32 bits or more."""
+    """The sum of the rows of `parts`, [ranks, elements], in order, in at least 32 bits."""
     narrow = parts.is_floating_point() and parts.element_size() < torch.float32.itemsize
     rows = parts.to(torch.float32) if narrow else parts
     total = rows[0] + rows[1] if len(rows) > 1 else rows[0].clone()
@@ -103,5 +98,5 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor; gloo does not know all dtypes."""
+    """The memory of a contiguous tensor; gloo lacks some dtypes."""
     return tensor.view(-1).view(torch.uint8)

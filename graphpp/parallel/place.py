@@ -1,11 +1,11 @@
-"""Where a rank of a pipeline stands: its device, the ranks of its pipeline, and the ranks that train its stages on other data.
+"""Makes the `RankPlace` of a rank: its device, the ranks of its pipeline, and the ranks that train its stages on other data.
 
-Contract
-    `mesh=` is a `DeviceMesh` (`mesh.py` has its dimensions), a process group of the pipeline's ranks, or None: the world, which
-    is initialised if torchrun's variables are set and nobody has.
-    The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
-    `GraphPPError` where a rank has no such device, is not in the mesh or group, or where the mesh has other dimensions;
-    `MismatchError` on all other ranks of the mesh, and where ranks were given other meshes.
+Contract:
+- `mesh=` is a `DeviceMesh` (dimensions: `mesh.py`), a process group of the pipeline's ranks, or None: the world, which is
+  initialised here if it is not yet, and torchrun's variables are set.
+- The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
+- Raises `GraphPPError` if a rank lacks the device, is not in the mesh or group, or the mesh has other dimensions; then
+  `MismatchError` on all other ranks of the mesh, and if ranks were given different meshes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def place_of(
 ) -> RankPlace:
     """The place of this rank. Raises `GraphPPError`.
 
-    `timeout`: seconds, of the world's process group if it is made here. `shards_alone`: whether one rank along `dp_shard` has
-    a shard too, of all rows.
+    `timeout`: seconds, of a world group made here. `shards_alone`: a single rank along `dp_shard` too has a shard, of all rows.
     """
     if isinstance(mesh, DeviceMesh):
         return _in_mesh(model, mesh, device, 1 if shards_alone else 2)
@@ -64,8 +63,8 @@ def planned_mesh(
 ) -> DeviceMesh | None:
     """A mesh with these dimensions over all ranks of the job; None in one process without a process group.
 
-    Raises `GraphPPError` where the job has another number of ranks, for a mesh over which the model has to be spread first, and
-    where one process would need a process group. `timeout`: as for `place_of`.
+    Raises `GraphPPError` if the job has another number of ranks, if the model must be spread over the mesh first, and if one
+    process would need a process group. `timeout`: as for `place_of`.
     """
     spread = [name for name in ("tp", "ep", "cp") if sizes.get(name, 1) > 1]
     if spread:
@@ -89,7 +88,7 @@ def planned_mesh(
 
 
 def check_planned(mesh: MeshLike, sizes: Mapping[str, int]) -> None:
-    """Raise `GraphPPError` where a mesh has other sizes than a plan; dimensions of one rank do not count."""
+    """Raise `GraphPPError` if the sizes of a mesh differ from a plan's; dimensions of one rank are ignored."""
     if isinstance(mesh, DeviceMesh):
         found = dict(zip(dimensions(mesh), mesh.shape, strict=True))
     else:
@@ -104,7 +103,7 @@ def _shape(sizes: Mapping[str, int]) -> str:
 
 
 def _check_group(mesh: object) -> None:
-    """Raise where `mesh` is no process group; torch gives ranks outside of a new group a number in its place."""
+    """Raise if `mesh` is no process group; for ranks outside of a new group torch returns a number in place of the group."""
     if mesh is dist.GroupMember.NON_GROUP_MEMBER or (type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER):
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
     if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
@@ -112,7 +111,7 @@ def _check_group(mesh: object) -> None:
 
 
 def pipeline_ranks(mesh: MeshLike) -> int | None:
-    """The number of ranks of a pipeline; None: `mesh` does not say."""
+    """The number of ranks of a pipeline; None if `mesh` does not give it."""
     if isinstance(mesh, DeviceMesh):
         return pipeline_size(mesh)
     _check_group(mesh)
@@ -120,13 +119,13 @@ def pipeline_ranks(mesh: MeshLike) -> int | None:
 
 
 def shard_ranks(mesh: MeshLike) -> int | None:
-    """The number of ranks over which parameters are sharded; None: they are not."""
+    """The number of ranks over which parameters are sharded; None if they are not sharded."""
     ranks = shard_size(mesh) if isinstance(mesh, DeviceMesh) else 1
     return ranks if ranks > 1 else None
 
 
 def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least_shards: int) -> RankPlace:
-    """All ranks of the mesh compare it before groups are made: with other meshes they would wait for each other in others."""
+    """All ranks compare the mesh before groups are made: with different meshes the ranks would hang in different groups."""
     if mesh.get_coordinate() is None:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the mesh: call compile on the ranks of the mesh only")
 
@@ -144,7 +143,7 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
 
 
 def usable_device(wanted: torch.device) -> torch.device:
-    """The device with its number, made the current one. Raises `GraphPPError` where the machine has none such."""
+    """The device with its index, made the current one. Raises `GraphPPError` if this machine lacks the device."""
     try:
         torch.empty(0, device=wanted)
         if wanted.type == "cuda":
@@ -169,7 +168,7 @@ def _default_device(model: object, type_of_mesh: str | None = None) -> torch.dev
 
 
 def _world(device: torch.device, timeout: float | None) -> dist.ProcessGroup | None:
-    """The world group, initialised from torchrun's variables if nobody has; None for one process."""
+    """The world group, initialised from torchrun's variables if needed; None for one process."""
     if not dist.is_available():
         return None
     if not dist.is_initialized():
@@ -180,10 +179,10 @@ def _world(device: torch.device, timeout: float | None) -> dist.ProcessGroup | N
 
 
 def _initialise(backend: str, timeout: float | None) -> None:
-    """Make the world group; after a restart by torchrun under new names in the store, which has the ended processes' addresses.
+    """Make the world group. After a torchrun restart, use new names: the store still has the addresses of ended processes.
 
-    https://github.com/pytorch/pytorch/issues/135712. Ranks of several machines may see other counts of starts: they keep the
-    names, and a line of the log has the remedy.
+    https://github.com/pytorch/pytorch/issues/135712. Ranks of several machines may see different restart counts, so they keep
+    the names, and log the remedy.
     """
     seconds = None if timeout is None else timedelta(seconds=timeout)
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,9 +1,6 @@
-"""Where a rank stands: its device, the ranks of its pipeline, and the ranks that share its stages, layers or parameters.
+"""`RankPlace`: a rank's device and process groups, made by `place.py` for a process group and by `mesh.py` for a `DeviceMesh`.
 
-Contract: plain data, made by `place.py` for a process group and by `mesh.py` for a `DeviceMesh`. None stands for a group in
-which this rank would be alone.
-
-On a mesh, the ranks of a group have this rank's coordinates but in these dimensions:
+None stands for a group in which this rank would be alone. On a mesh, a group's ranks differ in these dimensions only:
 
     group                    pp                        sharding.group           dp_shard, ep
     tp_group                 tp                        sharding.copies          dp_replicate, cp
@@ -30,9 +27,9 @@ from graphpp.parallel.agreement import Agreement
 class Sharding:
     """The ranks among which parameters are sharded.
 
-    `mesh`: these ranks, in one dimension. `spread_mesh`: the same, after a dimension of the ranks over which the model spreads
-    such parameters itself, if there are any: `tp`, or `ep` for experts, cuts a parameter first. `copies`: the replicas with the
-    same shards as this rank (None: none).
+    `mesh`: these ranks, in one dimension. `spread_mesh`: `mesh`, after the dimension over which the model itself spreads such
+    parameters, if there is one: `tp`, or `ep` for experts, cuts a parameter first. `copies`: the replicas with the same shards
+    as this rank (None: none).
     """
 
     mesh: DeviceMesh
@@ -41,26 +38,25 @@ class Sharding:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of the ranks of `mesh`."""
         return self.mesh.get_group()
 
     @property
     def rank(self) -> int:
-        """This rank's place in `mesh`, which is the number of its shards."""
+        """This rank's position in `mesh`, which is the number of its shards."""
         return self.mesh.get_local_rank()
 
     @property
     def ranks(self) -> int:
-        """Into how many shards parameters are cut."""
+        """The number of shards of a parameter."""
         return self.mesh.size()
 
 
 @dataclass(frozen=True)
 class SpreadExperts:
-    """The ranks over which the experts of each layer are spread (expert parallelism); each trains on data of its own.
+    """The ranks over which the experts of each layer are spread (expert parallelism); each trains on other data.
 
-    `group`: these ranks. `replicas`: the ranks with this rank's experts and other data (None: none). `sharding`: among which
-    ranks these experts are sharded (None: a rank has its experts whole).
+    `group`: these ranks. `replicas`: the ranks with the same experts and other data (None: none). `sharding`: the ranks among
+    which these experts are sharded (None: experts are whole).
     """
 
     group: dist.ProcessGroup
@@ -70,15 +66,15 @@ class SpreadExperts:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where this rank stands: its device, and its process groups.
+    """This rank's device and process groups.
 
     `group`: of its pipeline (None: one process). `replicas`: of the ranks with the same stages and other data (None: none).
     `cp_ep_group`: of the replicas with which the model itself may exchange values (None: none). `tp_group`: of the ranks that
     share the layers of its stages (None: none), `pp_tp_group`: of all ranks of their pipelines, which compute the same
-    microbatches (None: `group`). `experts`: None where no other rank has other experts. `sharding`: of parameters that are no
-    experts; None where each rank holds its parts of parameters whole. `parts_group`: of the ranks that together hold the model
-    once, where parameters are sharded or experts spread (None: those of `model_parallel`). `mesh`: None where the caller gave
-    none. `everyone`: all ranks that compile the model together (None: one process).
+    microbatches (None: `group`). `experts`: None if no other rank has other experts. `sharding`: of parameters that are no
+    experts (None: not sharded). `parts_group`: of the ranks that together have one copy of the model, where parameters are
+    sharded or experts spread (None: `model_parallel`). `mesh`: the caller's, or None. `everyone`: all ranks that compile the
+    model together (None: one process).
     """
 
     device: torch.device
@@ -94,11 +90,10 @@ class RankPlace:
     everyone: dist.ProcessGroup | None = None
 
     def agreement(self, group: dist.ProcessGroup | None) -> Agreement:
-        """An agreement among the ranks of `group`, whose errors name ranks as `described` does."""
         return Agreement(group, self.device, self.described)
 
     def described(self, rank: int) -> str:
-        """A rank of the world in an error: "rank 5", or "rank 5 (pp 1, tp 0)" with its coordinates on the mesh."""
+        """The text of a world rank in errors: "rank 5", or "rank 5 (pp 1, tp 0)" with its coordinates on the mesh."""
         found = [] if self.mesh is None else (self.mesh.mesh == rank).nonzero().tolist()
         if self.mesh is None or not found:
             return f"rank {rank}"
@@ -107,7 +102,7 @@ class RankPlace:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All process groups over which calls of a pipeline exchange values, each once."""
+        """All process groups in which calls of a pipeline exchange values, each once."""
         experts = self.experts
         found = [self.group, self.tp_group, self.model_parallel, self.replicas, self.cp_ep_group, self.whole_model]
         if experts is not None:
@@ -118,17 +113,17 @@ class RankPlace:
 
     @property
     def model_parallel(self) -> dist.ProcessGroup | None:
-        """The ranks that compute the same microbatches, along the pipeline and `tp`; None for one process."""
+        """The ranks that compute the same microbatches, along `pp` and `tp`; None for one process."""
         return self.group if self.pp_tp_group is None else self.pp_tp_group
 
     @property
     def whole_model(self) -> dist.ProcessGroup | None:
-        """The ranks that together hold the model once; None for one process."""
+        """The ranks that together have one copy of the model; None for one process."""
         return self.model_parallel if self.parts_group is None else self.parts_group
 
     @property
     def experts_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which experts are spread; None: there are no others."""
+        """The ranks over which experts are spread; None without other ranks."""
         return None if self.experts is None else self.experts.group
 
     @property
@@ -138,17 +133,16 @@ class RankPlace:
 
     @property
     def ranks(self) -> int:
-        """Ranks in the pipeline."""
         return dist.get_world_size(self.group) if self.group is not None else 1
 
     @property
     def shards(self) -> int | None:
-        """Into how many shards parameters are cut; None: each rank holds the whole parameters of its stages."""
+        """The number of shards of a parameter; None if parameters are not sharded."""
         return None if self.sharding is None else self.sharding.ranks
 
     @property
     def same_parameters(self) -> dist.ProcessGroup | None:
-        """The ranks with the same parameters as this one; None: there are no others."""
+        """The ranks with the same parameters as this one; None without other ranks."""
         if self.sharding is not None:
             return self.sharding.copies
         return self.replicas if self.experts is None else self.experts.replicas
@@ -166,5 +160,5 @@ class RankPlace:
 
     @property
     def first_holder(self) -> bool:
-        """Whether this rank is the first one of its pipeline and has the first parts of parameters."""
+        """Whether this rank is the first of its pipeline and has the first parts of parameters."""
         return self.rank == 0 and self.first_of_stage

@@ -1,6 +1,6 @@
-"""Sums of tensors over the ranks of a group: the form of an implementation, and how tensors travel together.
+"""Sums of tensors over the ranks of a group: the protocol of an implementation, and the bundling of tensors.
 
-There are two: `ordered_sums.py` adds in the order of the ranks, `backend_sums.py` leaves the order to the group's backend.
+`ordered_sums.py` adds in the order of the ranks; `backend_sums.py` leaves the order to the group's backend.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _BUNDLE = 2**23  # bytes
 
 
 PendingSums = Callable[[], list[torch.Tensor]]
-"""Sums whose messages are under way: waits for them, gives their memory back, and adds. It is called once."""
+"""Pending sums: a call waits for the messages, frees their memory, and adds. Call it once."""
 
 
 class Sums(Protocol):
-    """Starts to sum several contiguous tensors of one dtype, which travel together. All ranks start equal sums in one order."""
+    """Starts to sum contiguous tensors of one dtype in common messages. All ranks start equal sums in the same order."""
 
     def scattered(
         self,
@@ -30,21 +30,18 @@ class Sums(Protocol):
     ) -> PendingSums:
         """Sum this rank's part of each tensor; the results are [elements of the part].
 
-        The list `totals` is emptied: a tensor whose elements have been packed gives its memory back before parts arrive.
-        `lengths`: for each tensor the elements of each rank's part, in order; `dtypes`: of each sum (None: that of the
-        tensors).
+        Empties the list `totals`, so that packed tensors are freed before parts arrive. `lengths`: for each tensor the elements
+        of each rank's part, in order; `dtypes`: of each sum (None: the tensors' dtypes).
         """
 
     def everywhere(self, total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
-        """Sum a tensor, [elements], on every rank; the result is one tensor of its shape.
+        """Sum a tensor, [elements], on every rank; the result is one tensor of its shape. Takes over the memory of `total`.
 
-        The memory of `total` is taken over. The pending sums may send messages too: all ranks call several of them in the same
-        order.
+        Pending sums may send messages too, so all ranks must call them in the same order.
         """
 
 
 def reduced_in_place(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
-    """Start the all-reduce of the group's backend; it sums the tensor in place."""
     work = dist.all_reduce(total, group=group, async_op=True)
     assert work is not None, "the collective was started with async_op"
 
@@ -56,10 +53,10 @@ def reduced_in_place(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSu
 
 
 def bundles(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors to send together: of one dtype, in order, up to `_BUNDLE` bytes unless one alone is larger."""
+    """The positions of tensors to send together: of one dtype, in order, up to `_BUNDLE` bytes unless one tensor is larger."""
     found: list[list[int]] = []
     sizes: list[int] = []
-    latest: dict[torch.dtype, int] = {}  # the bundle of each dtype that is not full
+    latest: dict[torch.dtype, int] = {}  # the last bundle of each dtype
     for position, tensor in enumerate(tensors):
         at = latest.get(tensor.dtype)
         if at is None or sizes[at] + tensor.nbytes > _BUNDLE:
@@ -72,10 +69,9 @@ def bundles(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def merged(tensors: MutableMapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[torch.Tensor]:
-    """Bundle by bundle the elements of some of the tensors, [elements] of a bundle.
+    """The elements of some of the tensors, bundle by bundle, [elements] of a bundle.
 
-    The tensors of a bundle become contiguous views of its memory. A bundle whose tensors are contiguous and stand one after the
-    other in one memory keeps that memory.
+    The tensors become contiguous views of their bundle's memory. Contiguous tensors that are adjacent in one memory keep it.
     """
     for bundle in bundles([tensors[name] for name in names]):
         own = [names[at] for at in bundle]
@@ -89,12 +85,12 @@ def merged(tensors: MutableMapping[str, torch.Tensor], names: Sequence[str]) -> 
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All elements of contiguous tensors that stand one after the other in one memory, [elements]; None where they do not."""
+    """All elements of contiguous tensors that follow each other in one memory, [elements]; None for other tensors."""
     first, elements = tensors[0], 0
     memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
     for each in tensors:
         apart = each.storage_offset() != start + elements or each.untyped_storage().data_ptr() != memory
-        if apart or not each.is_contiguous() or each.is_conj() or each.is_neg():  # conjugated and negated when they are read
+        if apart or not each.is_contiguous() or each.is_conj() or each.is_neg():  # lazily conjugated or negated
             return None
         elements += each.numel()
     return first.as_strided((elements,), (1,), start)

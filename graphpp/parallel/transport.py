@@ -1,13 +1,11 @@
-"""Messages between the ranks of a process group: the form of a transport, and which one a group has.
+"""Messages between the ranks of a process group: the protocol of a transport, and the choice of a group's transport.
 
-Contract
---------
-- `transport_of` gives the transport of a group for tensors of a device: shared memory (`same_host/`) where `connect` has found
-  all ranks on one host and the tensors are on the CPU, else the group's own backend, gloo or NCCL. No other package asks which.
-- `connect` is called by all ranks of a group, any number of times. It finds shared memory on all of them or on none: not for
-  ranks on several hosts, in containers that hide their processes, of several users, on another system than Linux, or without
-  gloo.
-- Both ranks of a pair post their messages in one order. `PeerLost` names a rank that cannot be reached.
+Contract:
+- `transport_of` returns shared memory (`same_host/`) if `connect` has found all ranks on one host and the tensors are on the
+  CPU, else the group's own backend, gloo or NCCL. No other package distinguishes them.
+- `connect` is called by all ranks of a group, any number of times. It finds shared memory on all of them or on none: on none
+  for several hosts or users, containers that hide their processes, other systems than Linux, and groups without gloo.
+- Both ranks of a pair post their messages in the same order. `PeerLost` names a rank that cannot be reached.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _ABLE = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "m
 
 
 class Work(Protocol):
-    """A message under way, as a `dist.Work`."""
+    """A message under way; implemented by `dist.Work`."""
 
     def is_completed(self) -> bool:
         """Whether the message is known to be sent or received; does not wait."""
@@ -40,31 +38,31 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """Sends, receives, and the small exchanges of all ranks. `copies`: a send copies its tensors and is complete at once."""
+    """Sends, receives and small collectives. `copies`: a send copies its tensors and is complete at once."""
 
     copies: bool
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int) -> Sequence[Work]:
-        """Post tensors without gaps for a rank of the group."""
+        """Post a send of tensors without gaps to a rank of the group."""
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int) -> Sequence[Work]:
-        """Post a receive: the next message from a rank of the group is written into the tensors."""
+        """Post a receive of the next message from a rank of the group into the tensors."""
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """The largest value of each number over all ranks; called by all of them, with as many integers of 64 bits."""
+        """The maximum over all ranks of each number; called by all ranks, with equally many 64-bit integers."""
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
-        """Write the values of the rank `source` into those of all ranks; called by all of them, with one shape and dtype."""
+        """Copy the values of the rank `source` to all ranks; called by all ranks, with equal shapes and dtypes."""
 
     def settle(self) -> None:
-        """Wait until every message of this rank can be read, also if this process ends."""
+        """Wait until every message of this rank can be read, even if this process ends."""
 
     def drop(self) -> None:
-        """Forget the receives of a step that failed."""
+        """Forget the receives of a failed step."""
 
 
 class BackendTransport:
-    """Messages over the group's backend, one call for each tensor, as torch's pipeline runtime posts them."""
+    """Messages over the group's backend, one call per tensor, as torch's pipeline runtime posts them."""
 
     copies = False
 
@@ -88,28 +86,24 @@ class BackendTransport:
         dist.broadcast(values, group=self._group, group_src=source)
 
     def settle(self) -> None:
-        """Nothing: each send has a work of its own to wait for."""
+        """Does nothing: the caller waits for the work of each send."""
 
     def drop(self) -> None:
-        """Nothing: the backend has the receives."""
+        """Does nothing: the backend keeps the receives."""
 
 
 def transport_of(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
-    """The transport of a group for tensors on a device."""
     shared = same_host(group) if device.type == "cpu" else None
     return BackendTransport(group, device) if shared is None else shared
 
 
-# ---------------------------------------------------------------------------------- the door to shared memory
-
-
 def same_host(group: dist.ProcessGroup | None) -> SameHost | None:
-    """This rank's messages within a group whose ranks were found on one host by `connect`."""
+    """This rank's shared-memory transport of a group; None unless `connect` found all ranks on one host."""
     return None if group is None else _KNOWN.get(group)
 
 
 def connect(group: dist.ProcessGroup | None) -> None:
-    """Look for the other ranks of a group on this host, if nobody has done so."""
+    """Find out whether the ranks of a group share this host, once per group."""
     if group is not None and group not in _KNOWN and dist.get_world_size(group) > 1 and has_gloo(group):
         _KNOWN[group] = _connected(group)
 
@@ -126,7 +120,7 @@ def _connected(group: dist.ProcessGroup) -> SameHost | None:
 
 
 def _reached(offers: Sequence[Sequence[int]], rank: int, inbox: Inbox) -> dict[int, Peer] | None:
-    """The other ranks by their numbers; None if one of them cannot be reached."""
+    """The other ranks' peers by rank; None if one of them cannot be reached."""
     found: dict[int, Peer] = {}
     try:
         for other, (process, pipe, handle, word) in enumerate(offers):

@@ -1,8 +1,7 @@
-"""The recipe: the ordered list of passes that turns a joint graph into stage programs.
+"""The ordered list of passes that turns a joint graph into stage programs.
 
-Read `lower` from top to bottom and you know the compiler. Every pass runs through `_Passes.run`, which verifies a joint graph
-after the pass and calls one hook with the result: dumps and timing hang there and nowhere else. Dumps print the names of the
-functions.
+`_Passes.run` runs every pass, verifies a joint graph after it, and calls one hook with the result, for dumps and timing. Dumps
+print the names of the functions.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ T = TypeVar("T", JointGraph, StagedGraphs, PipelineProgram)
 
 @dataclass(frozen=True)
 class PassResult:
-    """A pass that has run, as a hook sees it: the pass's name, its time (seconds), its result."""
-
     name: str
     seconds: float
     result: JointGraph | StagedGraphs | PipelineProgram
@@ -52,15 +49,14 @@ Hook = Callable[[PassResult], None]
 class LoweringOptions:
     """The passes that a plan switches on, and their settings.
 
-    `split_backward`: every stage gets I and W besides B. `weight_grad_may_recompute`: the nodes of I that W may compute again.
-    `region_of`: the region of a forward operation; whole regions are recomputed in the backward. `may_recompute`: the
-    operations of a region that may run again. `recompute_budget`: the terms on which single values, among the values still
-    saved after `region_of`, are recomputed. `fuse_grad_accumulation`: a matrix product that is a gradient is written into the
-    gradient's sum over microbatches; `product_workspace`: the bytes that its kernel takes beside the sum (None: none).
-    `hoist_per_step`: values that depend on parameters, buffers and constants alone are
-    computed once per step. `layers`: parameters are sharded, and programs gather one layer at a time; values that depend on
-    parameters are not hoisted then. `shared_by`: the name of the group of ranks that share each layer; sums of gradients over
-    this group leave the graph, but for programs that gather layers, whose gradients leave at once.
+    `split_backward`: every stage also gets I and W. `weight_grad_may_recompute`: the nodes of I that W may compute again.
+    `region_of`: the region of a forward operation; the backward recomputes whole regions. `may_recompute`: the operations of a
+    region that may run again. `recompute_budget`: the terms of recomputing single values among the values still saved after
+    `region_of`. `fuse_grad_accumulation`: a matrix product that is a gradient is added directly into the gradient's sum over
+    microbatches; `product_workspace`: the bytes that its kernel takes besides the sum (None: none). `hoist_per_step`: values
+    that depend only on parameters, buffers and constants are computed once per step. `layers`: parameters are sharded, and
+    programs gather one layer at a time; then values that depend on parameters are not hoisted. `shared_by`: the name of the
+    group of ranks that share each layer; gradient sums over this group leave the graph, except with `layers`.
     """
 
     split_backward: bool = False
@@ -83,7 +79,7 @@ def lower(
 ) -> PipelineProgram:
     """Joint graph -> stage programs; stage s begins at position `starts[s]` of the forward. Changes `joint` in place.
 
-    Raises `CaptureError` where a buffer is written in one stage and read in another.
+    Raises `CaptureError` if a buffer is written in one stage and read in another.
     """
     return lower_assigned(assigned(joint, starts, hook, options), len(starts), hook, options)
 
@@ -94,7 +90,7 @@ def assigned(
     hook: Hook = lambda result: None,
     options: LoweringOptions = LoweringOptions(),
 ) -> JointGraph:
-    """The first half of `lower`: every node has its stage. Changes `joint` in place."""
+    """The first half of `lower`: assigns stages. Changes `joint` in place."""
     passes = _Passes(hook)
     joint = passes.run(clean_up, joint)
     joint = passes.run(snapshot_buffers, joint)
@@ -113,10 +109,7 @@ def assigned(
 def lower_assigned(
     joint: JointGraph, stages: int, hook: Hook = lambda result: None, options: LoweringOptions = LoweringOptions()
 ) -> PipelineProgram:
-    """The second half of `lower`, for a joint graph whose nodes have stages already; `joint` is not changed.
-
-    One captured graph is lowered several times with different options: only this half runs again.
-    """
+    """The second half of `lower`, for a joint graph with stages; `joint` is not changed, so it can be lowered several times."""
     joint, staged = staged_graphs(joint, stages, hook, options)
     return _Passes(hook).run(emit, joint, staged)
 
@@ -124,7 +117,7 @@ def lower_assigned(
 def staged_graphs(
     joint: JointGraph, stages: int, hook: Hook = lambda result: None, options: LoweringOptions = LoweringOptions()
 ) -> tuple[JointGraph, StagedGraphs]:
-    """The phase graphs of the stages, before programs are emitted, and the joint graph that was cut; `joint` is not changed."""
+    """The phase graphs of the stages before programs are emitted, and the joint graph that was cut; `joint` is not changed."""
     passes, region_of, budget, layers = _Passes(hook), options.region_of, options.recompute_budget, options.layers
     if region_of is not None and joint.training:
         joint = passes.run(recompute_regions, joint.copy(), region_of, options.may_recompute)
@@ -146,9 +139,9 @@ def staged_graphs(
 
 
 def _with_step_invariants(options: LoweringOptions) -> MayRecompute:
-    """W may compute step-invariant values again (casts of parameters), beside the values that the options name.
+    """W may also compute step-invariant values again (casts of parameters), from parameters that it gathers.
 
-    I may not save these values for W, for they would keep whole parameters alive. W gathers the parameters that it reads.
+    I may not save these values for W, because they would keep whole parameters alive.
     """
     return lambda node: bool(node.meta.get("step_invariant")) or options.weight_grad_may_recompute(node)
 

@@ -1,8 +1,8 @@
 """Provenance: the phase graph from which each program was emitted.
 
-Contract: `ProgramGraphs.hook()` watches one run of the recipe and records, for each program of every stage, the last phase
-graph before `emit`. Compiled regions, woven programs and CUDA graphs start from these graphs. A program is known by the `id` of
-its function, which programs for other sizes share: the record holds the program, so that no other object takes the `id`.
+Contract: `ProgramGraphs.hook()` watches one run of `lower` and records the last phase graph before `emit` of each program.
+Compiled regions, woven programs and CUDA graphs start from these graphs. The key of a program is the `id` of its function,
+which programs for other sizes share; the record keeps the program alive, so that no other object gets the `id`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from graphpp.runtime.program import Phase, PipelineProgram, Program
 
 @dataclass
 class ProgramGraphs:
-    """The phase graphs from which programs were emitted."""
 
     _graphs: dict[int, tuple[Program, PhaseGraph]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, several: Iterable[ProgramGraphs]) -> ProgramGraphs:
-        """The union of several records."""
         return cls({key: pair for each in several for key, pair in each._graphs.items()})
 
     def hook(self) -> Hook:
-        """A hook for the recipe: keeps the last staged graphs, and records them when the programs are emitted."""
+        """A hook for `lower`: keeps the last staged graphs, and records them when the programs are emitted."""
         staged: list[StagedGraphs] = []
 
         def hook(passed: PassResult) -> None:
@@ -41,7 +39,6 @@ class ProgramGraphs:
         return hook
 
     def add(self, item: Program, graph: PhaseGraph) -> None:
-        """Record the phase graph of a program."""
         self._graphs[id(item.run)] = (item, graph)
 
     def of(self, item: Program) -> PhaseGraph:

@@ -1,14 +1,11 @@
-"""The keys under which a pipeline keeps runners and captured graphs, and the call that has them.
+"""The cache keys of runners and captured graphs, and the call that has them.
 
-    `CallKey`      the graph keys of a call's microbatches, in order    -> its runner (`graph_cache.py`)
-    `GraphKey`     all that a captured graph depends on                 -> the graph (`graph_cache.py`)
-    `GraphKey.of_kind`   the same without the sizes of the tensors      -> graphs with open sizes (`varying_sizes.py`)
+    `CallKey`            the graph keys of a call's microbatches, in order    -> runner (`graph_cache.py`)
+    `GraphKey`           everything that a captured graph depends on          -> graph (`graph_cache.py`)
+    `GraphKey.of_kind`   a `GraphKey` without the sizes of the tensors        -> graphs with open sizes (`varying_sizes.py`)
 
-Compiled regions, and their entries on disk, have keys of their own (`passes/stage/region_key.py`).
-
-Contract: equal keys mean equal graphs. A forward may change numbers in attributes, and the capture has shown that the graph
-holds for the changed numbers too. `after_step` changes them as eager does, and from then on the graph is found under the
-changed numbers as well.
+Contract: equal keys mean equal graphs. A forward may change numbers in attributes; the capture has shown that the graph is
+valid for the changed numbers too. `after_step` changes them as eager does, and maps the new key to the same graph.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ V = TypeVar("V")
 
 
 class Around(NamedTuple):
-    """All that a trace reads besides its microbatch: the state of the model, the calls of `recapture`, autocast."""
+    """Everything besides the microbatch that a trace reads: the state of the model, the calls of `recapture`, autocast."""
 
     conditions: Conditions
     recaptures: int
@@ -42,18 +39,16 @@ class Around(NamedTuple):
 
 
 class GraphKey(NamedTuple):
-    """All that a captured graph depends on: mode, signature of the microbatch, and the state around the call."""
 
     training: bool
     signature: tuple[str, ...]
     around: Around
 
     def of_kind(self, part: FlatMicrobatch) -> tuple[Any, ...]:
-        """The key of a graph with open sizes, which serves microbatches of the kind of `part`."""
+        """The key of the graphs with open sizes for microbatches of the kind of `part`."""
         return self.training, part.kind, self.around
 
     def difference(self, before: GraphKey) -> str:
-        """Why a graph captured under `before` does not serve, in words."""
         if before.training != self.training:
             return "training and evaluation took turns"
         pairs = zip(self.signature, before.signature, strict=False)
@@ -65,10 +60,7 @@ CallKey = tuple[GraphKey, ...]
 
 @dataclass(frozen=True)
 class StepCall:
-    """One call of every rank: its microbatches, their keys, and the weights of their losses.
-
-    Microbatches with equal keys are served by one captured graph.
-    """
+    """One call of every rank. One captured graph serves all microbatches with equal keys."""
 
     parts: Sequence[FlatMicrobatch]
     key: CallKey
@@ -76,24 +68,22 @@ class StepCall:
 
     @property
     def training(self) -> bool:
-        """Whether gradients are computed."""
         return self.key[0].training
 
     @cached_property
     def distinct(self) -> dict[GraphKey, FlatMicrobatch]:
-        """The first microbatch of each key."""
         first: dict[GraphKey, FlatMicrobatch] = {}
         for key, part in zip(self.key, self.parts, strict=True):
             first.setdefault(key, part)
         return first
 
     def shapes(self) -> list[str]:
-        """The number of microbatches, and the shapes of the tensors of each kind: lines that ranks compare."""
+        """The number of microbatches, and the tensor shapes of each kind: lines that ranks compare."""
         tensors = (pair for part in self.distinct.values() for pair in part.tensors.items())
         return [f"{len(self.parts)} microbatches", *(f"{path}: {list(each.shape)}" for path, each in tensors)]
 
     def describe(self) -> list[str]:
-        """The microbatches of each kind, and the signature of the kind: lines that ranks compare."""
+        """The microbatches and the signature of each kind: lines that ranks compare."""
         kinds = self.distinct
         alike = [", ".join(str(index) for index, key in enumerate(self.key) if key == kind) for kind in kinds]
         first = "microbatches of one shape" if len(kinds) == 1 else f"microbatches of {len(kinds)} shapes: {' | '.join(alike)}"
@@ -101,25 +91,24 @@ class StepCall:
 
 
 class Recent(OrderedDict[K, V], Generic[K, V]):
-    """A cache of at most `limit` values, from which the least recently used one is dropped."""
+    """A cache of at most `limit` values that drops the least recently used one."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
 
     def use(self, key: K) -> V:
-        """The value of a key, which is now the most recently used one."""
         self.move_to_end(key)
         return self[key]
 
     def keep(self, key: K, value: V) -> K | None:
-        """Keep a value; returns the key of the value that was dropped for it, or None."""
+        """Keep a value; returns the key of the dropped value, or None."""
         self[key] = value
         return self.popitem(last=False)[0] if len(self) > self._limit else None
 
 
 class KeyMaker:
-    """Makes the keys of calls. `limit`: the number of states of the model of which one object each is kept."""
+    """Makes the keys of calls. `limit`: the number of remembered model states, one object each."""
 
     def __init__(self, model: nn.Module, loss: Any, device_type: str, limit: int) -> None:
         self._model, self._device_type = model, device_type
@@ -131,9 +120,9 @@ class KeyMaker:
         self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # keys under changed numbers -> the key of the graph
 
     def key(self, training: bool, signatures: Iterable[tuple[str, ...]]) -> CallKey:
-        """The key of a call over microbatches with these signatures, with the model as it is now.
+        """The key of a call over microbatches with these signatures, with the model in its current state.
 
-        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
+        Raises `GraphPPError` if modules or ties of parameters have changed since the pipeline was made, and while another
         thread captures the model.
         """
         look = self._watch.look()
@@ -150,7 +139,7 @@ class KeyMaker:
         return tuple(self._same.get(key, key) for key in keys)
 
     def _take(self, look: Look) -> None:
-        """Note the latest look, in which no module has a parameter of another thread's capture."""
+        """Make `look` the latest one; one object stands for all equal states."""
         self._checked = look
         if look.conditions not in self._states:
             self._states.keep(look.conditions, look.conditions)
@@ -160,19 +149,18 @@ class KeyMaker:
         return Around(self._conditions, self._recaptures, autocast_state(self._device_type))
 
     def forget_values(self) -> None:
-        """Hold no tensor any more that has left the model since the latest look."""
+        """Drop references to tensors that have left the model since the latest look."""
         self._take(self._watch.look())
 
     def after_capture(self) -> None:
-        """Take for unchanged what a capture has changed outside of the modules."""
+        """Treat changes that a capture made outside of the modules as no changes."""
         self._watch.settle()
 
     def recapture(self) -> None:
-        """Let every later call have a new key."""
         self._recaptures += 1
 
     def after_step(self, call: StepCall, updates: Sequence[Sequence[NumberUpdate]]) -> None:
-        """Change the numbers of the model as the call's microbatches do in eager; `updates`: of each microbatch's graph."""
+        """Change the model's numbers as the call's microbatches do in eager; `updates`: of each microbatch's graph."""
         changed = [update.apply(self._model) for update in dict.fromkeys(chain.from_iterable(updates))]
         if any(changed):
             self._take(self._watch.look())
@@ -181,7 +169,7 @@ class KeyMaker:
 
 
 def check_same_updates(updates: Sequence[Sequence[NumberUpdate]]) -> None:
-    """Raise `CaptureError` if the graphs of one call leave different numbers: each graph would depend on the one before."""
+    """Raise `CaptureError` if the graphs of one call change numbers differently: the order of microbatches would matter."""
     for each in updates:
         for update in set(each) ^ set(updates[0]):
             raise CaptureError(

@@ -1,12 +1,9 @@
 """The calls of a pipeline that every rank makes: agreed upon, prepared, run.
 
-Contract
---------
-- Every method is called by all ranks, and does the same on all ranks, or raises on all ranks.
-- A call has a number, which counts the calls of this pipeline on this rank. Before anything runs, ranks compare the pipeline,
-  the number, the kind and the arguments of a call, and checksums of the data that they were given.
-- After a call that ended midway on this rank every later call raises `GraphPPError` here: the other ranks may still be in that
-  call, and learn of it by the timeout.
+Contract: all ranks call every method, and each raises on all ranks or on none. Before anything runs, ranks compare the
+pipeline, the number of the call on this pipeline, its kind and arguments, and checksums of the data that each rank was given.
+After a call that failed midway on this rank, every later call here raises `GraphPPError`: the other ranks may still be in the
+failed call, until its timeout.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class Calls:
-    """The calls of one pipeline on this rank."""
 
     def __init__(
         self, request: CompileRequest, agreement: Agreement, cache: GraphCache, state: ModelState, reader: BatchReader
@@ -58,20 +54,18 @@ class Calls:
         self._timeouts = Timeouts(place.groups, options.parallel.timeout, options.parallel.start_timeout)
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
-        # Whether this rank exchanges values with replicas in every call, also in an evaluation.
+        # Whether evaluations too exchange values with replicas.
         self._meets_replicas = place.sharding is not None or place.experts is not None
         self._broken = False
         self.last: PreparedStep | None = None
         self.steps = 0  # training calls that have ended
         self.saving: str | None = None
 
-    # --------------------------------------------------------------------------------------- contexts of all ranks
-
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """A context around a call of all ranks: if one rank fails, the others raise `RankFailure`.
 
-        Tensors made in it are no inference tensors, also where the caller is in inference mode.
+        Inference mode is off inside, so the caller's inference mode makes no inference tensors here.
         """
         self._number += 1
         with self._board.watching(), torch.inference_mode(False):
@@ -79,7 +73,7 @@ class Calls:
 
     @contextlib.contextmanager
     def exchanging(self, training: bool = True) -> Iterator[None]:
-        """A context around messages and collectives after an agreement: if one fails, later calls are refused."""
+        """A context around messages and collectives after an agreement: if one of them fails, later calls are refused."""
         meets_replicas = training or self._meets_replicas
         self._broken = self._agreement.several or (meets_replicas and self._replicas.several)
         yield
@@ -87,17 +81,17 @@ class Calls:
 
     @contextlib.contextmanager
     def all_ranks(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[dict[str, Sequence[str]]]:
-        """A context around work of every rank of the pipeline: all leave it, or all raise if the work fails on one.
+        """A context around work of every rank of the pipeline: if the work fails on one rank, all ranks raise.
 
-        `alike`: lines that all ranks must have alike when the work is done, to which the work may add. The timeout is that of
-        the start, for files and values take longer than a step.
+        `alike`: lines that must be equal on all ranks at the end; the body may add lines. The timeout is `start_timeout`,
+        because files and values take longer than a step.
         """
         with self.watched(), self._timeouts.starting(), self.agreeing(what, alike) as lines:
             yield lines
 
     @contextlib.contextmanager
     def agreeing(self, what: str, alike: Mapping[str, Sequence[str]] = NO_LINES) -> Iterator[dict[str, Sequence[str]]]:
-        """As `all_ranks`, within a `watched` call and with the timeout of a step."""
+        """As `all_ranks`, inside `watched` and with the timeout of a step."""
         self.check_whole()
         lines = dict(alike)
         with Round(self._agreement) as r:
@@ -106,27 +100,24 @@ class Calls:
 
     @contextlib.contextmanager
     def all_replicas(self, what: str) -> Iterator[None]:
-        """A context around work of every replica: all leave it, or all raise if the work fails on one."""
+        """A context around work of every replica: if the work fails on one rank, all ranks of all replicas raise."""
         with self.watched(), self._timeouts.starting(), Round(self._replicas) as r:
             r.compare(Facts({"the call": [what]}))
             yield
 
     def check_whole(self) -> None:
-        """Raise `GraphPPError` after a call that ended midway."""
         if self._broken:
             raise GraphPPError(
                 "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
                 "restart all ranks from the last checkpoint."
             )
 
-    # --------------------------------------------------------------------------------------------------- a step
-
     def prepare(
         self, batch: Batch, weights: LossArguments = NO_WEIGHTS, *, training: bool = True, asked: str = "step"
     ) -> tuple[StepCall, PreparedStep]:
-        """The call and its runner, on all replicas or on none where the call exchanges values with replicas.
+        """The call and its runner. If the call exchanges values with replicas, all replicas prepare it or all raise.
 
-        `asked`: the name of the call. A new call has the timeout of the start, until all replicas are prepared.
+        `asked`: the name of the call. A new call has the timeout `start_timeout` until all replicas are prepared.
         """
         self.check_whole()
         meeting = [self._replicas] if training or self._meets_replicas else []
@@ -148,13 +139,11 @@ class Calls:
         return call, prepared
 
     def compile(self, batch: Batch, microbatches: int) -> None:
-        """Compile the graphs of a training call, for a table of so many microbatches, and run nothing."""
         with self._timeouts.starting():
             call, _ = self._agree(batch, NO_WEIGHTS, training=True, asked="compile")
             self._cache.compile(call, microbatches)
 
     def run(self, call: StepCall, prepared: PreparedStep, recorder: Recorder | None = None) -> PreparedStep:
-        """Run a call once, recorded if so asked; afterwards the runner has the results."""
         place = self._place
         loss = prepared.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
@@ -169,10 +158,7 @@ class Calls:
         return prepared
 
     def _agree(self, batch: Batch, weights: LossArguments, *, training: bool, asked: str) -> tuple[StepCall, bool]:
-        """A call for which all ranks have as many microbatches, of the same shapes and data, weights and scale.
-
-        Also whether a rank lacks data.
-        """
+        """The call, whose microbatches, data, weights and scale ranks have compared, and whether a rank has absent data."""
         self.check_whole()
         with Round(self._agreement, self._peers) as r:
             parts = self._reader.microbatches(batch, training=training)
@@ -186,14 +172,13 @@ class Calls:
         return call, r.lacking
 
     def _with_data(self, call: StepCall, prepared: PreparedStep) -> StepCall:
-        """The call with the data that this rank reads, of which some ranks were not given all."""
+        """The call with all data that this rank reads, received from other ranks where absent here."""
         number = self._data_calls[call.training]
         holdings = holdings_of_ranks(call.parts, prepared.reads(), number, self._every, self._agreement)
         with self.exchanging():
             return replace(call, parts=filled(call.parts, holdings, self._agreement))
 
     def _facts_of_replica(self, prepared: PreparedStep, asked: str, values: Mapping[str, Sequence[str]]) -> Facts:
-        """The facts that replicas compare: their stages, their shards, the call, and their initial values."""
         sharded = self._cache.ownership.sharded
         layout = {} if sharded is None else {"the shards of the parameters": sharded.layout}
         return prepared.lowered.replica_facts.adding({"the call": [asked], **layout, **values})
@@ -205,12 +190,11 @@ class Calls:
         more: Mapping[str, Sequence[str]] = NO_LINES,
         sums: Mapping[str, int | None] = MappingProxyType({}),
     ) -> Facts:
-        """Facts of a call, with the pipeline, the name and the number of the call, `more` lines and checksums."""
         number = f"call {self._number} of the pipeline {self._name}"
         return known.adding({**more, "the call": [call], "the number of the call": [number]}, sums)
 
     def _share_buffers(self, prepared: PreparedStep) -> None:
-        """Make the buffers that the forward wrote equal on all replicas, if so asked."""
+        """Broadcast or average over the replicas the buffers that the forward wrote, as `replica_buffers` says."""
         how, replicas = self._options.parallel.replica_buffers, self._place.replicas
         if how == "own" or replicas is None:
             return
@@ -222,14 +206,11 @@ class Calls:
             if group is not None:
                 share([local_tensor(self._state.tensor(fqn)) for fqn in sorted(fqns)], group)
 
-    # --------------------------------------------------------------------------------------------------- files
-
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks that hold the model once, for checkpoints, which are written while steps go on."""
+        """The ranks of one copy of the model, as a separate group for checkpoints, which are written while steps run."""
         return gloo_twin(self._place.whole_model, self._options.parallel.start_timeout)
 
     @cached_property
     def file_group_of_all(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks of all replicas, for checkpoints."""
         return gloo_twin(self._place.everyone, self._options.parallel.start_timeout)

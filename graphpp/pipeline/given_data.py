@@ -1,13 +1,10 @@
-"""Compare the data that the ranks of a pipeline were given, and send data to ranks that need them and were not given them.
+"""Compares the data that each rank of a pipeline was given, and sends absent data to the ranks that read them.
 
-Contract
---------
-- Ranks of one pipeline must be given the same data. `checksums` has one number for each tensor: of all elements in the first
-  calls and then in every n-th; in between of a sample of one microbatch. A sample of a tensor on a GPU would make the host
-  wait, and is left out.
-- A tensor on the meta device stands for data that a rank was not given. `holdings_of_ranks` raises `BatchError` on all ranks
-  if a rank reads data that no rank has; `filled` gives each rank the data that its stages read, from the lowest rank that has
-  them.
+Contract:
+- `checksums` has one number per tensor: of all elements in the first `_FIRST` calls and then in every n-th call; in other calls
+  of a sample of one microbatch. Samples skip tensors on a GPU, for which the host would wait.
+- A tensor on the meta device stands for absent data. `holdings_of_ranks` raises `BatchError` on all ranks if a rank reads data
+  that no rank was given; `filled` sends data from the lowest rank that was given them.
 """
 
 from __future__ import annotations
@@ -31,10 +28,9 @@ Place = tuple[int, str]  # the index of a microbatch and the path of a tensor in
 
 
 def checksums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[str, int | None]:
-    """The checksums of a call's tensors by name, None for an absent one.
+    """The checksums of a call's tensors by name, None for an absent tensor.
 
-    `call`: the number of the call among its kind, from 1. `every`: all elements are compared in every so many calls; 0: nothing
-    is compared.
+    `call`: the number of the call among its kind, from 1. `every`: every n-th call compares all elements; 0: none does.
     """
     return {_name(place): total for place, total in _sums(parts, call, every).items()}
 
@@ -55,12 +51,12 @@ def _sums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[Place,
 
 
 def _drawn(call: int, count: int) -> int:
-    """One of `count` microbatches, without a pattern over the calls."""
+    """A pseudo-random choice of one of `count` microbatches, equal on all ranks."""
     return ((call * 0x9E3779B1) >> 16) % count
 
 
 class _Holding(NamedTuple):
-    """The facts of one rank about one tensor: whether data were given, whether a stage reads them, and their checksum."""
+    """One rank's facts about one tensor: given data, read by a stage, has a checksum, the checksum."""
 
     given: bool
     read: bool
@@ -74,10 +70,10 @@ Holdings = dict[Place, list[_Holding]]  # by rank of the pipeline
 def holdings_of_ranks(
     parts: Sequence[FlatMicrobatch], read: Collection[str], call: int, every: int, agreement: Agreement
 ) -> Holdings:
-    """The facts of all ranks about each tensor, by rank. Called by all ranks, with tensors alike in shape and dtype.
+    """The facts of all ranks about each tensor. Called by all ranks, with tensors of equal shapes and dtypes.
 
     `read`: the paths that this rank's stages read. `call`, `every`: as for `checksums`. Raises on all ranks: `MismatchError`
-    where ranks were given different data, and `BatchError` where no rank was given data that a rank reads.
+    if ranks were given different data, and `BatchError` if no rank was given data that a rank reads.
     """
     tensors, sums = _tensors(parts), _sums(parts, call, every)
     totals = {place: sums.get(place) for place in tensors}
@@ -92,7 +88,7 @@ def holdings_of_ranks(
 
 
 def filled(parts: Sequence[FlatMicrobatch], holdings: Holdings, agreement: Agreement) -> list[FlatMicrobatch]:
-    """The microbatches with all tensors that this rank reads. Called by all ranks, with their common `holdings`."""
+    """The microbatches with all tensors that this rank reads. Called by all ranks, with equal `holdings`."""
     received = _exchanged(_tensors(parts), holdings, agreement)
     pairs = [list(zip(part.paths, part.values, strict=True)) for part in parts]
     values = [tuple(received.get((index, path), leaf) for path, leaf in each) for index, each in enumerate(pairs)]
@@ -100,7 +96,6 @@ def filled(parts: Sequence[FlatMicrobatch], holdings: Holdings, agreement: Agree
 
 
 def _check(holdings: Holdings, agreement: Agreement) -> None:
-    """Raise on all ranks where ranks hold different data, or a rank reads data that no rank was given."""
     lines = {}
     for rank in range(agreement.ranks):
         own = {_name(place): each[rank].total for place, each in holdings.items() if each[rank].checked}
@@ -118,7 +113,7 @@ def _check(holdings: Holdings, agreement: Agreement) -> None:
 def _exchanged(
     tensors: dict[Place, torch.Tensor], holdings: Holdings, agreement: Agreement
 ) -> dict[Place, torch.Tensor]:
-    """The tensors that this rank has received: each from the lowest rank that was given it, on every rank that lacks it."""
+    """The tensors that this rank receives: absent tensors that it reads, each from the lowest rank that was given it."""
     received: dict[Place, torch.Tensor] = {}
     messages = []
     for place, each in holdings.items():

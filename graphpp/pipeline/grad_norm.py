@@ -1,14 +1,12 @@
-"""Gradient norms and clipping over all ranks; of whole parameters bit-equal to torch's on the whole model in one process.
+"""Gradient norms and clipping over all ranks.
 
-Contract
---------
+Contract:
 - A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
-  is their norm, computed as in `torch.nn.utils.clip_grad_norm_`. A parameter that several ranks hold counts once. Every rank
-  returns the same norm.
-- Of a parameter that is spread over ranks, by `dp_shard`, by `tp` or by both, a rank computes the norm of its part. The ranks
-  exchange these norms, first along `dp_shard`, and all join them in one way, so the total is the same on all ranks, for every
-  split and schedule of one mesh.
-- The ranks tell each other which parameters have gradients, and their dtypes (`RankGradients.codes`), and wait for no GPU.
+  is computed from them as in `torch.nn.utils.clip_grad_norm_`: bit-equal to torch's on the whole model, where no parameter is
+  spread over ranks. A parameter on several ranks counts once. Every rank returns the same norm.
+- Of a parameter spread by `dp_shard`, `tp` or both, a rank computes the norm of its part. The ranks exchange these norms, first
+  along `dp_shard`, and join them in one order, so the total is equal on all ranks, for every split and schedule of one mesh.
+- The ranks exchange which parameters have gradients, and the dtypes (`RankGradients.codes`), without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _NO_GRADIENT = 0
 
 
 class Parts(NamedTuple):
-    """The ranks that hold other parts of the parameters, and the positions of the parameters that all of them hold whole."""
+    """The ranks that hold other parts of the parameters, and the positions of the parameters that every rank holds whole."""
 
     group: dist.ProcessGroup
     whole: tuple[int, ...]
@@ -45,9 +43,9 @@ class Parts(NamedTuple):
 class RankGradients:
     """The gradients of this rank's parameters, in the model's order.
 
-    `counted`: positions and gradients of the parameters that this rank counts and that have a gradient. `codes`: for each
-    parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 where this rank counts no gradient.
-    `parts`: over which ranks the parameters are spread, one entry for each dimension of the mesh, the one that cuts last first.
+    `counted`: the gradients that this rank counts, by position. `codes`: per parameter of the model
+    1 + the index of its gradient's dtype in `_DTYPES`; 0 where this rank counts no gradient. `parts`: one entry per mesh
+    dimension that spreads parameters; the dimension that cuts last comes first.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -60,9 +58,9 @@ class RankGradients:
     def of(
         cls, held: Mapping[str, torch.Tensor], order: Mapping[str, int], owners: Mapping[str, Sequence[int]], place: RankPlace
     ) -> RankGradients:
-        """The gradients of the parameters that this rank holds, by FQN; the first of a parameter's `owners` counts its norm.
+        """The gradients of this rank's parameters (`held`, by FQN). `order`: the positions of all parameters of the model.
 
-        `order`: the positions of the model's parameters.
+        The first of a parameter's `owners` counts its norm.
         """
         parts: list[Parts] = []
         pairs, parameters = [(order[fqn], each) for fqn, each in held.items()], list(held.values())
@@ -83,13 +81,11 @@ class RankGradients:
         return cls(parameters, counted, tuple(codes), place, tuple(parts))
 
     def reduce_(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """All-reduce a tensor over the ranks of the pipeline."""
         group = self.place.group
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(tensor, how, group=group)
 
     def present(self) -> list[torch.Tensor]:
-        """The gradients that are not None."""
         return [each.grad for each in self.parameters if each.grad is not None]
 
 
@@ -103,7 +99,7 @@ class Clipping:
 
 
 def read_clipping(max_norm: object, norm_type: object, error_if_nonfinite: bool = False) -> Clipping:
-    """The arguments of `clip_grad_norm_` as numbers. Raises `GraphPPError` for numbers that are no norm or no order."""
+    """The checked arguments of `clip_grad_norm_`. Raises `GraphPPError` for numbers that are no norm or no order."""
     most = _number("max_norm", "a number of 0 or more", max_norm)
     order = _number("norm_type", "the order of a norm, a number of 0 or more, or float('inf')", norm_type)
     require(GraphPPError, "error_if_nonfinite", FLAG, error_if_nonfinite)
@@ -134,7 +130,7 @@ def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
 
 
 def _own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
-    """The norms that this rank counts, float64 [parameters of the model]; 0 for all others."""
+    """The norms that this rank counts, float64 [parameters of the model]; 0 for every other parameter."""
     table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.place.device)
     counted = gradients.counted
     if gradients.parts:  # a rank may have no elements of a parameter
@@ -151,7 +147,6 @@ def _own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
 
 
 def _over_parts(table: torch.Tensor, parts: Parts, norm_type: float) -> torch.Tensor:
-    """The norms of gradients from those of each rank's part."""
     found = table.new_empty((dist.get_world_size(parts.group), len(table)))
     all_gather_many([found], [table], parts.group).wait()
     joined = torch.linalg.vector_norm(found, norm_type, dim=0) if norm_type else found.sum(0)
@@ -160,7 +155,6 @@ def _over_parts(table: torch.Tensor, parts: Parts, norm_type: float) -> torch.Te
 
 
 def _parts(parameters: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup) -> Parts:
-    """The ranks of `group`, over which the model spreads some parameters. `parameters`: positions and tensors."""
     return Parts(group, tuple(at for at, each in parameters if not is_spread_over(each, group)))
 
 
@@ -176,7 +170,7 @@ def _part_of(parameter: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(16)
 def _order_of_torch(codes: tuple[int, ...], device: torch.device) -> tuple[torch.dtype, torch.Tensor] | None:
-    """The dtype of the total norm and the order in which torch joins the norms; None without a gradient."""
+    """The dtype of the total norm and the positions in torch's order; None without a gradient."""
     seen = [code for code in dict.fromkeys(codes) if code != _NO_GRADIENT]
     if not seen:
         return None
@@ -187,15 +181,14 @@ def _order_of_torch(codes: tuple[int, ...], device: torch.device) -> tuple[torch
 
 @lru_cache(16)
 def _places(positions: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Positions as a tensor, kept, because copying them to a GPU would make the host wait in each step."""
+    """Positions as a tensor; cached, because a copy to the GPU in each step would make the host wait."""
     return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
 def share_overflow_(gradients: RankGradients) -> None:
-    """Make the first number of every gradient infinite on every rank, if any rank has a gradient that is not finite.
+    """If any rank has a non-finite gradient, set the first element of every gradient of every rank to infinity.
 
-    Each rank's own scaler then finds it. Of every gradient, because the parameters may belong to several optimizers, which the
-    scaler checks one by one.
+    Each rank's own scaler then detects the overflow. Every gradient is changed, because a scaler checks optimizers separately.
     """
     mine = [gradient for gradient in gradients.present() if gradient.numel()]
     device = gradients.place.device
@@ -212,6 +205,6 @@ def share_overflow_(gradients: RankGradients) -> None:
 
 
 def clip_(gradients: RankGradients, max_norm: float, norm: torch.Tensor, foreach: bool | None = None) -> None:
-    """Scale this rank's gradients by max_norm / norm where the norm is larger, as torch does."""
+    """Scale this rank's gradients by max_norm / norm if the norm is larger, as torch does."""
     with torch.no_grad():
         torch.nn.utils.clip_grads_with_norm_(gradients.parameters, max_norm, norm, foreach)

@@ -1,14 +1,12 @@
-"""The graphs and runners that a pipeline has made so far, each made once and on all ranks alike.
+"""The graphs and runners of a pipeline, each made once, on all ranks alike.
 
-Contract
---------
-- One graph per key of a microbatch, or one for several sizes (`varying_sizes.py`); one runner per key of a call
-  (`cache_key.py`). A call that has a runner takes one look-up.
-- At most `max_graphs` graphs are kept, as many graphs with open sizes, and those of the latest call if it uses more; the one
-  used longest ago goes first, with a message that says which argument keeps changing.
-- A new call is captured, lowered, agreed on, compiled, agreed on, and gets its runner. If that fails on one rank it fails on
-  all, and a rank keeps only graphs and runners that all ranks keep.
-- The first graph decides which rank holds which parameter (`ownership/`); a later one that would read it elsewhere is refused.
+Contract:
+- There is one graph per key of a microbatch, or one for several sizes (`varying_sizes.py`), and one runner per key of a call.
+- At most `max_graphs` graphs are kept, as many graphs with open sizes, and all graphs of the latest call. The least recently
+  used graph is dropped first, with a warning that names the argument that keeps changing.
+- A new call is captured, lowered, agreed on and compiled. A failure on one rank is a failure on all, and every rank keeps the
+  same graphs and runners.
+- The first graph decides which rank holds which parameter (`ownership/`); a later graph that reads one elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -51,31 +49,30 @@ _RUNNERS = 8  # how many runners are kept for each graph that may be kept
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A call that can run: lowered and compiled, with its runner, and the facts that ranks compare before each such call."""
+    """A call that can run: lowered and compiled, with its runner and the facts that ranks compare before each such call."""
 
     lowered: Lowered
     runner: GraphPPRunner
     facts: tuple[Facts, Facts] = (Facts(), Facts())
 
     def inputs(self, parts: Sequence[FlatMicrobatch]) -> list[Mapping[str, torch.Tensor]]:
-        """The tensors of each microbatch as the graphs take them: a graph with open sizes takes integers in order of memory."""
+        """The graphs' input tensors for each microbatch; a graph with open sizes takes integers in memory order."""
         pairs = zip(parts, self.lowered.graphs, strict=True)
         return [(part if graph.general is None else part.with_ordered_integers()).tensors for part, graph in pairs]
 
     def reads(self) -> set[str]:
-        """The paths of the tensors of a microbatch that this rank's stages read."""
+        """The paths of the microbatch tensors that this rank's stages read."""
         return set().union(*(graph.reads(self.runner.place.rank) for graph in self.lowered.graphs))
 
 
 class GraphCache:
-    """Compiles the graphs and makes the runners that are new, and keeps them."""
 
     def __init__(self, request: CompileRequest, state: ModelState, agreement: Agreement) -> None:
         """`agreement`: of the ranks that compute the same microbatches."""
         options, place = request.options, request.place
         self._request, self._state = request, state
         self._pipeline = agreement if place.tp_group is None else place.agreement(place.group)
-        # Ranks along tp have programs of their own, since each computes another part of a layer: they only wait for each other.
+        # Ranks along tp run different programs, since each computes another part of a layer: they compare no facts.
         self._groups = (self._pipeline,) if place.tp_group is None else (self._pipeline, agreement)
         self._modules = dict(request.model.named_modules())
         limit = options.debug.max_graphs
@@ -91,9 +88,9 @@ class GraphCache:
         self.first: CompiledGraph | None = None
 
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
-        """A call over these microbatches, with the model as it is now.
+        """A call over these microbatches, with the model in its current state.
 
-        Raises `GraphPPError` as `KeyMaker.key` does, and where another pipeline has trained a parameter elsewhere.
+        Raises `GraphPPError` as `KeyMaker.key` does, and where another pipeline has trained a parameter on another rank.
         """
         key = self._keys.key(training, [part.signature for part in parts])
         if self.first is not None:
@@ -103,17 +100,16 @@ class GraphCache:
         return StepCall(parts, key, weighting)
 
     def recapture(self) -> None:
-        """Let every later call be captured anew."""
         self._keys.recapture()
 
     def after_step(self, call: StepCall, step: PreparedStep) -> None:
-        """Change numbers in attributes of the model as the microbatches of a call do in eager, and note the training step."""
+        """Change numbers in attributes of the model as the microbatches do in eager, and note a training step."""
         if call.training:
             self.ownership.after_training()
         self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
 
     def facts(self, call: StepCall) -> tuple[Facts, Facts]:
-        """The facts that the ranks of a pipeline compare before a call, and those of ranks along `ep` and `cp`."""
+        """The facts of a call that the ranks of a pipeline compare, and the facts that ranks along `ep` and `cp` compare."""
         step = self._prepared.get(call.key)
         return self._facts(call, self._kept(call)) if step is None else step.facts
 
@@ -131,7 +127,7 @@ class GraphCache:
     def _kept(self, call: StepCall) -> str:
         """How much of a call without a runner is in the cache, in words that ranks compare.
 
-        A rank that compiles a call and a rank that runs it from its cache would wait for each other.
+        Without this comparison a rank that compiles and a rank that runs from its cache would deadlock.
         """
         new = [str(at) for at, (key, part) in enumerate(call.distinct.items()) if self._known(key, part) is None]
         if len(new) == len(call.distinct):
@@ -144,10 +140,7 @@ class GraphCache:
             raise GraphPPError("nothing is captured yet: give example= to graphpp.compile, or run a step first")
         return self.first
 
-    # ------------------------------------------------------------------------------------ the straight line of a new call
-
     def compile(self, call: StepCall, microbatches: int) -> None:
-        """Compile and keep the graphs of a call, for a table of so many microbatches. Called by all ranks."""
         with Round(*self._groups) as r:
             graphs, table = self._capture(call, microbatches)
             r.compare(facts.of_call([graph.facts for graph in graphs.values()], table))
@@ -155,11 +148,10 @@ class GraphCache:
         self._keep(graphs, call)
 
     def has(self, call: StepCall) -> bool:
-        """Whether the call was prepared before."""
         return call.key in self._prepared
 
     def prepare(self, call: StepCall) -> PreparedStep:
-        """The runner of a call, from the cache or made now. Called by all ranks; raises on all ranks if it raises on one."""
+        """The runner of a call, from the cache or new. Called by all ranks; raises on all ranks if it raises on one."""
         if call.key not in self._prepared:
             self._prepare(call)
         step = self._prepared.use(call.key)
@@ -179,7 +171,7 @@ class GraphCache:
                 r.compare(made.facts.adding(facts.of_copies(self._state, made.graphs[0].ranks_of_parameter, place.rank)))
             self._check_shared_layers(graphs)
         except Exception:
-            self._assembly.keep_only(self._all_kept())  # the regions of a call that was refused
+            self._assembly.keep_only(self._all_kept())  # drops the regions of the refused call
             raise
         self._keep(graphs, call)
         with Round(*self._groups):
@@ -192,7 +184,7 @@ class GraphCache:
         self._assembly.keep_only(self._all_kept())
 
     def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
-        """The same graphs under another table of the same ranks, without replicas; not kept. Called by all ranks."""
+        """The same graphs under another table of the same ranks, without replicas; not cached. Called by all ranks."""
         table, owned = CheckedTable(schedule, training=True, shards=self._shards, flow=step.lowered.table.flow), self.ownership
         with Round(*self._groups) as r:
             made = lowered(self._request, step.lowered.graphs, table, self._assembly.regions)
@@ -202,7 +194,7 @@ class GraphCache:
         return PreparedStep(made, self._assembly.runner(made, None, owned.ranks_of_parameter, owned.sharded))
 
     def _check_shared_layers(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
-        """Raise `CaptureError` on all ranks where a new graph has values that differ along `tp` and must not."""
+        """Raise `CaptureError` on all ranks if a new graph has values that differ along `tp` and must be equal."""
         if self._request.place.tp_group is not None:
             with Round(self._groups[-1]):
                 for key, graph in graphs.items():
@@ -210,7 +202,7 @@ class GraphCache:
                         check_shared_layers(self._request, graph.captured.joint)
 
     def _capture(self, call: StepCall, microbatches: int) -> tuple[dict[GraphKey, CompiledGraph], CheckedTable]:
-        """The graph of each kind of microbatch in a call, captured where it is new, and the table for so many microbatches."""
+        """The graph of each kind of microbatch in a call, captured if new, and the table for `microbatches`."""
         graphs, first = dict[GraphKey, CompiledGraph](), self.first
 
         def table_for(stages: int) -> CheckedTable:
@@ -231,7 +223,6 @@ class GraphCache:
         return graphs, table_for(len(graph.program.stages))
 
     def _lower(self, call: StepCall, graphs: Mapping[GraphKey, CompiledGraph], table: CheckedTable) -> Lowered:
-        """Lower the graphs of a call for its table; nothing is kept yet."""
         place, memory = self._request.place, self._request.options.memory
         each = [graphs[key] for key in call.key]
         check_same_results(each)
@@ -247,16 +238,12 @@ class GraphCache:
     def _compiled(
         self, captured: CapturedGraph, part: FlatMicrobatch, table_for: TableFor, first: CompiledGraph | None
     ) -> CompiledGraph:
-        """A captured graph, compiled; one with open sizes for the sizes of `part`."""
         graph, symbols = compile_graph(self._request, captured, table_for, first), captured.joint.symbols
         values = None if symbols is None else symbols.values(part.shapes)
         assert symbols is None or values is not None, "a graph does not hold for the sizes of which it was captured"
         return graph if values is None else graph.at(values)
 
-    # ------------------------------------------------------------------------------------------------ keeping
-
     def _known(self, key: GraphKey, part: FlatMicrobatch) -> CompiledGraph | None:
-        """The kept graph for a microbatch."""
         return self._graphs.get(key) or self._sizes.find(key, part)
 
     def _all_kept(self) -> list[CompiledGraph]:
@@ -264,7 +251,7 @@ class GraphCache:
         return list(dict.fromkeys((*self._graphs.values(), *self._sizes.graphs, *used)))
 
     def _keep(self, graphs: Mapping[GraphKey, CompiledGraph], call: StepCall) -> None:
-        """Keep graphs on which all ranks agreed, the one used last at the end; the first decides which memory goes back."""
+        """Keep graphs on which all ranks agreed; the first one decides which memory is freed."""
         begins = self.first is None
         for key, graph in graphs.items():
             self.first = self.first or graph
@@ -287,7 +274,7 @@ class GraphCache:
             self.ownership.shard_if_asked()
 
     def _forget_all_but(self, latest: CallKey) -> None:
-        """Drop the runners, but the latest, that use a graph that is no longer kept."""
+        """Drop the runners, except the latest, that use a dropped graph."""
         kept = {*self._graphs.values(), *self._sizes.graphs}
         for key, step in list(self._prepared.items()):
             if key != latest and any((graph.general or graph) not in kept for graph in step.lowered.graphs):

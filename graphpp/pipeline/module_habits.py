@@ -1,7 +1,7 @@
-"""The names of `nn.Module` and of the caller's model that a pipeline does not have, each with the call that does the same.
+"""Refuses names of `nn.Module` and of the caller's model on a pipeline, and names the call to use instead.
 
-Contract: each use raises a `UsageError`. The error is an `AttributeError` and a `TypeError` too, so `hasattr(pipe, "module")`
-is False and `getattr(pipe, "module", pipe)` is the pipeline, and code that asks whether it got a wrapper goes on.
+Contract: each use raises a `UsageError`, which is an `AttributeError` and a `TypeError` too: `hasattr(pipe, "module")` is
+False, and `getattr(pipe, "module", pipe)` is the pipeline, so code that unwraps wrappers works.
 """
 
 from __future__ import annotations
@@ -35,23 +35,20 @@ class UsageError(GraphPPError, AttributeError, TypeError):
 
 
 class ModuleHabits:
-    """The base of `Pipeline` that refuses these names."""
+    """The base of `Pipeline` that raises `UsageError` for uses as a module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a pipeline has no forward of its own."""
         raise UsageError(_RUN)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refused: names of modules with the call that does the same here, all others as unknown."""
+        """Raise `UsageError` for names of modules and of the caller's model, `AttributeError` for others."""
         public = not name.startswith("_")
         if public and (name in _INSTEAD or hasattr(nn.Module, name) or name in dir(self.__dict__.get("_model"))):
             raise UsageError(f"pipe.{name}: {_INSTEAD.get(name, _MODULE)}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __iter__(self) -> NoReturn:
-        """Refused: an optimizer takes the parameters."""
         raise UsageError("a pipeline is no container: pipe.parameters() has this rank's parameters")
 
     def __reduce__(self) -> NoReturn:
-        """Refused: a pipeline holds its ranks' connections."""
         raise UsageError("a pipeline cannot be copied or pickled: save pipe.state_dict(), and load it into a new pipeline")

@@ -1,10 +1,8 @@
 """`Pipeline`, which `graphpp.compile` returns: cuts a batch into microbatches, runs them, and gathers the results.
 
-Contract
---------
-- Every method that runs a step or a collective is called by all ranks. It does the same on all ranks, or raises on all ranks.
-- Of the caller's model only the device and the values of this rank's parameters and buffers change, and `param.grad`. A call
-  that is refused changes nothing.
+Contract: every method that runs a step or a collective must be called by all ranks, and raises on all ranks or on none. Of the
+caller's model a call changes only `param.grad` and the device and values of this rank's parameters and buffers; a refused call
+changes nothing.
 """
 
 from __future__ import annotations
@@ -82,8 +80,6 @@ class Pipeline(RankPart):
             with self._calls.watched():
                 self._calls.compile(OneByOne([example]), usual_microbatches(options, place.ranks))
 
-    # ------------------------------------------------------------------------------------------------ running
-
     def step(
         self,
         *args: Any,
@@ -93,27 +89,24 @@ class Pipeline(RankPart):
         accumulation_steps: int = 1,
         **kwargs: Any,
     ) -> StepResult:
-        """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
+        """Forward and backward of a whole batch, which every rank passes; gradients accumulate in `param.grad`.
 
-        Tensors whose first dimension is the batch's are cut into microbatches along it, the last one smaller where the
-        batch does not divide, and fewer ones where the batch has fewer rows and the schedule has a table for them; wrap a
-        tensor in `graphpp.whole` to pass it whole.
-
+        Tensors whose first dimension is the batch's are cut along it into microbatches; `graphpp.whole` exempts a tensor. If
+        the rows do not divide evenly, the last microbatch is smaller. A batch with fewer rows than microbatches is cut into
+        fewer microbatches, if the schedule has a table for that number.
         `loss_weight`: the factor of each microbatch's loss (one number each, or one for all), in place of the mean or sum.
         With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch.
-        `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
-        overflow, every rank's scaler skips the step. Losses are reported unscaled.
-        `accumulation_steps`: the number of steps before the optimizer's, by which the gradients are divided, as in
-        `(loss / accumulation_steps).backward()`. Losses are reported undivided.
-
-        At the end, hooks of `register_post_accumulate_grad_hook` are called. The batch's memory may be written again then.
+        `scaler`: its scale multiplies the gradients; an overflow on one rank makes every rank's scaler skip the step.
+        `accumulation_steps`: gradients are divided by this number of steps between two optimizer steps.
+        Losses are reported unscaled and undivided. On return, the hooks of `register_post_accumulate_grad_hook` have been
+        called, and the batch's memory may be overwritten.
         """
         return self._step(Microbatch(args, kwargs, target), LossArguments(loss_weight, scaler, accumulation_steps))
 
     def recapture(self) -> None:
-        """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
+        """Capture the model anew at the next call: for a change that the pipeline cannot see, such as an environment variable.
 
-        Call it on every rank; a later call of a rank that has not done so raises `MismatchError` on all ranks.
+        Call it on every rank; otherwise the next call raises `MismatchError` on all ranks.
         """
         self._cache.recapture()
 
@@ -125,15 +118,15 @@ class Pipeline(RankPart):
         scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
     ) -> StepResult:
-        """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
+        """Like `step`, with the microbatches given one by one; each distinct shape is captured once."""
         return self._step(OneByOne(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
 
     def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
-        """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
+        """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
 
-        `output` stands on the rank of the last stage: tensors with a batch dimension joined along it, 0-dim floating
-        tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given, the loss function
-        needs none, or the output has its own `.loss`; `loss_weight` as in `step`.
+        Only the rank of the last stage gets `output`: tensors with a batch dimension are joined, 0-dim floating tensors
+        averaged over the microbatches, others stacked. Every rank gets `loss` if a target was given, the loss function needs
+        none, or the output has its own `.loss`. `loss_weight` as in `step`.
         """
         batch, weights = Microbatch(args, kwargs, target), LossArguments(loss_weight)
         with self._calls.watched(), _eval_mode(self._model):
@@ -148,10 +141,10 @@ class Pipeline(RankPart):
         return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
     def verify(self, *args: Any, target: Any = None, against: Against = "microbatches", **kwargs: Any) -> Verification:
-        """Compare a step over this batch with the uncut graph and eager, as `graphpp.verify` does. The model stays as it is.
+        """Compare a step over this batch with the uncut graph and with eager (`graphpp.verify`). The model is not changed.
 
-        `against="whole batch"`: eager over the microbatches is compared with eager over the batch as well. Raises
-        `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
+        `against="whole batch"` also compares eager over the microbatches with eager over the batch. Raises `GraphPPError` on
+        several ranks, where no rank has the current values of all parameters.
         """
         if self._place.whole_model is not None and dist.get_world_size(self._place.whole_model) > 1:
             raise GraphPPError(
@@ -168,10 +161,10 @@ class Pipeline(RankPart):
         return verified(self._model, self._loss, self._options, self._place, parts, whole=whole)
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
-        """Measure a step over this batch: run it `repeat` times on all ranks, after one step to warm up.
+        """Measure `repeat` steps over this batch on all ranks, after one warm-up step. Called by every rank.
 
-        Called by every rank, with the arguments of `step`. Every rank gets the same profile. Parameters, gradients, buffers and
-        random state are restored. Raises `GraphPPError` if `repeat` is not positive.
+        Every rank gets the same profile. Parameters, gradients, buffers and random state are restored. Raises `GraphPPError` if
+        `repeat` is not positive.
         """
         batch = Microbatch(args, kwargs, target)
         with self._calls.watched():
@@ -181,7 +174,7 @@ class Pipeline(RankPart):
             return Trials(self._model, self._cache, step, partial(self._calls.run, call)).profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
-        """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
+        """The start and end in seconds of each action of a step over this batch on every rank; measured by `profile`."""
         return self.profile(*args, target=target, repeat=repeat, **kwargs).timeline
 
     @checked(GraphPPError, folder=PATH, profile=or_none(_PROFILE))
@@ -193,11 +186,11 @@ class Pipeline(RankPart):
         losses: Sequence[float] | None = None,
         seconds: Sequence[float] | None = None,
     ) -> Path:
-        """Write the page `report.html` into a folder; returns its path. Called by every rank, and rank 0 writes.
+        """Write the self-contained page `report.html` into a folder; returns its path. Called by every rank; rank 0 writes.
 
-        The page is one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of
-        each step of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for
-        a profile of another pipeline, and where the folder cannot be written.
+        `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: one per step of the run; None: the
+        recorded ones. Raises `GraphPPError` before anything is captured, for a profile of another pipeline, and where
+        the folder cannot be written.
         """
         from graphpp.pipeline.report_page import write_report  # loaded by the first page
 
@@ -212,11 +205,11 @@ class Pipeline(RankPart):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.
+        """Clip the gradients of all ranks to a total norm of `max_norm`; returns the unclipped total norm, 0-dim.
 
-        Bit-equal to `torch.nn.utils.clip_grad_norm_` on the whole model, whose arguments these are. Called by every rank;
-        raises `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
-        `RuntimeError` on all ranks for a total norm that is not finite if `error_if_nonfinite`.
+        Called by every rank. Bit-equal to `torch.nn.utils.clip_grad_norm_` (same arguments) on the whole model. Raises
+        `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
+        `RuntimeError` on all ranks for a non-finite total norm if `error_if_nonfinite`.
         """
         with self._calls.watched(), torch.no_grad():
             with self._calls.agreeing("clip_grad_norm_") as alike:
@@ -235,21 +228,18 @@ class Pipeline(RankPart):
 
     @property
     def bubble(self) -> float | None:
-        """The share of the last call in which this rank waited for messages, 0 to 1; None before a call, and on CUDA."""
+        """The share of the last call that this rank spent waiting for messages, 0 to 1; None before a call, and on CUDA."""
         last = self._calls.last
         return None if last is None else last.runner.bubble
 
     @property
     def cudagraphs(self) -> dict[str, str]:
-        """For each program of this rank, by stage and phase, whether it is replayed as a CUDA graph, or why not.
-
-        Empty where no CUDA graphs were asked for.
-        """
+        """Per program of this rank, by stage and phase: whether a CUDA graph replays it, or why not. Empty if not asked for."""
         return self._cache.recorded.states
 
     @property
     def steps(self) -> int:
-        """How many training calls have ended, those of a loaded checkpoint included."""
+        """The number of completed training calls, including those of a loaded checkpoint."""
         return self._calls.steps
 
     @property
@@ -259,7 +249,7 @@ class Pipeline(RankPart):
 
     @checked(GraphPPError, stage=INTEGER)
     def programs(self, stage: int) -> StageProgram:
-        """The programs of a stage, on this rank or another, as compiled for the first captured microbatch.
+        """The programs of a stage of any rank, as compiled for the first captured microbatch.
 
         `programs(1).programs[Phase.FORWARD].source` is the text that stage 1's forward runs under backend="eager". Raises
         `GraphPPError` before anything is captured, and for a stage that does not exist.
@@ -270,10 +260,10 @@ class Pipeline(RankPart):
         return stages[stage]
 
     def inputs_needed(self) -> list[str]:
-        """The tensors of a batch that this rank's stages read, by path, in order: `args[0]`, `kwargs['mask']`, `target`.
+        """The paths of the batch tensors that this rank's stages read, in order: `args[0]`, `kwargs['mask']`, `target`.
 
-        Of every other tensor this rank needs the shape only, as `graphpp.absent(shape, dtype)`. Raises `GraphPPError` before
-        anything is captured: give `example=` to `graphpp.compile`.
+        Every other tensor may be given as `graphpp.absent(shape, dtype)`. Raises `GraphPPError` before anything is captured:
+        give `example=` to `graphpp.compile`.
         """
         first = self._cache.captured()
         read = first.reads(self._place.rank)
@@ -285,8 +275,6 @@ class Pipeline(RankPart):
         if first is None:
             return "Pipeline(nothing captured yet: give example=, or run a step)"
         return "\n".join(filter(None, (str(first.plan), self._reader.describe())))
-
-    # ------------------------------------------------------------------------------------------------ inside
 
     def _step(self, batch: Batch, weights: LossArguments) -> StepResult:
         with self._calls.watched():
@@ -300,7 +288,6 @@ class Pipeline(RankPart):
     def _run_step(
         self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None
     ) -> tuple[StepResult, Collection[str]]:
-        """The result of a training call, and the FQNs of this rank's parameters with hooks on gradients."""
         call, prepared = self._calls.prepare(batch, weights)
         runner = self._calls.run(call, prepared, recorder).runner
         with self._calls.exchanging():
@@ -310,14 +297,12 @@ class Pipeline(RankPart):
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics)), runner.hooked
 
     def _gradients(self) -> norms.RankGradients:
-        """The gradients of this rank's parameters."""
         owners = self._cache.ownership.ranks_of_parameter
         return norms.RankGradients.of(dict(self.named_parameters()), self._state.positions, owners, self._place)
 
 
 @contextlib.contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; every module's own flag is restored."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

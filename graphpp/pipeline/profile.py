@@ -1,11 +1,10 @@
 """`Profile`: the measured times and bytes of a pipeline's step, from recordings on all ranks.
 
-Contract
-    Every function with a `place` argument is called by all ranks, and returns the same on all of them. The ranks' clocks are
-    compared at several barriers; the median offset corrects their times, as precisely as the ranks leave a barrier together.
-    A stage's times are means over the microbatches of a step, and of these the median over repetitions, in seconds. A message's
-    time is, likewise, the mean from its send to its arrival, of the messages for which a rank waited: ranks that compute delay
-    messages. At least, and where no rank waited, it is half of a round trip of its tensors between ranks that are idle.
+Contract: all ranks call every function with a `place` argument, and all get the same result. Clocks are compared at several
+barriers; the median offset corrects the times, as precisely as the ranks leave a barrier together. Stage times are means over
+the microbatches of a step, then medians over the repetitions, in seconds. Message times, from send to arrival, are averaged in
+the same way, over messages for which a rank waited: ranks that compute delay messages. The lower bound of a message time is
+half of a round trip of its tensors between idle ranks, which is also the time if no rank waited.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ _BY_KIND = ("peak_bytes", "received_bytes", "sent_bytes")
 
 @dataclass(frozen=True)
 class Profile:
-    """`timeline`: the repetition of median length, on all ranks. `steps`: the seconds of each from first to last action.
+    """`timeline`: the repetition of median length, on all ranks. `steps`: each repetition's seconds from first to last action.
 
-    `outside`: the seconds of a step before and after them, in which ranks compare data, draw random keys and hand out losses.
+    `outside`: the seconds of a step before and after its actions, in which ranks compare data, draw random keys, share losses.
     """
 
     timeline: Timeline
@@ -57,13 +56,13 @@ class Profile:
     def predict(self, schedule: Schedule | None = None) -> float:
         """The seconds of a whole step under a schedule of these stages; None: the profiled one.
 
-        A schedule should have sends and receives (`graphpp.schedules.add_send_recv`), before each of which the runner takes its
-        time too. Raises `ScheduleError` for another number of stages.
+        The schedule should have sends and receives (`graphpp.schedules.add_send_recv`), which take time in the runner. Raises
+        `ScheduleError` for another number of stages.
         """
         return float(simulate(self.timeline.schedule if schedule is None else schedule, self.costs).makespan + self.outside)
 
     def __str__(self) -> str:
-        """A table: each stage's times and saved bytes, and the times of its messages to the next and the previous stage."""
+        """A table: each stage's times and saved bytes, and its message times to the next and the previous stage."""
         head = f"{self.timeline.schedule.name}: {spell_time(self.timeline.makespan, 's')} for a step"
         names = ("stage", "F", "I", "W", "B", "saved", "sends on", "sends back")
         return "\n".join([head, text_table(names, map(self._row, range(len(self.costs.stages))), lines=False)])
@@ -78,7 +77,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """A runner, and a recording of each of its steps on this rank; `seconds`: from each step's call to its return."""
+    """A recording of each step of a runner on this rank; `seconds`: from each step's call to its return."""
 
     runner: GraphPPRunner
     recorders: Sequence[Recorder]
@@ -86,7 +85,7 @@ class RecordedSteps:
 
 
 def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Profile:
-    """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that it does not run."""
+    """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that `own` does not run."""
     place, schedule, programs = own.runner.place, own.runner.schedule, own.runner.programs
     runs = timelines(own, place)
     more = [timelines(other, place) for other in others]
@@ -109,22 +108,18 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Prof
 
 
 def seconds_outside(own: RecordedSteps, steps: Sequence[float]) -> float:
-    """The median seconds from the call to the last rank's return, without those of the actions (`steps`)."""
+    """The median seconds from the call to the last rank's return, minus the seconds of the actions (`steps`)."""
     mine = torch.tensor(own.seconds, dtype=torch.float64)
     whole = of_all_ranks(mine, own.runner.place).amax(0).tolist()
     return float(median(max(each - actions, 0.0) for each, actions in zip(whole, steps, strict=True)))
 
 
-# ------------------------------------------------------------------------------------------------ all ranks' times
-
-
 def barrier(place: RankPlace) -> None:
-    """Return when all ranks have called this: a barrier."""
     of_all_ranks(torch.zeros(1), place)
 
 
 def of_all_ranks(mine: torch.Tensor, place: RankPlace) -> torch.Tensor:
-    """This tensor of every rank, all of one shape, in order of rank, on the CPU: [ranks, ..]."""
+    """The tensor `mine` of every rank (equal shapes), in order of rank, on the CPU: [ranks, ..]."""
     return place.agreement(place.group).of_all(mine)
 
 
@@ -165,11 +160,8 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
     return Timeline(schedule, tuple(events), name="measured")
 
 
-# ---------------------------------------------------------------------------------------------------------- costs
-
-
 def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[StageCosts, ...]:
-    """Each stage's times; 0 for a kind that never ran. `measured`: the runs of each table; the first with a kind counts."""
+    """Each stage's times; 0 for a kind that never ran. `measured`: runs per table; the first table with a kind counts."""
     known = defaultdict[tuple[int, Kind], float](float)
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
@@ -181,14 +173,13 @@ def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[St
 
 
 def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
-    """The stage, the kind and the seconds of each computation."""
     for event in run.events:
         if event.action.is_compute:
             yield (event.action.stage, event.action.kind), event.duration
 
 
 def median_of_means(runs: Iterable[Iterable[tuple[K, float]]]) -> dict[K, float]:
-    """For each key the mean number in a run, the median over the runs that have the key."""
+    """For each key the mean number in a run, then the median over the runs with the key."""
     means = defaultdict[K, list[float]](list)
     for run in runs:
         found = defaultdict[K, list[float]](list)
@@ -202,7 +193,7 @@ def median_of_means(runs: Iterable[Iterable[tuple[K, float]]]) -> dict[K, float]
 def _with_bytes(
     costs: Sequence[StageCosts], own: Sequence[PipelineProgram], runners: Sequence[GraphPPRunner]
 ) -> tuple[StageCosts, ...]:
-    """The costs with the bytes of the largest microbatch: saved bytes of `own`, bytes of each kind of action of all."""
+    """The costs with the bytes of the largest microbatch; saved bytes are of the programs `own` only."""
     distinct = {id(program): program for program in (*own, *(each for runner in runners for each in runner.programs))}
     found = []
     for index, each in enumerate(costs):
@@ -219,7 +210,7 @@ def _with_bytes(
 
 
 def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[float]:
-    """For each overlapped action, its computing time as a share of the time of its parts one after the other."""
+    """For each overlapped action, its compute time divided by the sum of its parts' separate times."""
     for rank in range(run.schedule.ranks):
         events = run.on(rank)
         for event in (event for event in events if event.action.is_compute and event.action.parts):
@@ -242,7 +233,7 @@ def message_times(
 
 
 def waited_for(run: Timeline) -> Iterator[tuple[Action, float]]:
-    """Each send whose receiver waited already when the send began, and the seconds from its end until the message was there."""
+    """Each send whose receiver was already waiting, and the seconds from the send's end until the message arrived."""
     events = {leaf: event for event in run.events for leaf in event.action.leaves if leaf.is_communication}
     for send, event in events.items():
         arrival = events.get(peer(send)) if send.kind in SENDS else None
@@ -253,7 +244,7 @@ def waited_for(run: Timeline) -> Iterator[tuple[Action, float]]:
 def idle_message_times(
     program: PipelineProgram, schedule: Schedule, place: RankPlace
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of one message over each boundary between ranks that do nothing else, forward and backward."""
+    """Seconds of one message over each boundary between idle ranks, forward and backward."""
     mailbox, rank_of = Mailbox(place.group, place.device), schedule.rank_of_stage
     found = torch.zeros(2, max(len(program.stages) - 1, 0), dtype=torch.float64)
     for index in range(found.shape[1]):
@@ -268,7 +259,7 @@ def idle_message_times(
 
 
 def _half_a_round(mailbox: Mailbox, metas: Sequence[TensorMeta], peer: int, *, first: bool) -> float:
-    """Half of the time, in seconds, of sending a message to the peer and receiving as many bytes; the first round warms up."""
+    """Half of a round trip with the peer, in seconds: the median after one warm-up round."""
     layouts = [layout_of(meta) for meta in metas]
     values = [layout.buffer(mailbox.device).value() for layout in layouts]
     rounds = []

@@ -1,9 +1,8 @@
-"""Runs the steps that `Pipeline.profile` times, without a trace in the model.
+"""Runs the steps that `Pipeline.profile` times; the model is unchanged afterwards.
 
-Contract: all functions are called by all ranks. Kinds of backward (B, or I and W) that the pipeline's own schedule does not run
-are measured under the same schedule with its backwards split, or merged. A step of the own schedule is the whole of
-`Pipeline.step`, with the seconds around its actions. Each step starts without gradients; gradients, buffers and random states
-are restored after it.
+Contract: all ranks call every function. Kinds of backward (B, or I and W) that the pipeline's schedule does not run are
+measured under the same schedule with split or merged backwards. Each step starts without gradients; gradients, buffers and
+random states are restored after it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Step = Callable[[Recorder | None], object]  # does a call once, with a recorder 
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs steps of one pipeline: `step` does the call, as `Pipeline.step` does, `run` the table of another runner."""
+    """Runs steps of one pipeline: `step` makes the same call as `Pipeline.step`, `run` runs the table of another runner."""
 
     model: nn.Module
     cache: GraphCache
@@ -37,7 +36,6 @@ class Trials:
     run: Callable[[PreparedStep, Recorder | None], object]
 
     def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
-        """The profile of the call's runner, `prepared`, from `repeat` steps after one to warm up."""
         tables = _counterparts(prepared.runner.schedule)
         runners = [self.cache.under(prepared, table) for table in tables]
         others = [self._measured(other, partial(self.run, other), repeat) for other in runners]
@@ -50,7 +48,6 @@ class Trials:
         return RecordedSteps(prepared.runner, recorders, seconds)
 
     def _seconds(self, prepared: PreparedStep, step: Step, recorder: Recorder | None) -> float:
-        """The seconds from the call of a step to the end of its work."""
         place = prepared.runner.place
         written = {fqn for graph in prepared.lowered.graphs for fqn in graph.captured.joint.written()}
         with state_restored(self.model, place.device, written):
@@ -62,7 +59,7 @@ class Trials:
 
 
 def _counterparts(schedule: Schedule) -> Iterator[Schedule]:
-    """Tables for the kinds that this schedule does not run, so that together every stage runs F, B, I and W."""
+    """Tables that run the kinds missing from this schedule, so that every stage runs F, B, I and W in one of the tables."""
     run = {(action.stage, action.kind) for _, _, action in schedule.cells()}  # parts of overlaps not counted
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     lacking = {kind for kind in kinds if any((stage, kind) not in run for stage in range(schedule.stages))}

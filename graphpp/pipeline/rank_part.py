@@ -1,10 +1,7 @@
-"""A rank's part of the model: its parameters and buffers, their memory and values, their files.
+"""The methods of a pipeline for this rank's parameters and buffers: memory, values, files.
 
-Contract
---------
-- The objects are the model's own. The methods that say so are called by all ranks; they do the same on all ranks, or raise on
-  all ranks and change nothing.
-- The other ranks' parameters and buffers take no memory here after `materialize` or `release`; `gather` brings their values.
+Contract: they return the model's own objects. Methods marked "Called by all ranks" raise on all ranks and change nothing, or on
+none. Other ranks' parameters and buffers take no memory here after `materialize` or `release`; `gather` brings their values.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ _DTYPE = Accepted("a floating-point torch.dtype", lambda value: isinstance(value
 
 
 class RankPart(ModuleHabits):
-    """The methods of a `Pipeline` for the parameters and buffers of this rank."""
+    """The base of `Pipeline` for the parameters and buffers of this rank."""
 
     _model: nn.Module
     _place: RankPlace
@@ -56,18 +53,18 @@ class RankPart(ModuleHabits):
                 parameter.grad.zero_()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
+        """(FQN, parameter) of this rank's stages, in the model's order; the parameters are the model's own objects."""
         return self._state.named(self._cache.ownership.local, among=self._state.parameters)  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, in the model's order: hand them to the optimizer."""
+        """This rank's parameters, in the model's order, for the optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def flat_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
         """(FQNs, parameter [elements]): this rank's parameters in a few plain tensors, where `mesh=` has `dp_shard`.
 
-        Each has this rank's rows of several parameters of one stage and dtype, vectors apart from all others. An optimizer that
-        treats every element alike (SGD, Adam, AdamW) steps them faster than `pipe.parameters()`, whose memory they share; a
+        Each has this rank's rows of several parameters of one stage and dtype; vectors are kept apart from other parameters. An
+        elementwise optimizer (SGD, Adam, AdamW) steps these tensors faster than `pipe.parameters()`, whose memory they share; a
         parameter without a gradient has gradient 0 here. Checkpoints name the state by FQN. Clip with `pipe.clip_grad_norm_`.
         Raises `GraphPPError` without `dp_shard`, and before the parameters are sharded.
         """
@@ -85,18 +82,17 @@ class RankPart(ModuleHabits):
         return self._state.named(self._cache.captured().buffers(self._place.rank), among=self._state.buffers)
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """This rank's buffers, in the model's order."""
+        """The buffers of `named_buffers`."""
         return (buffer for _, buffer in self.named_buffers())
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
+        """This rank's entries of the model's state dict, under the model's keys; all ranks' entries make up the whole dict."""
         return self._state.state_dict(self._cache.ownership.local)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy this rank's entries of `state` (a rank's or the whole model's dict) into the model, in place.
 
-        Raises `GraphPPError` where an entry is missing, or unknown to the model (`strict`), or has another shape; then
-        nothing was changed.
+        Raises `GraphPPError`, changing nothing, if an entry is missing, unknown to the model (`strict`) or of another shape.
         """
         self._state.load(self._cache.ownership.local, state, strict)
 
@@ -112,24 +108,23 @@ class RankPart(ModuleHabits):
     ) -> None:
         """Give this rank's part of a model on the meta device memory and values. Called by all ranks.
 
-        `init`: called with every module of the model, children first, as by `model.apply(init)`; None calls the modules' own
-        `reset_parameters`. The values are bit-equal to those that one process gets that holds the whole model and starts from
-        the same random state, for every split and number of ranks. Such code costs each rank the time of the whole model; with
-        `seed` a module draws from a generator of its own, and each rank initialises its part alone: other values, again equal
-        for every split.
+        `init`: called with every module, children first, as by `model.apply(init)`; None calls the modules' `reset_parameters`.
+        The values are bit-equal to those of one process that holds the whole model and starts from the same random state, for
+        every split and number of ranks, but each rank spends the time of the whole model. `seed` gives each module its own
+        generator, so each rank initialises only its part: the values are other ones, and again equal for every split.
 
-        `weights`: a folder or file with the values instead: safetensors with or without an index (Hugging Face), a file of
+        `weights`: a folder or file to read the values from: safetensors with or without an index (Hugging Face), a file of
         `torch.save`, a folder of torch's distributed checkpoint or of `pipe.checkpoint`. Only this rank's tensors are read.
-        `names` gives the name in the files for a key of the model's state dict. With `strict` every tensor of the files must
-        belong to the model, and every entry of this rank must be there; otherwise a warning is logged, and `init` writes those
-        that are missing. Buffers on the meta device that no state dict holds are written by `init`, with `seed` or 0.
+        `names` maps a key of the model's state dict to the name in the files. With `strict` every tensor of the files must
+        belong to the model, and the files must have every entry of this rank; otherwise a warning is logged, and `init` writes
+        the missing entries. `init`, seeded with `seed` or 0, writes meta buffers that no state dict has.
 
-        `init` runs without gradients. Tensors with memory keep it, and are written too. A parameter on the meta device is
-        replaced by a new object, so make the optimizer afterwards. Other ranks' tensors become stand-ins without memory, as by
-        `release`. Raises `GraphPPError` before anything is captured and for a tensor that nothing writes, `CheckpointError` for
-        files that do not fit; then all tensors on the meta device and the generators of random numbers are as before.
+        `init` runs without gradients. Tensors with memory keep their memory, and are written too. A new object replaces each
+        parameter on the meta device, so make the optimizer afterwards. Other ranks' tensors become stand-ins without memory
+        (see `release`). Raises `GraphPPError` before anything is captured and for a tensor that nothing writes,
+        `CheckpointError` for files that do not fit; then the tensors on the meta device and the random generators are restored.
         """
-        # safetensors and the files' part of torch: a second that `import graphpp` must not cost.
+        # Imports safetensors and torch.distributed.checkpoint, which would add a second to `import graphpp`.
         from graphpp.ownership.materialize import Materials, Source
 
         if self._cache.first is not None and self._cache.ownership.sharded is not None:
@@ -156,21 +151,21 @@ class RankPart(ModuleHabits):
         owned.shard_if_asked(shards)
 
     def release(self) -> int:
-        """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.
+        """Free the memory of the parameters and buffers of other ranks; returns the number of bytes.
 
-        Stand-ins on the meta device take their places in the model. Whatever would read a value there, such as `model(x)`,
-        `model.state_dict()` or an optimizer made of `model.parameters()`, raises `GraphPPError`. Make the optimizer of
-        `pipe.parameters()`, and compile all pipelines of the model first. Raises `GraphPPError` before anything is captured.
+        Stand-ins on the meta device replace them in the model. Any read of a stand-in's value, as by `model(x)`,
+        `model.state_dict()` or an optimizer of `model.parameters()`, raises `GraphPPError`. Give `pipe.parameters()` to the
+        optimizer, and compile all pipelines of the model first. Raises `GraphPPError` before anything is captured.
         """
         return self._cache.ownership.release()
 
     @checked(GraphPPError, rank=or_none(INDEX))
     def gather(self, names: str | Sequence[str] = "all", rank: int | None = 0) -> dict[str, torch.Tensor]:
-        """Entries of the whole model's state dict, in the host's memory of one rank. Called by all ranks.
+        """Entries of the whole model's state dict, in the host memory of one rank. Called by all ranks.
 
         `names`: keys of the model's state dict, or "all". `rank`: of the pipeline, None for every rank; the others get an empty
-        dict. Tensors travel one by one, so a rank holds at most one more than it asked for. Raises `GraphPPError` on all ranks
-        for an unknown key.
+        dict. Tensors are sent one by one, so a rank's memory has at most one more tensor than it asked for. Raises
+        `GraphPPError` on all ranks for an unknown key.
         """
         from graphpp.ownership.export import gathered, keys_of  # imports safetensors
 
@@ -195,10 +190,10 @@ class RankPart(ModuleHabits):
     ) -> None:
         """Write the whole model as safetensors for Hugging Face, or for `materialize(weights=folder)`. Called by all ranks.
 
-        Each rank writes its own part into a file system that all ranks see, at most `max_file_bytes` (or one tensor) at a time.
-        `names` gives the name in the files for a key of the model's state dict; a tensor under several keys is written under
-        the first. `dtype` converts floating-point tensors. Raises `CheckpointError` on all ranks where the folder has weights
-        already or cannot be written, and for entries of the state dict that are no tensors.
+        Each rank writes its own part into a file system that all ranks share, at most `max_file_bytes` (or one tensor) at a
+        time. `names` maps a key of the model's state dict to the name in the files; a tensor with several keys is written under
+        the first. `dtype` converts floating-point tensors. Raises `CheckpointError` on all ranks where the folder already has
+        weights or cannot be written, and for entries of the state dict that are no tensors.
         """
         from graphpp.ownership.export import Export
 
@@ -208,16 +203,16 @@ class RankPart(ModuleHabits):
             export.save(path, self._place, self._calls, self._check_entries)
 
     def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
-        """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.
+        """The training state, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.
 
         `objects`: optimizers of this rank's parameters, and other objects with `state_dict` and `load_state_dict`, such as
         learning-rate schedulers and gradient scalers, in the same order on every rank. `extra`: further values by name, equal
-        on all ranks: plain data, or objects with a state, such as a data loader's. The model's parameters and buffers, the
-        generator of random numbers and the number of training calls are always part. No name in a checkpoint depends on ranks,
-        stages or schedule, so another layout can load it. Raises `GraphPPError` before anything is captured, and
-        `CheckpointError` for an object without a state.
+        on all ranks: plain data, or objects with a state, such as a data loader. A checkpoint always has the model's parameters
+        and buffers, the random generator's state and the number of training calls. Its names do not depend on ranks, stages or
+        schedule, so another layout can load it. Raises `GraphPPError` before anything is captured, and `CheckpointError` for an
+        object without a state.
         """
-        # The files' part of torch imports SymPy: a second that `import graphpp` must not cost.
+        # Imports torch.distributed.checkpoint and SymPy, which would add a second to `import graphpp`.
         from graphpp.checkpoint.folder import Checkpoint
         from graphpp.checkpoint.training_state import TrainingState, check_stateful
 
@@ -232,7 +227,7 @@ class RankPart(ModuleHabits):
         return Checkpoint(state, place)
 
     def _flat_parts(self) -> dict[int, list[Part]]:
-        """The parameters of each flat parameter that somebody has asked for, by the flat one's `id`."""
+        """The parts of each flat parameter that `flat_parameters` has returned, by the `id` of the flat parameter."""
         from graphpp.checkpoint.optimizer_state import Part  # `checkpoint` has imported it
 
         return {
@@ -241,7 +236,7 @@ class RankPart(ModuleHabits):
         }
 
     def _check_entries(self) -> None:
-        """Raise `GraphPPError` where the state dict lacks one of this rank's tensors, or one has no memory."""
+        """Raise `GraphPPError` if one of this rank's tensors is not in the state dict or has no memory."""
         local = self._cache.ownership.local
         self._state.check_memory(local)
         self._state.check_listed(local)

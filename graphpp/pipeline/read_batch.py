@@ -1,7 +1,7 @@
-"""From the arguments of a call to its microbatches.
+"""Reads the arguments of a call as microbatches.
 
-Contract: a whole batch is cut into as many microbatches as the options and the schedule say; microbatches that the caller gave
-one by one stay as they are. `BatchError` for arguments that are no batch, and for a target that nothing reads.
+Contract: a whole batch is cut into the number of microbatches of the options and the schedule; microbatches given one by one
+stay unchanged. Raises `BatchError` for arguments that are no batch, and for a target that nothing reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Microbatches that the caller gave one by one; not checked yet."""
+    """Microbatches that the caller gave one by one; unchecked."""
 
     microbatches: object
 
@@ -39,7 +39,6 @@ class BatchReader:
         self._reads_target = self._loss is not None and takes_target(self._loss)
 
     def microbatches(self, batch: Batch, *, training: bool = True) -> list[FlatMicrobatch]:
-        """The microbatches of a call. Raises `BatchError`."""
         if isinstance(batch, OneByOne):
             parts = _flattened(batch.microbatches)
         elif training or batch.args or batch.kwargs or batch.target is not None:
@@ -57,7 +56,6 @@ class BatchReader:
         return parts
 
     def describe(self) -> str:
-        """How the latest batch was cut."""
         return self._cutter.describe()
 
 

@@ -1,12 +1,9 @@
 """The report page of a pipeline: plan, simulated step, measured step, memory, boundaries, run (`graphpp/report/` lays it out).
 
-Contract
-    in   the request, the pipeline's first graph, its tables, a profile or none, the run so far
-    out  a `Page`. Without a profile the times of the step are estimated, and the page says so. Raises `GraphPPError` for a
-         profile of another pipeline. Nothing runs, and every rank gets the same page except for the losses
-    Every rank of all replicas calls `write_report`; the first of them all writes `report.html`, the others return its path.
-A value crosses several boundaries under one name, so a relay is a name on neighbouring boundaries. A stage only passes a relay
-on if none of its phases reads the value.
+Contract: without a profile the page marks the times of the step as estimated. Nothing runs, and every rank gets the same
+`Page` except for the losses. Every rank of all replicas calls `write_report`; only the first rank of all writes `report.html`.
+A value has one name on all boundaries that it crosses, so a relay is a name on neighbouring boundaries. A stage only relays a
+value if none of its phases reads the value.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ _PHASES = {_FORWARD: (Phase.FORWARD, Phase.EVALUATE), _BACKWARD: (Phase.BACKWARD
 def write_report(
     folder: Path, request: CompileRequest, cache: GraphCache, profile: Profile | None, run: Callable[[], RunView]
 ) -> Path:
-    """Write the page into the folder, which is made where it lacks; returns the page's path. `run` reads the run so far."""
+    """Write the page into the folder, created if missing; returns its path. Raises `GraphPPError` for a foreign profile."""
     first, so_far = cache.captured(), run()
     if folder.exists() and not folder.is_dir():
         raise GraphPPError(f"folder: {folder} is a file: give a folder, into which {_FILE} is written")
@@ -71,7 +68,6 @@ def write_report(
 
 
 def page_of(request: CompileRequest, graph: CompiledGraph, tables: Tables, profile: Profile | None, run: RunView) -> Page:
-    """The page."""
     table = _table_of(graph, tables, profile)
     timeline, memory = _estimated(request, graph, table, None if profile is None else profile.costs)
     own = request.options.parallel.op_costs is not None
@@ -102,7 +98,6 @@ def page_of(request: CompileRequest, graph: CompiledGraph, tables: Tables, profi
 
 
 def _table_of(graph: CompiledGraph, tables: Tables, profile: Profile | None) -> CheckedTable:
-    """The table of the profiled step, or that of the plan."""
     planned = graph.plan.schedule
     if profile is None:
         return tables.checked(planned.stages, planned.microbatches, graph.captured.joint.training)
@@ -119,7 +114,7 @@ def _table_of(graph: CompiledGraph, tables: Tables, profile: Profile | None) -> 
 def _estimated(
     request: CompileRequest, graph: CompiledGraph, table: CheckedTable, measured: Costs | None = None
 ) -> tuple[Timeline, tuple[KindCurve, ...]]:
-    """The timeline for a table of this graph, and bytes by kind over time for each rank, empty for an evaluation."""
+    """The timeline of a table of this graph, and each rank's bytes by kind over time, empty for an evaluation."""
     programs = programs_of(request, [graph] * table.running.microbatches, table)
     timeline = simulate(table.running, _costs(request, graph, programs[0], table) if measured is None else measured)
     if not table.training:
@@ -141,11 +136,7 @@ def _costs(request: CompileRequest, graph: CompiledGraph, program: PipelineProgr
     return replace(costs, gathers=gathers, reductions=reductions)
 
 
-# ---------------------------------------------------------------------------------- values between stages
-
-
 def boundary_views(graph: CompiledGraph) -> tuple[tuple[BoundaryView, ...], tuple[RelayView, ...]]:
-    """The values of each boundary, and the relays, for one microbatch."""
     makers = {node.name: node for node in graph.captured.joint.graph.nodes}
     relays = tuple(relay for way in _PHASES for relay in _relays(graph, way, makers))
     further = {(relay.way, relay.value.name) for relay in relays}
@@ -183,7 +174,7 @@ def _relays(graph: CompiledGraph, way: str, makers: Mapping[str, fx.Node]) -> It
 
 
 def _reads(graph: CompiledGraph, stage: int, name: str, way: str) -> bool:
-    """Whether a stage does anything with a value that it receives but send the value on."""
+    """Whether a stage uses a value other than by sending it on."""
     for phase, item in graph.program.stages[stage].programs.items():
         for node in graph.sources.of(item).graph.nodes:
             if node.op == "placeholder" and node.meta["role"] in (Received(name), Saved(name)):

@@ -13,8 +13,8 @@ import torch
 class StepResult:
     """The result of a step, on every rank.
 
-    `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim. `losses`: one per microbatch in order,
-    [microbatches]. `metrics`: the numbers that the loss function returned with the loss, averaged over the microbatches, 0-dim.
+    `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim. `losses`: one per microbatch, [microbatches].
+    `metrics`: the numbers that the loss function returned with the loss, averaged over the microbatches, 0-dim.
     """
 
     loss: torch.Tensor
@@ -24,10 +24,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of an evaluation.
+    """The result of an evaluation. `output`: of the whole batch, on the last stage's rank; None on the other ranks.
 
-    `output`: the model's output for the whole batch, on the last stage's rank; None on the others. `loss`, `losses`, `metrics`:
-    as in `StepResult`, on every rank; `loss` and `losses` are None without a target that the loss needs.
+    `loss`, `losses`, `metrics`: as in `StepResult`, on every rank; `loss` and `losses` are None if the loss lacks its target.
     """
 
     output: Any = None

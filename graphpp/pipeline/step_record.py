@@ -1,7 +1,7 @@
-"""The losses of a pipeline's steps so far, and the moments at which the steps ended.
+"""The losses and end times of a pipeline's steps.
 
-Contract: fewer than `_MOST` steps are kept. Where there would be more, every second one is dropped, and half as many are kept
-from then on. `add` copies a number on the loss's device and waits for nothing: losses are read when a page is made.
+Contract: fewer than `_MOST` steps are kept; at `_MOST` every second one is dropped, and from then on half as many are recorded.
+`add` copies a number on the loss's device and waits for nothing; `view` reads the losses.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _NOTE = "The time of a step is that from the end of the step before: it includes
 
 
 class StepRecord:
-    """The record of one pipeline on this rank: the steps whose numbers `_every` divides."""
+    """The record of one pipeline on this rank: every `_every`-th step."""
 
     def __init__(self) -> None:
         self._losses, self._ends = list[torch.Tensor](), list[float]()
         self._steps, self._every = 0, 1
 
     def add(self, loss: torch.Tensor) -> None:
-        """Record a step that has just ended."""
         self._steps += 1
         if self._steps % self._every == 0:
             self._losses.append(loss.detach().clone())
@@ -36,7 +35,7 @@ class StepRecord:
             self._losses, self._ends, self._every = self._losses[1::2], self._ends[1::2], 2 * self._every
 
     def view(self, losses: Sequence[float] | None = None, seconds: Sequence[float] | None = None) -> RunView:
-        """The run so far; `losses`, `seconds`: those of the caller in place of the recorded ones, one for each step."""
+        """The run so far; `losses`, `seconds`: one per step, in place of the recorded ones."""
         own = torch.stack(self._losses).tolist() if self._losses else ()
         times = [(end - start) / self._every for start, end in pairwise(self._ends)]
         recorded = RunView.of(own, [nan, *times] if times else (), self._every)

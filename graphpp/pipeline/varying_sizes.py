@@ -1,15 +1,14 @@
 """Which sizes of microbatches a capture leaves open, and the graphs that serve several sizes.
 
-Contract
---------
-- The first microbatch of a kind is captured for its own sizes. When another one of the kind has other sizes, the dimensions
-  that have varied so far are left open, and the graph serves all sizes for which it holds (`_torch/symbols.py`).
-- A kind of microbatch is its structure with the dtypes of its tensors, under one state of the model. Floating tensors whose
-  elements do not lie in order, and dimensions of size 1 or 0, are never open: such sizes take other branches in torch.
-- If model or loss fix every open size, or cannot be captured with open sizes, each size is captured by itself, and one warning
-  names the reason. After two captures refused the same dimensions, no further one is tried. After `_MOST` graphs of a kind,
-  each of them for a part of the sizes, no further one is made.
-- All ranks decide alike: a decision depends on the microbatches and captured graphs alone, which ranks compare.
+Contract:
+- The first microbatch of a kind (structure and dtypes, under one state of the model) is captured for its own sizes. When
+  another one has other sizes, the dimensions that varied so far are left open; the graph serves all sizes for which it is valid
+  (`_torch/symbols.py`).
+- Floating tensors whose elements are not in memory order, and dimensions of size 0 or 1, are never left open: torch takes other
+  branches for them.
+- If model or loss fix every open size, or cannot be captured with open sizes, each size gets its own capture, and one warning
+  gives the reason. After two captures refused the same dimensions, or `_MOST` graphs of a kind, no further one is tried.
+- Decisions depend only on the microbatches and captured graphs, which ranks compare, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Kind = tuple[Any, ...]
 
 
 class VaryingSizes:
-    """The sizes that have been seen, and the graphs with open sizes. `dynamic`: None opens sizes that vary, True all sizes."""
+    """The seen sizes, and the graphs with open sizes. `dynamic`: None opens sizes that vary, True all sizes, False none."""
 
     def __init__(self, dynamic: bool | None, limit: int, warns: bool) -> None:
         self._dynamic, self._limit, self._warns = dynamic, limit, warns
@@ -41,11 +40,10 @@ class VaryingSizes:
 
     @property
     def graphs(self) -> list[CompiledGraph]:
-        """The graphs with open sizes that are kept."""
         return [graph for _, graph in self._graphs]
 
     def find(self, key: GraphKey, part: FlatMicrobatch) -> CompiledGraph | None:
-        """A kept graph for the sizes of this microbatch, with its programs for these sizes."""
+        """A kept graph that is valid for the sizes of this microbatch, with its programs for these sizes."""
         for kind, graph in self._graphs:
             symbols = graph.captured.joint.symbols
             assert symbols is not None, "a graph with open sizes has symbols"
@@ -55,7 +53,6 @@ class VaryingSizes:
         return None
 
     def use(self, graph: CompiledGraph) -> None:
-        """Note that a graph with open sizes was used."""
         self._graphs.sort(key=lambda pair: pair[1] is graph)
 
     def open(self, key: GraphKey, part: FlatMicrobatch) -> dict[str, tuple[int, ...]]:
@@ -78,7 +75,7 @@ class VaryingSizes:
         return {} if self._fixed.get(kind) == found or refused >= 2 or graphs >= _MOST else found
 
     def keep(self, key: GraphKey, part: FlatMicrobatch, graph: CompiledGraph) -> None:
-        """Note a graph that all ranks have, and the sizes of its microbatch."""
+        """Note a graph on which all ranks agreed, and the sizes of its microbatch."""
         shapes = {path: tuple(tensor.shape) for path, tensor in part.tensors.items()}
         self._first.setdefault(_structure(key, part), shapes)
         if graph.general is not None:

@@ -1,11 +1,11 @@
-"""The pipes and the memory through which two processes of one host exchange messages.
+"""The pipes and the shared memory through which two processes of one host exchange messages.
 
-Contract: memory, pipes and handles have no name in a file system, so nothing is left when a process is killed. A process opens
-those of another one through `/proc`. All are closed when their object dies. Memory that a process has mapped stays readable
-after the process that made it has ended. No slot keeps a file open once its reader has mapped it.
+Contract: memory, pipes and handles have no name in a file system, so a killed process leaves nothing behind. Other processes
+open them through `/proc`. Each is closed when its object dies. Mapped memory stays readable after its process has ended. A slot
+keeps no file open once its reader has mapped it.
 
-A slot begins with two numbers: how many of its messages have been read, and whether its owner waits for the next one to be
-read. So a receiver frees a slot without a system call, and wakes the sender only if the sender waits.
+A slot's head has two numbers: how many of its messages have been read, and whether its owner waits for the next read. So a
+receiver frees a slot without a system call, and wakes the sender only if the sender waits.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from typing import NamedTuple
 
 import torch
 
-SLOTS = 4  # messages to one rank that it has not read yet, at most
+SLOTS = 4  # maximal number of unread messages to one rank
 _LEAST = 2**12  # bytes of a slot
 _HEAD = 64  # bytes of a slot before the message
-_READ, _WANTED = 0, 1  # the numbers at the head of a slot
-_PACKED = struct.Struct("<hbbiiqqq")  # 36 bytes: far below the size up to which a pipe keeps what is written at once together
-_AT_ONCE = 64  # frames
+_READ, _WANTED = 0, 1  # indices of the numbers in a slot's head
+_PACKED = struct.Struct("<hbbiiqqq")  # 36 bytes, below the size up to which a write to a pipe is atomic
+_AT_ONCE = 64  # frames per read
 _SERIALS = count(1)
 
 
 class Frame(NamedTuple):
-    """A line in a rank's pipe: a message of the rank `source`.
+    """A line in a rank's pipe: a message of the rank `source`, with `size` bytes.
 
-    `number`: of its slot; `handle`, `serial`, `capacity`: of the slot's memory; `order`: of this message among those in it;
-    `size`: bytes of the message.
+    `number`: of its slot; `handle`, `serial`, `capacity`: of the slot's memory; `order`: the message's number in the slot.
     """
 
     source: int
@@ -49,7 +48,7 @@ class Frame(NamedTuple):
 
 
 class Inbox:
-    """The pipe into which other ranks write frames. It keeps a writing end of its own, so it never comes to an end."""
+    """The pipe into which other ranks write frames. Its own open writing end prevents an end of file."""
 
     def __init__(self) -> None:
         self.reads, self.writes = os.pipe2(os.O_CLOEXEC)
@@ -59,16 +58,15 @@ class Inbox:
             weakref.finalize(self, os.close, handle)
 
     def ready(self) -> bool:
-        """Whether frames have arrived."""
         return bool(self._poller.poll(0))
 
     def read(self) -> list[Frame]:
-        """The frames that have arrived; waits for the first one."""
+        """The frames that have arrived; blocks until there is one."""
         return [Frame(*each) for each in _PACKED.iter_unpack(os.read(self.reads, _AT_ONCE * _PACKED.size))]
 
 
 class Secret:
-    """A random number in this process's memory: a process that finds it there is on this host, and knows the right process."""
+    """A random number in this process's memory: a process that can read it is on this host and has the right process id."""
 
     def __init__(self) -> None:
         self.word, self.handle = secrets.randbits(62), os.memfd_create("graphpp", os.MFD_CLOEXEC)
@@ -77,23 +75,23 @@ class Secret:
 
     @staticmethod
     def read(process: int, handle: int) -> int:
-        """The number behind a handle of another process. Raises `OSError`."""
+        """The number in another process's handle. Raises `OSError`."""
         with open(f"/proc/{process}/fd/{handle}", "rb") as memory:
             return int.from_bytes(memory.read(8), "little")
 
 
 class Mapped:
-    """A slot's memory in this process, which keeps no file open. `address`: of the message."""
+    """A slot's memory, mapped into this process; keeps no file open. `address`: of the message."""
 
     def __init__(self, process: int, handle: int, capacity: int, serial: int) -> None:
-        """Map what is open under a handle of a process. Raises `RuntimeError` where that is closed."""
+        """Map the memory of a handle of a process. Raises `RuntimeError` if the handle is closed."""
         path = f"/proc/{process}/fd/{handle}"
         self.serial, self._memory = serial, torch.UntypedStorage.from_file(path, True, capacity)  # True: shared
         self.head = (ctypes.c_uint64 * 2).from_address(self._memory.data_ptr())
         self.address = self._memory.data_ptr() + _HEAD
 
     def read(self, order: int) -> bool:
-        """Note that message number `order` has been read; whether the slot's owner waits for this."""
+        """Note that message number `order` has been read; returns whether the slot's owner waits for that."""
         self.head[_READ] = order
         if not self.head[_WANTED]:
             return False
@@ -102,7 +100,7 @@ class Mapped:
 
 
 class Slot:
-    """Memory of this rank for one message. `count`: the messages so far. `handle`: open until its reader has mapped it."""
+    """Memory of this rank for one message. `count`: messages so far. `handle`: open until its reader has mapped the memory."""
 
     def __init__(self, number: int, size: int) -> None:
         """`size`: bytes of the first message."""
@@ -115,41 +113,36 @@ class Slot:
 
     @property
     def free(self) -> bool:
-        """Whether its last message has been read."""
         return self.memory.head[_READ] == self.count
 
     @property
     def fresh(self) -> bool:
-        """Whether no message of it has been read, so that the reader may not have mapped it."""
+        """Whether no message has been read, so that the reader may not have mapped the memory."""
         return not self.memory.head[_READ]
 
     def want(self) -> None:
-        """Ask the reader to write a frame when it has read the message."""
         self.memory.head[_WANTED] = 1
 
 
 @dataclass
 class Outbox:
-    """The slots of this rank for messages to one other rank."""
 
     slots: list[Slot] = field(default_factory=list)
 
     def is_settled(self) -> bool:
-        """Whether the other rank can read every message, whatever becomes of this process."""
+        """Whether the other rank can read every message even if this process ends."""
         return not any(slot.fresh for slot in self.slots)
 
     def close_handles(self) -> None:
-        """Close the handles of the slots that the other rank has mapped."""
         for slot in self.slots:
             if not slot.fresh:
                 slot.close()
 
     def has_room(self) -> bool:
-        """Whether a slot is free, or may be made."""
         return len(self.slots) < SLOTS or any(slot.free for slot in self.slots)
 
     def take(self, size: int) -> Slot | None:
-        """A free slot for so many bytes, one whose memory suffices if there is one; None if no slot is free."""
+        """A free slot for `size` bytes, if possible without new memory; None if no slot is free."""
         free = [slot for slot in self.slots if slot.free]
         for slot in free:
             if slot.capacity >= size + _HEAD:
@@ -163,16 +156,15 @@ class Outbox:
         return slot
 
     def want(self) -> None:
-        """Ask the other rank to write a frame for each message that it reads now."""
         for slot in self.slots:
             slot.want()
 
 
 class Peer:
-    """Another rank of the group, `rank`: its process, its pipe, this rank's slots for it, and its own slots, mapped here."""
+    """Another rank of the group: its process, its pipe, this rank's slots for it, and its slots, mapped into this process."""
 
     def __init__(self, rank: int, process: int, pipe: int, inbox: Inbox) -> None:
-        """`pipe`: the handle of the writing end of its inbox in its process; `inbox`: this rank's own. Raises `OSError`."""
+        """`pipe`: the handle of the peer's writing end, in its process; `inbox`: this rank's own. Raises `OSError`."""
         self.rank, self.outbox = rank, Outbox()
         self._process, self._inbox, self._mapped = process, inbox.reads, dict[int, Mapped]()
         self._pipe = os.open(f"/proc/{process}/fd/{pipe}", os.O_WRONLY | os.O_CLOEXEC)
@@ -184,16 +176,16 @@ class Peer:
         self._poller.register(self._ended, select.POLLIN)
 
     def wait(self, seconds: float) -> tuple[bool, bool]:
-        """Wait until a frame has arrived from any rank, or this one has ended: whether the first, and the second, is so."""
+        """Wait for a frame of any rank or for this peer's end; returns whether (a frame has arrived, the peer has ended)."""
         ready = {handle for handle, _ in self._poller.poll(1e3 * seconds)}
         return self._inbox in ready, self._ended in ready
 
     def write(self, frame: Frame) -> None:
-        """Write into the rank's pipe. Raises `BrokenPipeError` if the rank has closed it."""
+        """Write into the peer's pipe. Raises `BrokenPipeError` if the peer has closed it."""
         os.write(self._pipe, _PACKED.pack(*frame))
 
     def mapped(self, frame: Frame) -> Mapped:
-        """The slot of a frame from the rank, in this process. Raises `RuntimeError` if it cannot be mapped."""
+        """The slot of a frame of the peer, mapped here. Raises `RuntimeError` if it cannot be mapped."""
         known = self._mapped.get(frame.number)
         if known is None or known.serial != frame.serial:
             known = self._mapped[frame.number] = Mapped(self._process, frame.handle, frame.capacity, frame.serial)

@@ -30,7 +30,7 @@ def shares_memory(node: fx.Node) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether an operation that views where it can (`reshape`, `contiguous`) must copy, given its input's traced strides."""
+    """Whether an operation that views if possible (`reshape`, `contiguous`) must copy, given its input's traced strides."""
     if node.target not in _UNDECLARED:
         return False
     source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -44,16 +44,16 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The node that allocated the memory in which a value lies."""
+    """The node that allocated a value's memory."""
     while shares_memory(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def shared_results(graph: fx.Graph) -> frozenset[int]:
-    """Indices of the results whose memory is also an input's or another result's, or is read by an operation of the graph.
+    """Indices of the results whose memory an input, another result or a reading operation of the graph shares.
 
-    On a GPU that operation could still run when the caller already writes into the result.
+    On a GPU such an operation could still run when the caller already writes into the result.
     """
     roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
     count = Counter(roots)

@@ -1,10 +1,10 @@
 """Recognise the collectives of a graph, the waits for them, and their process groups.
 
-Contract: a collective is an operator with an argument `group_name` (all functional collectives of torch) or `pg_name` (the
-gathers of torch's context parallelism). Every rank of the group must run the same collectives in the same order. So no pass
-duplicates or removes a collective, or reorders two collectives of one graph; `joint/gradient_sums.py` hands some to the
-runtime, on all ranks of their group. `wait_tensor` returns its own argument, whose numbers are valid only after the wait: it
-stays in the stage of its collective. A group's name is that of this process; other ranks may use another one.
+Contract: a collective is an operator with an argument `group_name` (torch's functional collectives) or `pg_name` (the gathers
+of torch's context parallelism). Every rank of the group must run the same collectives in the same order. So no pass duplicates
+or removes a collective, or reorders two collectives of one graph; only `joint/gradient_sums.py` hands some to the runtime, on
+all ranks of their group. `wait_tensor` returns its argument, which is valid only after the wait, so it stays in the stage of
+its collective. Ranks may have different names for a group.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def group_of(node: fx.Node) -> str:
     assert at is not None, f"{node} is no collective"
     named = [node.kwargs[name] for name in _GROUPS if name in node.kwargs]
     group = named[0] if named else node.args[at]
-    return str(getattr(group, "group_name", group))  # torch takes the group itself, too
+    return str(getattr(group, "group_name", group))  # torch also takes the group itself
 
 
 def names_group(node: fx.Node, argument: int | str) -> bool:
-    """Whether an argument, by index or keyword, is the name of the process group."""
     return is_collective(node) and argument in (*_GROUPS, _group_at(node.target))
 
 
@@ -52,7 +51,7 @@ def _group_at(target: Any) -> int | None:
     return _group_of_operator(target) if hasattr(target, "_schema") else None
 
 
-@cache  # operators live as long as the process; functions and regions would be kept alive, so they never come here
+@cache  # for operators only, which live as long as the process: the cache would keep functions and regions alive
 def _group_of_operator(target: Any) -> int | None:
     arguments = target._schema.arguments
     return next((index for index, argument in enumerate(arguments) if argument.name in _GROUPS), None)

@@ -1,9 +1,4 @@
-"""The operations that keep a graph from being recorded as a CUDA graph, found from the graph alone.
-
-Contract: `cuda_graph_obstacle(graph)` is None, or names an operation, also of a compiled region, that cannot be replayed: it
-exchanges values with other ranks, the host must wait for its result, or it is not on the GPU. A graph that computes nothing is
-an obstacle, too. Obstacles that the graph does not show are found when it is recorded.
-"""
+"""Find the operations that prevent recording a graph as a CUDA graph; further obstacles appear only at the recording."""
 
 from __future__ import annotations
 
@@ -23,15 +18,18 @@ _CONTROL = ("cond", "while_loop")
 
 
 def cuda_graph_obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
-    """The first reason not to record a graph, or None; all its tensors should be on devices of the type `device`."""
+    """The first reason not to record a graph, or None; all its tensors should be on devices of type `device`.
+
+    A graph without computation, and an operation, also of a compiled region, that exchanges values with other ranks, makes the
+    host wait or is not on the GPU, cannot be recorded.
+    """
     if all(node.op in ("placeholder", "output") or is_view(node) for node in graph.nodes):
         return COMPUTES_NOTHING
     return next((found for node in graph.nodes if (found := _of(node, device)) is not None), None)
 
 
 def _is_read_by_host(node: fx.Node) -> bool:
-    """Whether the host waits for the device to learn a number, or the shape of the result."""
-    if node.target is torch.ops.aten.index.Tensor:  # by masks, whose true elements the host counts, or by positions
+    if node.target is torch.ops.aten.index.Tensor:  # index tensors are positions, or masks, whose true elements the host counts
         return any(index is not None and index.meta["val"].dtype in _MASKS for index in node.args[1])  # type: ignore[union-attr]
     return any(tag in getattr(node.target, "tags", ()) for tag in _READ_BY_HOST)
 

@@ -1,10 +1,10 @@
 """Compute the peak memory of a program from its graph: the most bytes alive at any time while it runs.
 
-Contract: a value's lifetime ends after its last reader, where the rendered program deletes it; a view lies in the memory of its
-source. The peak counts received, saved and computed values, results included. A saved value that a later program of the
-microbatch reads too (`meta["kept"]`) stays. A gradient counts until it is handed to the runtime; where its factors are handed
-over, the workspace of the multiplication counts (`meta["workspace"]`). Parameters, buffers, inputs of the microbatch, workspace
-inside an operator, and gathered parameters (`meta["gathers"]`, which `Program.layers` counts) do not count.
+Contract: a value lives until its last reader, where the rendered program deletes it; a view lies in the memory of its source.
+The peak counts received, saved and computed values, including results. A saved value that a later program of the microbatch
+also reads (`meta["kept"]`) stays alive. A gradient counts until it is handed to the runtime; if its factors are handed over,
+the workspace of the multiplication counts (`meta["workspace"]`). Parameters, buffers, inputs of the microbatch, workspace
+inside an operator, and gathered parameters (`meta["gathers"]`, see `Program.layers`) do not count.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
 def live_bytes(graph: fx.Graph) -> tuple[int, ...]:
-    """By how many bytes the live memory grows or shrinks, in order, while the program of a phase graph runs."""
+    """The changes of live memory in bytes, in order, while the program of a phase graph runs."""
     return tuple(sign * _size(node) for sign, node in live_values(graph))
 
 
 def live_values(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
-    """(1, node) where the value of a node is allocated, (-1, node) where its memory is given back, in order."""
+    """(1, node) where a node's value is allocated, (-1, node) where its memory is freed, in order."""
     order = list(graph.nodes)
     ends: dict[int, list[fx.Node]] = defaultdict(list)
     for node, at in _deaths(graph, order).items():
@@ -41,7 +41,7 @@ def live_values(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
 
 
 def sent_alone(graph: fx.Graph) -> tuple[int, ...]:
-    """The bytes of the memory of each value for the neighbouring stage in which no saved value lies."""
+    """The bytes of each memory of values sent to the neighbouring stage, except memory with a saved value."""
     results = results_of(graph)
     saved = {root(node) for role, node in results if isinstance(role, program.Saved)}
     sent = dict.fromkeys(root(node) for role, node in results if isinstance(role, program.Sent))
@@ -49,12 +49,11 @@ def sent_alone(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def counts_in_peak(node: fx.Node) -> bool:
-    """Whether the peak of a program counts the memory of a value."""
     return _size(node) > 0
 
 
 def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
-    """Each allocating node -> the position of the last reader of its memory; none for values that stay alive."""
+    """Each allocating node -> the position of the last reader of its memory; values that stay alive are left out."""
     end = graph.output_node()
     results = zip(end.meta.get("roles") or (), end.args[0], strict=False)  # type: ignore[arg-type]
     staying = {root(node) for role, node in results if not isinstance(role, program.Gradient)}
@@ -71,7 +70,7 @@ def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
 def _size(node: fx.Node) -> int:
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
-    if node.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
+    if node.target is deferred_matmul:  # the runtime adds the product directly into the gradient sum
         return int(node.meta.get("workspace", 0))
     if not is_tensor(node) or "gathers" in node.meta:
         return 0

@@ -1,8 +1,8 @@
 """Let inputs with the role `Size` stand for the symbolic numbers of a graph.
 
-Contract: after `name_sizes` no operation has a symbolic number among its arguments, and no node computes one. An operation that
-was given `2*s1` reads the placeholder whose role is `Size("2*s1")`; the runtime fills the placeholder in. Numbers that are the
-same for all sizes are literals. A pass that gives an operation a size gets the node from `SizeInputs`.
+Contract: after `name_sizes` no operation has a symbolic number as an argument, and no node computes one. An operation that was
+given `2*s1` reads the placeholder with the role `Size("2*s1")`, which the runtime fills in. Numbers that are equal for all
+sizes are literals. A pass that gives an operation a size gets the node from `SizeInputs`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphpp.runtime.program import Size
 
 
 class SizeInputs:
-    """The placeholders of a graph that are symbolic numbers; new ones are added behind the other placeholders."""
+    """The placeholders of a graph that are symbolic numbers; new ones follow the other placeholders."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -28,7 +28,7 @@ class SizeInputs:
         self._first = next(node for node in graph.nodes if node.op != "placeholder")
 
     def of(self, number: Any) -> Any:
-        """The placeholder of a symbolic number; the number itself if it is known for all sizes."""
+        """The placeholder of a symbolic number; the number itself if it is equal for all sizes."""
         if not isinstance(number, SYMBOLIC):
             return number
         if not expression(number).free_symbols:
@@ -43,7 +43,6 @@ class SizeInputs:
 
 
 def name_sizes(graph: fx.Graph) -> None:
-    """Replace symbolic numbers, and the nodes that compute them, by placeholders, in place."""
     inputs, computed = SizeInputs(graph), [node for node in graph.nodes if node.op == "call_function"]
 
     def named(value: Any) -> Any:
@@ -58,7 +57,7 @@ def name_sizes(graph: fx.Graph) -> None:
 
 
 def with_symbols(source: PhaseGraph) -> PhaseGraph:
-    """A phase graph with each symbol of its sizes as an input; `source` stays as it is."""
+    """A phase graph with each symbol of its sizes as an input; `source` stays unchanged."""
     symbols = {name: size for name, size in symbolic_sizes(source.graph).items() if name in symbols_of(size)}
     if not symbols:
         return source
@@ -70,12 +69,11 @@ def with_symbols(source: PhaseGraph) -> PhaseGraph:
 
 
 def with_inputs(source: PhaseGraph, graph: fx.Graph) -> PhaseGraph:
-    """The phase graph with another graph, and the inputs of that graph."""
     return replace(source, graph=graph, inputs=tuple(node.meta["role"] for node in _placeholders(graph)))
 
 
 def symbolic_sizes(graph: fx.Graph) -> dict[str, Any]:
-    """The symbolic numbers by formula: those that operations are given, sizes and strides of all values, and the symbols."""
+    """The symbolic numbers by formula: operations' size inputs, sizes and strides of all values, and their symbols."""
     found: dict[str, Any] = {}
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -2,8 +2,7 @@
 
 Contract: a saved value may be evicted if nothing that stays on the device shares its memory: no parameter, buffer, input or
 constant, no other saved value, no result that the caller keeps, and no value that a neighbouring stage on the same rank sent
-or receives. A value that is sent to another rank may be evicted: the transport holds its message by itself. `nbytes` is the
-memory in which the value lies, of which the value may be a part.
+or receives. A value sent to another rank may be evicted, because the transport keeps its message.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from graphpp.runtime.program import OutputRole, TensorMeta
 
 
 class Offloadable(NamedTuple):
-    """A saved value, and the bytes of device memory that evicting it frees.
+    """A saved value; `nbytes`: the device memory that evicting it frees, of which the value may be a part.
 
-    `memory`: the node that allocated these. `received`: the stage below made it; `sent`: the stage above reads it.
+    `memory`: the node that allocated this memory. `received`: the stage below made it; `sent`: the stage above reads it.
     """
 
     meta: TensorMeta
@@ -61,7 +60,7 @@ def _is_own(memory: fx.Node, local: LocalNeighbours) -> bool:
 
 
 def _only_saved(sharers: list[tuple[OutputRole, fx.Node]], local: LocalNeighbours) -> list[tuple[program.Saved, fx.Node]]:
-    """The one saved value among the results in one memory, if all other results are messages to another rank."""
+    """The single saved value among the results in one memory, if all other results are messages to another rank."""
     saved = [(role, node) for role, node in sharers if isinstance(role, program.Saved)]
     others = [role for role, _ in sharers if not isinstance(role, program.Saved)]
     leave = all(isinstance(role, program.Sent) for role in others) and not (others and local.above)

@@ -2,7 +2,7 @@
 
 Contract: `OpCosts` is a callable node -> seconds. The model is a roofline: launch time, plus the larger of arithmetic and
 memory traffic; for a collective, latency plus bytes over the link. Passes use only ratios of costs. Ranks that exchange values
-must order their operations by the same costs, so the figures are constants and nothing is measured here.
+must order their operations by the same costs, so the figures are constants instead of measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Cost = Callable[[fx.Node], float]
 _CONTRACTIONS = {2: aten.mm.default, 3: aten.bmm.default}
 _CHEAP_FLOPS_PER_ELEMENT = 16
 _FLOPS_PER_DRAW = 20
-_LIKE: dict[Any, Any] = {  # kernel without an entry in torch's table -> kernel with the same arithmetic on the same arguments
+_LIKE: dict[Any, Any] = {  # kernel without an entry in torch's table -> kernel with the same arithmetic and arguments
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
@@ -66,7 +66,7 @@ class OpCosts:
         return self.launch + max(flops(node) / self.flops, traffic) + self._drawing(node)
 
     def message(self, nbytes: int) -> float:
-        """Seconds of a message of so many bytes between two ranks; of none at all without bytes."""
+        """Seconds of a message of `nbytes` between two ranks; 0 without bytes."""
         return self.latency + nbytes / self.link if nbytes else 0.0
 
     def _drawing(self, node: fx.Node) -> float:
@@ -77,11 +77,11 @@ class OpCosts:
 
 
 def flops(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: Any = None) -> float:
-    """Floating-point operations of a contraction, as torch counts them; 0 for anything else.
+    """Floating-point operations of a contraction, as torch counts them; 0 for other operations.
 
-    `operands`, `result`: the values of the same operation on other operands (None: the values of the graph).
+    `operands`, `result`: values in place of the graph's, for the same operation on other operands.
     """
-    # Where Triton is installed, this import loads it, which `import graphpp` need not.
+    # This import loads Triton if installed, which `import graphpp` avoids.
     from torch.utils.flop_counter import flop_registry
 
     target, args = node.target, node.args
@@ -101,12 +101,12 @@ def flops(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: 
 
 
 def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> float:
-    """Of a grouped product: the rows, columns, or inner sizes of all groups stand together in one dimension."""
+    """FLOPs of a grouped product: the rows, columns, or inner sizes of all groups share one dimension."""
     groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return float(hint(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]))
 
 
-_OWN: Mapping[Any, Callable[..., float]] = {aten._grouped_mm: _flops_of_groups}  # kernels of which torch has no count
+_OWN: Mapping[Any, Callable[..., float]] = {aten._grouped_mm: _flops_of_groups}  # kernels that torch does not count
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -122,12 +122,12 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's value; of a tuple, the sum."""
+    """Bytes of a node's value; for a tuple, the sum."""
     return _nbytes(node.meta.get("val"))
 
 
 def _elements(node: fx.Node) -> int:
-    """Elements of a node's value; of a tuple, those of the largest tensor."""
+    """Elements of a node's value; for a tuple, of the largest tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return max((hint(item.numel()) for item in values if isinstance(item, torch.Tensor)), default=0)

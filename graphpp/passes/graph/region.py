@@ -1,7 +1,7 @@
 """A region: consecutive operations of one program, compiled as one function; and the call that replaces it.
 
-Contract: `Region.graph` is a graph of its own, whose placeholders have example values (`meta["val"]`) but no roles. A
-`RegionCall` is the target of a node in the program's graph; its `run` is None until a backend has compiled the region.
+Contract: `Region.graph` has placeholders with example values (`meta["val"]`) but without roles. A `RegionCall` is the target of
+a node in the program's graph; its `run` is None until a backend has compiled the region.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graphpp._torch.symbols import SYMBOLIC, Values, at_values
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Operations to be compiled as one. `title` says where they come from: `layers.3 of stage 1 backward`.
+    """Operations to compile as one. `title`: their origin, as in `layers.3 of stage 1 backward`.
 
     `key`: a hash of the computation and its input layouts; regions with equal keys compute the same.
     """
@@ -28,11 +28,11 @@ class Region:
 
     @property
     def sizes(self) -> dict[int, Any]:
-        """The inputs that are symbolic numbers, by position; empty where all sizes are known."""
+        """The inputs that are symbolic numbers, by position."""
         return {at: value for at, value in enumerate(self.examples) if isinstance(value, SYMBOLIC)}
 
     def at(self, values: Values) -> Region:
-        """The region for one set of sizes: symbolic sizes are numbers, and inputs that were symbolic are not read."""
+        """The region for one set of sizes: symbolic sizes become numbers, and inputs that were symbolic are not read."""
         graph, copies = fx.Graph(), dict[fx.Node, Any]()
         for node in self.graph.nodes:
             if node.op == "output":
@@ -50,7 +50,6 @@ class Region:
 
     @property
     def results(self) -> list[Any]:
-        """The fake tensors of the region's results."""
         nodes: Any = self.graph.output_node().args[0]
         return [node.meta["val"] for node in nodes]
 
@@ -64,6 +63,5 @@ class RegionCall:
     __name__: str = field(default="region", init=False)
 
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
-        """Run the compiled region."""
         assert self.run is not None, f"{self.region.title} has not been compiled"
         return self.run(boxed)

@@ -1,8 +1,7 @@
-"""The joint graph after the cut: one graph per phase and stage, and the values that travel between them.
+"""The joint graph after the cut: one graph per phase and stage, and the values sent between them.
 
-Contract: a `PhaseKey` is a phase and the number of a stage. A `PhaseGraph` has nodes of its own, with the names of the joint
-graph. Its placeholders carry the roles of `inputs` as `meta["role"]`, in order; its output node has `outputs` as
-`meta["roles"]`.
+Contract: a `PhaseGraph` has its own nodes, with the names of the joint graph. Its placeholders have the roles of `inputs` as
+`meta["role"]`, in order; its output node has `outputs` as `meta["roles"]`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ GraphResults = list[tuple[OutputRole, fx.Node]]
 
 @dataclass(frozen=True)
 class PhaseGraph:
-    """One phase of one stage as a graph of its own. `layers`: what it gathers and reduces (`stage/gather_layers.py`)."""
+    """One phase of one stage as a graph. `layers`: its gathers and reductions (`stage/gather_layers.py`)."""
 
     stage: int
     phase: Phase
@@ -38,10 +37,10 @@ class StagedGraphs:
     """The result of `cut_stages`, refined by the passes after it.
 
     `graphs`: by phase and stage. `saved`: per stage, the values saved for the backward of one microbatch; `saved_memory`: the
-    values that allocated the memory of these. `kept_memory`: per stage, the values that allocated the memory alive between I
-    and W, if `split_weight_grad` has run; else empty. `unread_memory`: those of them that I neither reads nor makes. `fused`:
-    backwards hand out the factors of their gradients (`fuse_grad_accumulation`). `hoisted`: per stage, the graph that computes
-    the step-invariant values (`hoist_per_step`).
+    values that allocated their memory. `kept_memory`: per stage, the values that allocated the memory alive between I and W;
+    empty without `split_weight_grad`. `unread_memory`: the part of `kept_memory` that I neither reads nor makes. `fused`:
+    backwards pass the factors of gradients to the runtime (`fuse_grad_accumulation`). `hoisted`: per stage, the graph that
+    computes the step-invariant values (`hoist_per_step`).
     """
 
     graphs: dict[PhaseKey, PhaseGraph]
@@ -55,19 +54,17 @@ class StagedGraphs:
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
-        """Per stage, the bytes saved for the backward of one microbatch."""
         return tuple(map(total_bytes, self.saved_memory))
 
     @property
     def kept_bytes(self) -> tuple[int, ...]:
-        """Per stage, the bytes alive between I and W."""
         return tuple(map(total_bytes, self.kept_memory))
 
 
 def phase_graph(
     key: PhaseKey, inputs: Mapping[fx.Node, InputRole], computed: Iterable[fx.Node], outputs: GraphResults
 ) -> PhaseGraph:
-    """A phase graph made of copies: `inputs` become placeholders with their roles, `computed` follow in the given order."""
+    """A phase graph made of copies: placeholders for `inputs`, with their roles, then `computed` in the given order."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node, role in inputs.items():

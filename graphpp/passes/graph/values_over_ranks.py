@@ -1,8 +1,8 @@
 """Which values of a graph differ between ranks that share the layers of a model (tensor parallelism).
 
-Contract: ranks compute equal values if they run one operator with equal arguments. A sharded parameter differs, and so does
-what is computed from a value that differs, or by an operator whose plain arguments differ between ranks, such as the index of a
-chunk; ranks compare these by `plain_arguments`. After an all-reduce or an all-gather over the ranks their values are equal.
+Contract: ranks compute equal values if they run one operator with equal arguments. A value differs if it is a sharded
+parameter, is computed from a differing value, or by an operator whose plain arguments differ between ranks, such as the index
+of a chunk (ranks compare `plain_arguments`). An all-reduce or all-gather over the ranks makes values equal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _EQUAL_AFTER = ("all_reduce", "all_gather_into_tensor", "broadcast")
 
 
 def plain_arguments(graph: fx.Graph) -> list[int]:
-    """For each node a number of 63 bits, equal on two ranks for equal operators with equal plain arguments."""
+    """For each node a 63-bit number, equal on two ranks for equal operators with equal plain arguments."""
     return [_number(node) for node in graph.nodes]
 
 
 def unlike_numbers(own: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> set[int]:
-    """The indices of `own` numbers that a rank does not have at that place; ranks may have more nodes, such as padding."""
+    """The indices of `own` numbers that a rank lacks at that position; ranks may have additional nodes, such as padding."""
     unlike: set[int] = set()
     for theirs in of_ranks:
         if len(theirs) == len(own):
@@ -40,8 +40,8 @@ def unlike_numbers(own: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> set
 def differing_values(graph: fx.Graph, sharded: Collection[str], unlike: Collection[int], group: str) -> set[fx.Node]:
     """The nodes whose values differ between the ranks of a process group.
 
-    `sharded`: FQNs of the parameters and buffers of which each rank has another part. `unlike`: the indices of the nodes with
-    other plain arguments elsewhere. `group`: the name of the process group.
+    `sharded`: FQNs of the parameters and buffers that differ between ranks. `unlike`: the indices of the nodes whose plain
+    arguments differ. `group`: the name of the process group.
     """
     found: set[fx.Node] = set()
     for index, node in enumerate(graph.nodes):
@@ -54,7 +54,7 @@ def differing_values(graph: fx.Graph, sharded: Collection[str], unlike: Collecti
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values a node reads; of the tensor into which it copies, it takes the shape alone."""
+    """The nodes whose values a node reads; `copy` reads only the shape of the tensor into which it copies."""
     return node.all_input_nodes[-1:] if node.target is torch.ops.aten.copy.default else node.all_input_nodes
 
 
@@ -72,7 +72,7 @@ def _number(node: fx.Node) -> int:
 
 
 def _plain(value: fx.node.Argument) -> object:
-    """An argument without its nodes and without the index of a device."""
+    """An argument without its nodes and without device indices."""
     if isinstance(value, fx.Node):
         return "node"
     if isinstance(value, list | tuple):

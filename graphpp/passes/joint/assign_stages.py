@@ -1,18 +1,17 @@
-"""Assign every node its stage, `meta["stage"]`; `None` for a value that every reading stage computes for itself.
+"""Assign every node its stage, `meta["stage"]`; `None` for a value that every stage that reads it computes itself.
 
-Contract
---------
+Contract:
 - A forward node's stage follows from its position: stage s begins at the first operation of the module call that the split
   names.
-- Cheap values that depend on no parameter, written buffer, random number or value of a stage (masks, rotary tables,
-  position ids), and views of parameters, get `None`: every stage that reads one computes it for itself.
-- A collective runs in one stage, and the waits for it run in the same stage.
+- `None`: views of parameters, and cheap values that depend on no parameter, written buffer, random number or value with a stage
+  (masks, rotary tables, position ids).
+- The waits for a collective run in its stage.
 - A backward node runs in the stage of its forward twin (same autograd sequence number), but never in a later stage than a
-  gradient that it reads. So a sum of gradients runs in the lowest stage among the gradients that it adds.
-- A value of the backward whose size only the data decides cannot be sent: the value is computed in the stage that reads it.
-- Afterwards, along every edge, the stages of forward nodes do not fall and the stages of backward nodes do not rise.
+  gradient that it reads. So a sum of gradients runs in the lowest stage among its terms.
+- A backward value with a data-dependent size cannot be sent, so it is computed in the stage that reads it.
+- Afterwards, along every edge, stages of forward nodes do not fall and stages of backward nodes do not rise.
 
-Raises `CaptureError` where a buffer or frozen parameter is written in one stage and read in another.
+Raises `CaptureError` if a buffer or frozen parameter is written in one stage and read in another.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from graphpp.runtime import program
 
 
 def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
-    """Give every node its stage, in place; stage s begins at position `starts[s]` of the forward, and starts[0] = 0."""
+    """Set every node's stage, in place; stage s begins at position `starts[s]` of the forward, and starts[0] = 0."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     twins: dict[int, int | None] = {}
     for node in joint.graph.nodes:
@@ -53,7 +52,7 @@ def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
 
 
 def _move_to_readers(backward: Sequence[fx.Node]) -> None:
-    """Move nodes whose value cannot be sent to the stage of their earliest reader, and the other readers with them."""
+    """Move nodes whose value cannot be sent to the stage of their earliest reader, and their other readers with them."""
     decided = [node for node in backward if has_unknown_size(node.meta["val"])]
     moved = bool(decided)
     while moved:
@@ -65,14 +64,12 @@ def _move_to_readers(backward: Sequence[fx.Node]) -> None:
 
 
 def _lower(node: fx.Node, stages: Sequence[int | None]) -> bool:
-    """Give a node the earliest of these stages; returns whether this changes the node's stage."""
     own, known = node.meta["stage"], [stage for stage in stages if stage is not None]
     node.meta["stage"] = min([own, *known])
     return bool(node.meta["stage"] != own)
 
 
 def stage_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node that have a stage."""
     return [source for source in node.all_input_nodes if source.meta["stage"] is not None]
 
 
@@ -100,7 +97,7 @@ def _is_of_its_input(node: fx.Node) -> bool:
 
 
 def _is_replicable(node: fx.Node, written: set[str]) -> bool:
-    """Whether every stage can compute a value for itself, more cheaply than it could receive it."""
+    """Whether every stage can compute a value itself, more cheaply than by receiving it."""
     if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
         return False
     if is_heavy(node) or is_check(node) or is_collective(node):
@@ -109,7 +106,7 @@ def _is_replicable(node: fx.Node, written: set[str]) -> bool:
 
 
 def _is_plain(source: fx.Node, written: set[str], reader: fx.Node) -> bool:
-    """Whether any stage may read `source`: inputs, constants, buffers without updates; parameters only through views."""
+    """Whether any stage may read `source`: inputs, constants, unwritten buffers; parameters only through views."""
     role = source.meta.get("role")
     if isinstance(role, program.Buffer):
         return role.fqn not in written
@@ -126,7 +123,7 @@ def from_parameter(node: fx.Node) -> bool:
 
 
 def _is_particular(node: fx.Node) -> bool:
-    """Whether every value computed from an input must have a stage: the backward's seed, the key of random numbers."""
+    """Whether values computed from an input need a stage: the backward's seed, the key of random numbers."""
     return node.meta.get("role") in (program.Seed(), program.RandomKey())
 
 
@@ -139,7 +136,7 @@ def _check(joint: JointGraph, written: set[str]) -> None:
 
 
 def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
-    """Raise unless all readers of a written buffer have the stage of its update; an update without a stage binds none."""
+    """Raise `CaptureError` unless all readers of a written buffer share the stage of its update, if that has one."""
     inputs = joint.inputs()
     for role, update in joint.outputs():
         if not isinstance(role, program.BufferUpdate) or program.Buffer(role.fqn) not in inputs:

@@ -1,12 +1,10 @@
 """Remove identities and dead code from the joint graph. Bit-preserving.
 
 Contract: afterwards every node has a reader, and none returns its own input (`detach`, `alias`, a view to the same shape
-and strides, `t(t(x))`, `x ** 1`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
-A clone of a part of a larger memory stays, wherever the part lies: the memory may be given back, and ranks that hold other
-parts of one value keep equal graphs.
+and strides, `t(t(x))`, `x ** 1`, a cast to the same dtype, a clone that keeps the strides). A clone of a part of a larger
+memory stays, wherever the part lies: it lets the memory be freed, and ranks with other parts of a value keep equal graphs.
 
-Without a clone, two results of the graph may be one tensor. That is safe: the graph is functional, and the runtime copies a
-shared result before it writes into it.
+Without a clone, two results may be one tensor. That is safe: the runtime copies a shared result before it writes into it.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ _IDENTITY = {
 
 
 def clean_up(joint: JointGraph) -> JointGraph:
-    """Remove identities, double transposes and dead code, in place; returns the same joint graph."""
     for node in list(joint.computed()):
         for rule in (_same_as_input, _double_transpose, _first_power):
             kept = rule(node)
@@ -50,7 +47,6 @@ def _same_as_input(node: fx.Node) -> fx.Node | None:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a value lies in the memory of a larger one."""
     own, whole = node.meta["val"], root(node).meta["val"]
     if has_unknown_size(own) or not isinstance(whole, torch.Tensor):
         return False
@@ -58,10 +54,9 @@ def _is_part(node: fx.Node) -> bool:
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
-    """The properties of a value that an identity must keep: where its elements lie, their dtype and device."""
     value = node.meta["val"]
     lazy = (value.is_conj(), value.is_neg())  # a copy would resolve a lazy conjugate or negation
-    offset = 0 if has_unknown_size(value) else value.storage_offset()  # a written graph lacks the offsets of such values
+    offset = 0 if has_unknown_size(value) else value.storage_offset()  # `write_graph.py` drops offsets of such values
     sizes = tuple(map(formula, (*value.shape, *value.stride(), offset)))
     return (value.dim(), sizes, value.dtype, value.device, value.layout, lazy)
 

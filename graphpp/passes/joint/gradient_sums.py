@@ -1,16 +1,13 @@
 """Passes over sums of gradients: sums over stages, and sums over ranks, leave the graph for the end of the step.
 
 Contract of `split_tied_gradients`: afterwards a parameter that several stages use has one `Gradient` result per stage: the sum
-of that stage's contributions, in their old order. The runtime adds the partial sums once, at the end of the step, on every rank
-that holds the parameter. No partial sum crosses a boundary.
+of that stage's terms, in their old order. At the end of the step the runtime adds the partial sums, on every rank with the
+parameter. No partial sum crosses a boundary.
 
-Contract of `delay_gradient_sums`
-    in   a joint graph with one stage for each gradient of a parameter; the group of ranks that share layers
-    out  the same graph, in which a gradient that ended in a sum over this group is this rank's part of the gradient;
-         `JointGraph.partial` names the group of each such parameter
-    The runtime adds the parts of all ranks up, after those of all microbatches. The two sums change places, so gradients differ
-    from those of the graph by rounding; they have the bits of an eager loop whose partial gradients are reduced at the end.
-    Under sequence parallelism the gradients of norms end so: two small messages for each norm and microbatch.
+Contract of `delay_gradient_sums`: each gradient that ended in a sum over a group of ranks that share layers becomes this rank's
+part of the gradient; `JointGraph.partial` names the group. The runtime adds the parts of all microbatches, then of all
+ranks. The result differs from the graph's by rounding, and is bit-equal to an eager loop that reduces partial gradients at the
+end. Under sequence parallelism this saves two small messages per norm and microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from graphpp.runtime.program import Gradient, OutputRole
 
 
 def split_tied_gradients(joint: JointGraph) -> JointGraph:
-    """Split the sums of tied parameters' gradients by stage, in place; nodes carry `meta["stage"]`."""
+    """Split the sums of tied parameters' gradients by stage, in place; nodes need `meta["stage"]`."""
     outputs: list[tuple[OutputRole, fx.Node]] = []
     for role, node in joint.outputs():
         parts: dict[int, list[fx.Node]] = defaultdict(list)
@@ -61,7 +58,7 @@ def _sum(graph: fx.Graph, parts: list[fx.Node]) -> fx.Node:
 
 
 def delay_gradient_sums(joint: JointGraph, group: str) -> JointGraph:
-    """Take the sums over `group`, by its name in this process, out of the ends of gradients, in place."""
+    """Remove the sums over `group` (its name in this process) from the ends of gradients, in place."""
     outputs, delayed = joint.outputs(), list[fx.Node]()
     makers = Counter(role for role, _ in outputs if isinstance(role, Gradient))
     joint.partial = {}
@@ -79,7 +76,7 @@ def delay_gradient_sums(joint: JointGraph, group: str) -> JointGraph:
 
 
 def _part(node: fx.Node, group: str) -> fx.Node | None:
-    """The value of which `node` is the sum over `group`, if nobody else reads the sum; else None."""
+    """The value that `node` sums over `group`, if the sum has no other reader; else None."""
     if not is_wait(node) or len(node.users) != 1:
         return None
     (started,) = node.all_input_nodes

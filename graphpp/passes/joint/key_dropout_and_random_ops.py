@@ -1,8 +1,8 @@
 """Key dropout and all other random operators: each draws from a key of the microbatch, not from a generator's state.
 
-Contract: afterwards every operator that draws random numbers is a call of `seeded(key, index, operator, ...)`: `key` is the
-input `RandomKey`, which `runtime/random_keys.py` fills in, `index` counts the random operators of the joint graph. So the
-numbers do not depend on the split, the schedule or the number of ranks, and a recomputed operator repeats its numbers.
+Contract: every random operator becomes a call `seeded(key, index, operator, ...)`: `key` is the input `RandomKey`, which
+`runtime/random_keys.py` fills in, and `index` numbers the random operators of the joint graph. So random numbers do not depend
+on the split, the schedule or the number of ranks, and a recomputed operator repeats its numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from graphpp.runtime.random_keys import seeded
 
 
 def key_random_ops(joint: JointGraph) -> JointGraph:
-    """Rewrite every random operator to draw from the microbatch's key, in place."""
     drawing = [node for node in joint.computed() if draws_random_numbers(node.target, node.args, node.kwargs)]
     if not drawing:
         return joint
@@ -32,7 +31,7 @@ def key_random_ops(joint: JointGraph) -> JointGraph:
 
 
 def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator draws random numbers when called with these arguments; attention does so only with dropout."""
+    """Whether an operator draws random numbers with these arguments; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
     schema = getattr(operator, "_schema", None)

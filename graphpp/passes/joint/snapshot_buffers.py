@@ -1,9 +1,8 @@
 """Snapshot written buffers: operations that read a buffer after the forward read a copy of its old value.
 
-Contract: at the end of the forward the runtime writes the new value of a buffer into the buffer's memory. Afterwards no value
-that is read later lies in that memory: no backward node reads a buffer that the graph writes, no view of the buffer exists (a
-view could be saved, sent or returned), and the buffer is no result, except its own update. All such readers read one copy,
-which the forward makes.
+Contract: at the end of the forward the runtime writes a buffer's new value into the buffer's memory. So afterwards no backward
+node reads a buffer that the graph writes, no view of the buffer exists (a view could be saved, sent or returned), and the
+buffer is no result, except its own update. All such readers read one copy, which the forward makes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from graphpp.runtime import program
 
 
 def snapshot_buffers(joint: JointGraph) -> JointGraph:
-    """Insert one copy per written buffer that is read after the forward, in place."""
     updates = {role: node for role, node in joint.outputs() if isinstance(role, program.BufferUpdate)}
     inputs = joint.inputs()
     for own, update in updates.items():
@@ -38,7 +36,7 @@ def _snapshot(joint: JointGraph, own: program.BufferUpdate, buffer: fx.Node, upd
 
 
 def _copy(joint: JointGraph, buffer: fx.Node, places: list[fx.Node]) -> fx.Node:
-    """A copy of the buffer, inserted before the first forward operation among `places`, with the metadata of that operation."""
+    """A copy of the buffer before the first forward operation among `places`, with the metadata of that operation."""
     place = next(node for node in places if node.op != "placeholder" and not node.meta["backward"])
     with joint.graph.inserting_before(place):
         copy = joint.graph.call_function(torch.ops.aten.clone.default, (buffer,))

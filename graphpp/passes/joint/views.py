@@ -1,19 +1,16 @@
 """Passes over views: equal views become one node, and no operation depends on strides that the trace predicted.
 
-Both are bit-preserving. `merge_views` runs after `assign_stages` and merges only nodes of one stage and phase, so that no
-additional value crosses a boundary.
+Both are bit-preserving. `merge_views` merges only nodes of one stage and phase, so that no additional value crosses a boundary.
 
-Contract of `relax_views`: a kernel may return other strides than its fake kernel predicted (BatchNorm of a transposed input
-does, on CPU). Then `view` raises at run time, `as_strided` reads the wrong elements, and dropout, which draws in the order of
-its input's memory, drops other elements than on a rank that received the input with the predicted strides. Afterwards:
-
+Contract of `relax_views`: a kernel may return other strides than its fake kernel predicted (BatchNorm of a transposed input on
+CPU). Then `view` raises at run time, `as_strided` reads the wrong elements, and dropout, which draws in the order of its
+input's memory, drops other elements than on a rank that received the input with the predicted strides. Afterwards:
 - every `view` is a `reshape`, which returns the same view where one exists;
-- an operation that reads memory by its layout (`as_strided`, a view to another dtype, a collective) gets a contiguous input
-  wherever the traced input was contiguous;
+- an operation that depends on the memory layout (`as_strided`, a view to another dtype, a collective) gets a contiguous input
+  if the traced input was contiguous;
 - an operation that draws a random number for each element of its one tensor input gets the input with its dimensions in the
-  traced order of memory. An input with gaps or repeated elements stays as it is.
-
-Nothing is copied where a kernel returns the predicted strides.
+  traced order of memory. An input with gaps or repeated elements stays unchanged.
+Nothing is copied if a kernel returns the predicted strides.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _BY_LAYOUT = {aten.view_as_complex.default, aten.view.dtype, aten.as_strided.def
 
 
 def merge_views(joint: JointGraph) -> JointGraph:
-    """Merge equal views and chains of `view`, in place; nodes carry `meta["stage"]`."""
+    """Merge equal views and chains of `view`, in place; nodes need `meta["stage"]`."""
     views: dict[Any, fx.Node] = {}
     for node in joint.computed():
         if not is_view(node) and node.target not in _RESHAPING:
@@ -56,7 +53,6 @@ def _place(node: fx.Node) -> tuple[Any, bool]:
 
 
 def _is_chain(node: fx.Node) -> bool:
-    """Whether a node reshapes the result of another reshape of the same stage and phase."""
     source = node.args[0]
     if node.target not in _RESHAPING or not isinstance(source, fx.Node) or source.target not in _RESHAPING:
         return False
@@ -64,7 +60,7 @@ def _is_chain(node: fx.Node) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """A hashable form of arguments, with types: 1, 1.0 and True compare equal, but must not be merged."""
+    """Arguments in a hashable form with types: 1, 1.0 and True compare equal, but must not be merged."""
     if isinstance(value, list | tuple):
         return (type(value).__name__, *map(_key, value))
     if isinstance(value, dict):
@@ -73,7 +69,6 @@ def _key(value: Any) -> Any:
 
 
 def relax_views(joint: JointGraph) -> JointGraph:
-    """Make views independent of the strides at run time, in place."""
     for node in list(joint.computed()):
         if node.target in _RESHAPING:
             node.target = aten.reshape.default
@@ -100,7 +95,7 @@ def memory_order(value: torch.Tensor) -> Sequence[int] | None:
 
 
 def _order_input(graph: fx.Graph, node: fx.Node, source: fx.Node, order: Sequence[int]) -> None:
-    """Let `node` read `source` with its dimensions in this order of memory, from the largest stride to the smallest."""
+    """Let `node` read `source` with its dimensions in this memory order, from the largest stride to the smallest."""
     if source.op == "placeholder":
         return
     inverse = sorted(range(len(order)), key=order.__getitem__)

@@ -1,23 +1,21 @@
 """Order the operations of a graph by list scheduling, so that collectives run while other operations compute.
 
-Contract
---------
-`list_schedule(graph, cost)` returns every operation once, after all its inputs; the collectives of each part of the graph
-keep their order. The scheduler follows time on a simulated clock (`stream_timing.py`):
+Contract: `list_schedule(graph, cost)` returns every operation once, after all its inputs; the collectives of each part of the
+graph keep their order. The scheduler follows a simulated clock (`stream_timing.py`):
 
     a collective is issued as soon as its input is computed;
     a wait runs right before the first operation that reads its result; if only results of the graph read it, once the
         collective is done on the clock;
     among operations that need not wait, the one with the highest priority runs next: the longest chain of operations after it
-        (collectives count in chains), or, in a second set of orders, the earliest of all parts' operations interleaved evenly;
-    if all operations must wait, the one that waits least runs next.
+        (including collectives), or, in a second set of orders, the earliest of all parts' operations interleaved evenly;
+    if all operations must wait, the one with the shortest wait runs next.
 
-Views run right before their first reader; a view that only the results read runs at once, so that a gradient is handed out when
-it is computed. Items of a tuple are taken out at once, so that the tuple does not hold memory.
+Views run right before their first reader; a view that only the results read runs at once, so that the runtime gets a gradient
+when it is computed. Items of a tuple are extracted at once, so that the tuple keeps no memory alive.
 
-To defer an operation fills waits but holds memory. So several orders are made, each under a cap on live bytes. Among the orders
-that are nearly as fast as the fastest, the original one included, the one with the lowest peak is returned. The result depends
-on the graph and the costs alone.
+Deferring an operation fills waits but holds memory. So several orders are made, each under a cap on live bytes. Among the
+orders that are nearly as fast as the fastest, including the original one, the one with the lowest peak is returned. The result
+depends only on the graph and the costs.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.overlap.stream_timing import GraphTiming, SimulatedClock, TimeEstimate, estimate_order
 
 _CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # multiples of the original order's peak
-_NEARLY = 1.01  # an order that is slower than the fastest by at most this factor wins if its peak is lower
+_NEARLY = 1.01  # orders up to this factor slower than the fastest compete by their peaks
 
 Priority = Callable[[fx.Node], float]
 
 
 def list_schedule(graph: fx.Graph, cost: Cost) -> tuple[Sequence[fx.Node], TimeEstimate, TimeEstimate]:
-    """The best order found, its estimate, and that of the original order, which is best if there is no collective to hide."""
+    """The best order, its estimate, and the estimate of the original order, which is the best without collectives."""
     timing = GraphTiming(graph, cost)
     original = estimate_order(timing, timing.nodes)
     if not timing.started:
@@ -60,7 +58,7 @@ def list_schedule(graph: fx.Graph, cost: Cost) -> tuple[Sequence[fx.Node], TimeE
 
 
 def _evenly(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The operations of all parts, interleaved evenly; each part keeps its order."""
+    """The operations of all parts, interleaved evenly, with the order of each part kept."""
     parts: dict[object, list[fx.Node]] = {}
     for node in nodes:
         parts.setdefault(node.meta.get("part"), []).append(node)
@@ -69,7 +67,7 @@ def _evenly(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 class SchedulingUnits:
-    """The units to schedule: operations that are no views, waits or items of tuples; and the dependencies between units."""
+    """The units to schedule (operations except views, waits and items of tuples), and their dependencies."""
 
     def __init__(self, timing: GraphTiming) -> None:
         self.timing = timing
@@ -86,7 +84,6 @@ class SchedulingUnits:
                 self.after[other].append(unit)
 
     def _final(self) -> set[fx.Node]:
-        """Lazy nodes that no unit reads, directly or through other lazy nodes."""
         final: set[fx.Node] = set()
         for node in reversed(self.timing.nodes):
             if node in self.lazy and all(user.op == "output" or user in final for user in node.users):
@@ -94,7 +91,7 @@ class SchedulingUnits:
         return final
 
     def _reads(self, unit: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
-        """The units whose values a unit reads, through views, items and waits; and the waits among these."""
+        """The units whose values a unit reads, also through views, items and waits; and the waits on these paths."""
         passed = reached(unit.all_input_nodes, lambda node: node.all_input_nodes if self._is_passed(node) else ())
         units = {node for node in passed if node.op != "placeholder" and not self._is_passed(node)}
         return units, [node for node in passed if node in self.timing.collective_of]
@@ -103,7 +100,6 @@ class SchedulingUnits:
         return node in self.lazy or _is_item(node)
 
     def _chain_collectives(self) -> None:
-        """Make each collective of a part depend on the previous collective of the part."""
         last: dict[object, fx.Node] = {}
         for unit in filter(is_collective, self.units):
             part = unit.meta.get("part")
@@ -126,7 +122,7 @@ class SchedulingUnits:
 
 
 class ListScheduler:
-    """One run over a graph's units: among the ready units that fit under `cap` live bytes, the highest priority runs next."""
+    """One run over a graph's units: of the ready units that fit under `cap` live bytes, the one of highest priority runs."""
 
     def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
         self._units, self._priority, self._cap = units, priority, cap
@@ -135,10 +131,10 @@ class ListScheduler:
         self._ran: set[fx.Node] = set()
         self._missing = {unit: len(before) for unit, before in units.before.items()}
         self._ready: dict[fx.Node, None] = {unit: None for unit, missing in self._missing.items() if not missing}
-        self._arriving: list[fx.Node] = []  # waits that only the results read, not run yet
+        self._arriving: list[fx.Node] = []  # pending waits that only the results read
 
     def order(self) -> tuple[fx.Node, ...]:
-        """All operations of the graph in the order chosen; call it once."""
+        """All operations of the graph in the chosen order; call it once."""
         for node in self._units.timing.nodes:
             self._follow(node, only_inputs=True)
         while self._ready:
@@ -157,7 +153,7 @@ class ListScheduler:
         return tuple(self._order)
 
     def _choose(self) -> fx.Node:
-        """The next unit, by the rules at the head of the file; if nothing fits under the cap, the unit that adds least."""
+        """The next unit, by the rules at the head of the file; if none fits under the cap, the unit that adds fewest bytes."""
         stalls = {unit: self._stall(unit) for unit in self._ready}
         running = [unit for unit, stall in stalls.items() if not stall]
         issued = [unit for unit in running if unit in self._units.timing.started]
@@ -200,17 +196,16 @@ class ListScheduler:
             self._run(node)
 
     def _arrive(self) -> None:
-        """Run the waits that only the results read and whose collectives are done on the clock."""
+        """Run the waits that only the results read once their collectives are done on the clock."""
         for wait in [wait for wait in self._arriving if not self._clock.stall(wait)]:
             self._arriving.remove(wait)
             self._run(wait)
 
 
 def _is_item(node: fx.Node) -> bool:
-    """Whether a node is an item of a tuple that an operation allocated; an item of a tuple of views is a view."""
+    """Whether a node is an item of a tuple of allocated tensors; an item of a tuple of views is a view."""
     return node.target is operator.getitem and not shares_memory(node)
 
 
 def _is_lazy(node: fx.Node) -> bool:
-    """Whether a node takes no time to compute: a view, an attribute, or a wait."""
     return node.op == "get_attr" or shares_memory(node)

@@ -1,9 +1,9 @@
 """Estimate the time and the peak memory of a graph in a given order of its operations, from a cost per operation.
 
-Contract: one stream computes the operations in order; each process group has one link, which carries one collective at a
-time. A collective starts once it is issued and its link is free, and takes its cost. The stream stalls only at a wait whose
-collective is not done. Values count until their last reader, received and saved ones from the start. Parameters and inputs of
-the microbatch do not count, views take no memory, and the input of a collective lives until the wait.
+Contract: one stream computes the operations in order; each process group has one link, which carries one collective at a time.
+A collective starts once it is issued and its link is free. The stream stalls only at a wait whose collective is not done.
+Values count until their last reader, received and saved ones from the start, and a collective's input until the wait.
+Parameters, inputs of the microbatch and views do not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
 class TimeEstimate(NamedTuple):
-    """The cost of one order: `seconds` from start to end, and `peak`, the most live bytes at any time."""
+    """The cost of one order: `seconds` from start to end, and `peak`, the maximal live bytes."""
 
     seconds: float
     peak: int
@@ -33,7 +33,7 @@ class GraphTiming:
     """The costs, dependencies and memory of a graph's operations, independent of their order.
 
     `started`: the asynchronous collectives, with their groups. `tail`: seconds of the longest chain from a node's start to the
-    end. `memory`: the node that allocated a value; `readers`: how many operations and results read what a node allocated.
+    end. `memory`: the node that allocated a value; `readers`: how many operations and results read a node's allocation.
     """
 
     def __init__(self, graph: fx.Graph, cost: Cost) -> None:
@@ -51,7 +51,7 @@ class GraphTiming:
     def bytes(self, memory: fx.Node) -> int:
         """The bytes that a node allocated; 0 for parameters and inputs, which the runtime holds for the whole step."""
         role = memory.meta.get("role")
-        if memory.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
+        if memory.target is deferred_matmul:  # the runtime adds the product directly into the gradient sum
             return 0
         return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
 
@@ -63,7 +63,7 @@ class GraphTiming:
         return reads
 
     def _tails(self) -> dict[fx.Node, float]:
-        """For each node the longest chain from its start to the end; a collective comes before the next one of its part."""
+        """For each node the longest chain from its start to the end; collectives of a part form a chain."""
         tail: dict[fx.Node, float] = {}
         following: dict[object, float] = {}  # part -> tail of the next collective
         for node in reversed(self.nodes):
@@ -77,13 +77,13 @@ class GraphTiming:
 
 @dataclass
 class SimulatedClock:
-    """A simulated clock: runs operations one after the other; `now` in seconds, `live` and `peak` in bytes."""
+    """Runs operations on a simulated clock; `now` in seconds, `live` and `peak` in bytes."""
 
     timing: GraphTiming
     now: float = 0.0
     live: int = 0
     peak: int = 0
-    done: dict[fx.Node, float] = field(default_factory=dict)  # collective -> the time at which it is done
+    done: dict[fx.Node, float] = field(default_factory=dict)  # collective -> the time of its end
     _links: dict[str, float] = field(default_factory=dict)
     _readers_left: Counter[fx.Node] = field(default_factory=Counter)
 
@@ -93,18 +93,17 @@ class SimulatedClock:
         self.peak = self.live
 
     def stall(self, wait: fx.Node) -> float:
-        """Seconds until a wait, run now, would return."""
+        """Seconds until a wait would return if it ran now."""
         return max(0.0, self.done.get(self.timing.collective_of[wait], self.now) - self.now)
 
     def growth(self, node: fx.Node) -> tuple[int, int]:
-        """Bytes that an operation adds while it runs, and bytes by which `live` changes afterwards (may be negative)."""
+        """Bytes that an operation adds while it runs, and the change of `live` afterwards (may be negative)."""
         timing = self.timing
         added = timing.bytes(node) if timing.memory[node] is node else 0
         freed = sum(timing.bytes(memory) for memory in timing.reads[node] if self._readers_left[memory] == 1)
         return added, added * bool(self._readers_left[node]) - freed
 
     def run(self, node: fx.Node) -> None:
-        """Advance the clock by one operation."""
         added, stays = self.growth(node)
         self.peak = max(self.peak, self.live + added)
         self.live += stays
@@ -120,7 +119,6 @@ class SimulatedClock:
 
 
 def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:
-    """Time and peak memory of one order of all operations."""
     clock = SimulatedClock(timing)
     for node in order:
         clock.run(node)
@@ -128,13 +126,13 @@ def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimat
 
 
 def _collective(wait: fx.Node) -> fx.Node:
-    """The collective of a wait: the wait's input, or, for a collective that returns a tuple, the operation of that item."""
+    """The collective of a wait: the wait's input, or the operation whose tuple has that input as an item."""
     source = wait.all_input_nodes[0]
     return source if is_started(source) or not source.all_input_nodes else source.all_input_nodes[0]
 
 
 def _staying(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The results that are alive when the program has run: all but gradients, which are handed out as they are computed."""
+    """The results that are alive at the end of the program: all except gradients, which the runtime gets when computed."""
     end = graph.output_node()
     results: tuple[fx.Node, ...] = end.args[0]  # type: ignore[assignment]
     roles = end.meta.get("roles") or (None,) * len(results)

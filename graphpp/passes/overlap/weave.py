@@ -1,15 +1,13 @@
 """Weave the phase graphs of several microbatches into one graph, operation by operation, to overlap their collectives.
 
-Contract
---------
-- The inputs of the woven graph are the inputs of the first part, then of the second, and so on; its results likewise. Every
-  node has `meta["part"]`, and the part's prefix in front of its name.
-- Every operation of every part stands in the woven graph once, after its inputs, and the collectives of a part keep their
-  order. So results are bit-equal to those of the parts run one after the other.
-- The order is that of `list_schedule`: the collectives of one part run while another part computes. Without a collective the
-  parts stand one after the other.
-- Every rank of a process group must issue the group's collectives in the same order. So the order depends on the graphs and
-  the costs alone. `collective_order` prints it; ranks compare the text.
+Contract:
+- The inputs of the woven graph are the inputs of the first part, then of the second, and so on; so are its results. Every node
+  has `meta["part"]`, and its name has the part's prefix.
+- Every operation of every part occurs once, after its inputs, and the collectives of a part keep their order. So results are
+  bit-equal to running one part after the other.
+- The order comes from `list_schedule`; without a collective the parts follow each other.
+- Every rank of a process group must issue the group's collectives in the same order. So the order depends only on the graphs
+  and the costs; ranks compare the text of `collective_order`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from graphpp.runtime.program import Program, WovenProgram
 
 @dataclass(frozen=True)
 class WovenPart:
-    """The name of one part: its title, `stage 0 backward`, and the prefix of its nodes' names, `b0`."""
+    """The name of one part: its title, `stage 0 backward`, and the prefix of its node names, `b0`."""
 
     title: str
     prefix: str
@@ -41,7 +39,7 @@ class WovenPart:
 
 @dataclass(frozen=True)
 class WovenGraph:
-    """The woven graph, its parts, and two time estimates: woven, and with the parts one after the other."""
+    """The woven graph, its parts, and two time estimates: woven, and one part after the other."""
 
     parts: tuple[PhaseGraph, ...]
     graph: fx.Graph
@@ -66,13 +64,12 @@ def weave(parts: Sequence[PhaseGraph], cost: Cost) -> WovenGraph:
 
 
 def emit_woven(woven: WovenGraph, parts: Sequence[Program]) -> WovenProgram:
-    """Render and load a woven graph; `parts` are the programs of its parts. Arguments and results stand part after part."""
+    """Render and load a woven graph; `parts` are the programs of its parts. Arguments and results are in order of the parts."""
     rendered = render(woven.graph, woven.title)
     return WovenProgram(tuple(parts), rendered.load(f"<graphpp {woven.title}>"), rendered.text)
 
 
 def concatenate(parts: Sequence[PhaseGraph]) -> fx.Graph:
-    """One graph of all parts' operations, one part after the other."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for op in ("placeholder", "compute"):
@@ -90,7 +87,7 @@ def concatenate(parts: Sequence[PhaseGraph]) -> fx.Graph:
 def collective_order(graph: fx.Graph) -> dict[str, list[str]]:
     """By process group, the collectives in the order of issue, each as text: operator, dtype and shape of the result.
 
-    Gathers of sharded parameters are left out: all ranks of `dp_shard` run them for the same layers, whatever else they run.
+    Gathers of sharded parameters are left out: all ranks of `dp_shard` run them for the same layers in any case.
     """
     found: dict[str, list[str]] = {}
     for node in (each for each in graph.nodes if is_collective(each) and not is_gather(each)):
@@ -99,7 +96,7 @@ def collective_order(graph: fx.Graph) -> dict[str, list[str]]:
 
 
 def name_parts(parts: Sequence[PhaseGraph]) -> list[WovenPart]:
-    """A name for each part; a second part of the same stage and phase gets the letter b, a third one c."""
+    """A name for each part; repetitions of a stage and phase get the letters b, c, ..."""
     count = Counter[tuple[object, int]]()
     names = []
     for part in parts:
@@ -122,8 +119,7 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], part: 
 
 
 def _check(parts: Sequence[PhaseGraph], graph: fx.Graph) -> None:
-    """Raise `AssertionError` unless each operation stands once, after its inputs, and collectives keep their order."""
-    graph.lint()  # checks that every input stands before its reader
+    graph.lint()  # checks that every input comes before its reader
     for name, part in zip(name_parts(parts), parts, strict=True):
         expected = [(f"{name.prefix}_{node.name}", node.target) for node in part.graph.nodes if _computes(node)]
         found = [(node.name, node.target) for node in graph.nodes if _computes(node) and node.meta["part"] == name]

@@ -1,14 +1,12 @@
-"""Collect the forward values that the backward of a stage reads, with the bytes of saving and the cost of recomputing each.
+"""Collect the forward values that a stage's backward reads, with the bytes of saving and the cost of recomputing each.
 
-Contract
---------
-`backward_needs(index, stage, may_recompute, cost)` has every tensor that the stage's forward computes or receives and its
-backward reads, and the values from which those could be recomputed, as far as `may_recompute(node)` lets operations run a
-second time. A view is never saved, its source is. Values at hand anyway (parameters, buffers, inputs, views of them,
-step-invariant values) do not appear. Values come in groups that do not depend on each other; equal layers have equal groups.
+Contract: `backward_needs(index, stage, may_recompute, cost)` has every tensor that the stage's forward computes or receives and
+its backward reads, and the values from which these could be recomputed, as far as `may_recompute(node)` allows. A view is never
+saved, only its source. Values available without saving (parameters, buffers, inputs, views of them, step-invariant values) are
+left out. Groups of values do not depend on each other; equal layers have equal groups.
 
 Never recomputed: operators that are not torch's own, collectives, and operations that read a buffer which the forward
-writes. Random operators may be recomputed, for they draw from the microbatch's key. A value that the backward of an earlier
+writes. Random operators may be recomputed, since they draw from the microbatch's key. A value that the backward of an earlier
 stage reads is saved in any case, so its bytes count 0.
 """
 
@@ -29,35 +27,35 @@ from graphpp.passes.recompute.min_cut import CutProblem
 from graphpp.runtime import program
 from graphpp.runtime.random_keys import seeded
 
-PICOSECONDS = 1e12  # in a second; minimum cuts take whole numbers
+PICOSECONDS = 1e12  # per second; minimum cuts take integers
 MayRecompute = Callable[[fx.Node], bool]
 
 
 @dataclass(frozen=True)
 class ValueGroup:
-    """Values in the order in which the forward computes them, and the problem to solve for them; costs in picoseconds."""
+    """Values in the order in which the forward computes them, and their cut problem; costs in picoseconds."""
 
     nodes: tuple[fx.Node, ...]
     problem: CutProblem
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether an operation may run twice: one of torch's own operators, or a random operator that takes a key."""
+    """Whether an operation may run twice: one of torch's own operators, or a random operator with a key."""
     return node.target is seeded or is_of_torch(node)
 
 
 def written_buffers(joint: JointGraph) -> set[fx.Node]:
-    """The placeholders of buffers that the forward writes: the backward would read the new value of such a buffer."""
+    """The placeholders of buffers that the forward writes: the backward would read their new values."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     inputs = joint.inputs().items()
     return {node for role, node in inputs if isinstance(role, program.Buffer) and role.fqn in written}
 
 
 class StageIndex:
-    """The operations of a joint graph by stage, found in one walk; nodes carry `meta["stage"]`.
+    """The operations of a joint graph by stage, found in one pass; nodes need `meta["stage"]`.
 
-    `order`: the place of each node. `forward`, `backward`: the operations of each stage, in order. `gradients`: the values
-    with a stage that are gradients of parameters, by stage. `written`: the placeholders of buffers that the forward writes.
+    `order`: the position of each node. `forward`, `backward`: the operations of each stage, in order. `gradients`: by stage,
+    the gradients of parameters with a stage. `written`: the placeholders of buffers that the forward writes.
     """
 
     def __init__(self, joint: JointGraph) -> None:
@@ -75,13 +73,12 @@ class StageIndex:
 
 
 def backward_needs(index: StageIndex, stage: int, may_recompute: MayRecompute, cost: Cost) -> list[ValueGroup]:
-    """The groups of values of a stage, in order of their first value."""
     needs = _Needs(index, stage, may_recompute)
     return [_group(needs, nodes, cost) for nodes in _independent(needs)]
 
 
 class _Needs:
-    """The values of a stage: `values` in order; the backward reads `read` of them, and may recompute `recomputable`."""
+    """The `values` of a stage in order, of which the backward reads `read` and may recompute `recomputable`."""
 
     def __init__(self, index: StageIndex, stage: int, may_recompute: MayRecompute) -> None:
         self._stage, self._may_recompute = stage, may_recompute
@@ -95,7 +92,7 @@ class _Needs:
         self.values = self._reached(own)
 
     def _is_value(self, node: fx.Node) -> bool:
-        """Whether this stage computes or receives a forward value; a value at hand anyway is none."""
+        """Whether this stage computes or receives a forward value; values available without saving do not count."""
         if node.meta["backward"] or node.op != "call_function" or node.meta.get("step_invariant"):
             return False
         return node in self._forward or (node.meta["stage"] is not None and node.meta["stage"] < self._stage)
@@ -106,7 +103,6 @@ class _Needs:
         return node.meta["stage"] == self._stage and any(reader is not None and reader < self._stage for reader in readers)
 
     def _reached(self, own: list[fx.Node]) -> list[fx.Node]:
-        """The values that the backward reads, and all values from which those could be recomputed."""
         repeating: set[fx.Node] = set()
         for node in own:
             if self._can_repeat(node, repeating):
@@ -130,17 +126,16 @@ class _Needs:
         return is_free(node) or self._may_recompute(node)
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs of a node that are values of the stage, not at hand anyway."""
         return [source for source in node.all_input_nodes if self._is_value(source)]
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a value is a view: recomputing it takes no time, and keeping it takes no bytes besides its source's."""
+    """Whether a value is a view: recomputing it takes no time, and keeping it takes no bytes except its source's."""
     return shares_memory(node) and not is_wait(node) and not is_copy(node)
 
 
 def _members(index: StageIndex, stage: int) -> set[fx.Node]:
-    """The operations of a stage's forward, with the operations without a stage that it reads; no views of placeholders."""
+    """The operations of a stage's forward, and the operations without a stage that it reads, except views of placeholders."""
 
     def anywhere(node: fx.Node) -> list[fx.Node]:
         return [each for each in node.all_input_nodes if each.op != "placeholder" and each.meta["stage"] is None]
@@ -150,12 +145,11 @@ def _members(index: StageIndex, stage: int) -> set[fx.Node]:
 
 
 def _of_placeholder(node: fx.Node) -> bool:
-    """Whether a value is a parameter, a buffer, an input, or a view of one."""
     return node.op == "placeholder" or (is_view(node) and all(map(_of_placeholder, node.all_input_nodes)))
 
 
 def _independent(needs: _Needs) -> list[list[fx.Node]]:
-    """The values in groups: a value is in the group of its undecided inputs (see `_undecided`)."""
+    """The values in groups, each value with its undecided inputs (see `_undecided`)."""
     group: dict[fx.Node, list[fx.Node]] = {}
     for node in needs.values:
         joined = [node]
@@ -170,7 +164,7 @@ def _independent(needs: _Needs) -> list[list[fx.Node]]:
 
 
 def _undecided(needs: _Needs, node: fx.Node) -> Iterable[fx.Node]:
-    """The inputs from which a value could be recomputed and which the backward does not read, so that they may be missing."""
+    """The inputs of a recomputable value that the backward does not read, and which may therefore be missing."""
     if node not in needs.recomputable:
         return []
     return [source for source in needs.sources(node) if source not in needs.read]

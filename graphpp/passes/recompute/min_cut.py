@@ -1,15 +1,13 @@
 """Choose, by a minimum cut, which values of a group to keep and which to recompute, at a price per byte and per cost.
 
-Contract
---------
-A `CutProblem` numbers its values 0, 1, .. in the order in which the forward computes them. Every value that the backward
-reads must be available there: it is kept, which takes its bytes, or recomputed, which takes its cost and needs its own
-inputs to be available. `solve` minimises bytes x price of a byte + cost x price of cost; among equal choices it recomputes
-the least. `pareto_front` lists the choices that are best at some price, from the most bytes to the fewest.
+Contract: a `CutProblem` numbers its values 0, 1, .. in the order in which the forward computes them. Every value that the
+backward reads must be available there: kept, at the price of its bytes, or recomputed, at the price of its cost and with its
+inputs available. `solve` minimises bytes x price of a byte + cost x price of cost; among equal choices it recomputes the least.
+`pareto_front` lists the choices that are best at some price, from the most bytes to the fewest.
 
 The network is that of torch's functorch min-cut partitioner, with a price on recomputation. Each value has two nodes, "computed
-in the forward" and "available in the backward". A cut between the two means that the value is kept; a cut between the source
-and the first means that it is recomputed, and infinite edges make its inputs available, too.
+in the forward" and "available in the backward". A cut between them keeps the value; a cut between the source and the first node
+recomputes it, and infinite edges make its inputs available.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ _DEPTH = 6  # a front has at most 2 ** 6 + 1 points; a cut through a thousand va
 
 @dataclass(frozen=True)
 class CutProblem:
-    """Values by their numbers, one entry per value in each tuple.
+    """Values by number; each tuple has one entry per value.
 
-    `nbytes`: the bytes of keeping the value, None if it cannot be kept. `costs`: the cost of recomputing it, None if it cannot
-    be recomputed. `inputs`: the values from which it is recomputed, without the values that are available anyway. `read`:
-    whether the backward reads it. A value that cannot be kept can be recomputed, in the end from values that can be kept.
+    `nbytes`: of keeping the value, None if it cannot be kept. `costs`: of recomputing it, None if it cannot be recomputed.
+    `inputs`: the values from which it is recomputed, except values available without saving. `read`: whether the backward reads
+    it. A value that cannot be kept must be recomputable from values that can.
     """
 
     nbytes: tuple[int | None, ...]
@@ -42,7 +40,7 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class CutSolution:
-    """A choice: whether each value is recomputed, the bytes of all values kept, the cost of all values recomputed."""
+    """A choice: whether each value is recomputed, the total bytes kept, the total cost of recomputation."""
 
     recomputed: tuple[bool, ...]
     nbytes: int
@@ -50,10 +48,10 @@ class CutSolution:
 
 
 def solve(problem: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
-    """The cheapest choice. Prices are whole numbers, so that every rank finds the same choice."""
+    """The cheapest choice. Integer prices make it equal on all ranks."""
     if len(problem.read) == 1:
         return _alone(problem, byte_price, cost_price)
-    import networkx as nx  # 0.25 s that `import graphpp` need not take
+    import networkx as nx  # takes 0.25 s, which `import graphpp` avoids
 
     network = nx.DiGraph()
     for value, (nbytes, cost) in enumerate(zip(problem.nbytes, problem.costs, strict=True)):
@@ -68,7 +66,7 @@ def solve(problem: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
 
 
 def pareto_front(problem: CutProblem) -> list[CutSolution]:
-    """The choices that are best at some price of a byte: from the most bytes to the fewest, and from low cost to high."""
+    """The choices that are best at some price of a byte, from most to fewest bytes, and so from low to high cost."""
     most, fewest = solve(problem, 1, _weight(problem.nbytes)), solve(problem, _weight(problem.costs), 1)
     if fewest.nbytes >= most.nbytes:
         return [most]
@@ -76,7 +74,7 @@ def pareto_front(problem: CutProblem) -> list[CutSolution]:
 
 
 def _between(problem: CutProblem, more: CutSolution, less: CutSolution, depth: int = _DEPTH) -> list[CutSolution]:
-    """The points of the front between two of its points: solve at the price at which the two cost the same, and recurse."""
+    """The points of the front between two points: solve at the price at which both cost the same, and recurse."""
     byte_price, cost_price = less.cost - more.cost, more.nbytes - less.nbytes
     if byte_price <= 0 or cost_price <= 0 or not depth:
         return []
@@ -88,12 +86,11 @@ def _between(problem: CutProblem, more: CutSolution, less: CutSolution, depth: i
 
 
 def _weight(numbers: Sequence[int | None]) -> int:
-    """A price at which one unit of one kind outweighs all of these numbers of the other kind together."""
+    """A price at which one unit of one kind outweighs the sum of these numbers of the other kind."""
     return 1 + sum(number or 0 for number in numbers)
 
 
 def _edge(network: nx.DiGraph, start: int, end: int, number: int | None, price: int) -> None:
-    """Add an edge of capacity number x price; of infinite capacity where the number is None."""
     if number is None:
         network.add_edge(start, end)
     else:

@@ -1,14 +1,11 @@
 """Recompute regions: the backward of a region recomputes its activations from the region's inputs; they are not saved.
 
-Contract
---------
-`region_of(node)` names the region of a forward operation (a layer, say), or is None; `may_recompute(node)` says which of the
-region's operations may run a second time. Afterwards the backward of a region reads copies of these operations, computed from
-the region's inputs and from the values of the region that are saved. Each operation has at most one copy, and the copies stand
-right before the first backward operation that reads one of them. A recomputed value that both halves of a split backward read
-is computed once: `split_weight_grad`, which runs later, hands it from I to W.
+Contract: `region_of(node)` names the region of a forward operation (such as a layer), or is None; `may_recompute(node)` says
+whether it may run again. Afterwards a region's backward reads copies of its operations, computed from the region's inputs and
+saved values. Each operation has at most one copy, and the copies stand right before the first backward operation that reads one
+of them. If I and W both read a recomputed value, `split_weight_grad` lets I compute it and save it for W.
 
-Bit-preserving: random operators draw from the microbatch's key and repeat their numbers. Saved, and not recomputed: results of
+No bit changes: random operators draw from the microbatch's key and repeat their numbers. Saved, and not recomputed: results of
 collectives, of operations that read a buffer which the forward writes, and of operators that are not torch's own. A region's
 output is saved if another region, or another region's or stage's backward, reads it.
 """
@@ -29,12 +26,11 @@ RegionOf = Callable[[fx.Node], Hashable | None]
 
 
 def always(node: fx.Node) -> bool:
-    """All operations of a region may run again."""
     return True
 
 
 def recompute_regions(joint: JointGraph, region_of: RegionOf, may_recompute: MayRecompute = always) -> JointGraph:
-    """Let the backward of every region recompute the values that it reads, in place; nodes carry `meta["stage"]`."""
+    """Let the backward of every region recompute the values that it reads, in place; nodes need `meta["stage"]`."""
     regions = _Regions(joint, region_of, may_recompute)
     copies: dict[fx.Node, fx.Node] = {}
     for reader in [node for node in joint.computed() if node.meta["backward"]]:
@@ -48,10 +44,7 @@ def recompute_regions(joint: JointGraph, region_of: RegionOf, may_recompute: May
 
 
 class _Regions:
-    """The operations to recompute: `of` has the region of each; `take` gives the operations that a region's backward needs.
-
-    A region within one stage is (name, stage).
-    """
+    """The operations to recompute: `of` has the region of each, (name, stage)."""
 
     def __init__(self, joint: JointGraph, region_of: RegionOf, may_recompute: MayRecompute) -> None:
         self._fixed = written_buffers(joint)
@@ -67,17 +60,15 @@ class _Regions:
             self._needed[self.of[node]].append(node)
 
     def take(self, region: Hashable) -> list[fx.Node]:
-        """The operations of a region to copy, in order; empty at the second call."""
         return self._needed.pop(region, [])
 
     def _read_by_backward(self) -> list[fx.Node]:
-        """The operations whose values the backward reads, and the operations that those are recomputed from, in order."""
         read = [node for node in self.of if any(user.op == "output" or user.meta["backward"] for user in node.users)]
         needed = reached(read, lambda node: [source for source in node.all_input_nodes if source in self.of])
         return [node for node in self.of if node in needed]
 
     def _inside(self, node: fx.Node, named: dict[fx.Node, tuple[Hashable, int]]) -> bool:
-        """Whether only the backward of the value's own region and stage reads it after the forward; else it is saved anyway."""
+        """Whether only the backward of the value's own region and stage reads it after the forward; else the value is saved."""
         region, leaves = named[node], any(named.get(user) != named[node] for user in _forward_readers(node))
         for user in node.users:
             if user.op == "output":
@@ -92,7 +83,7 @@ class _Regions:
         return True
 
     def _can_repeat(self, node: fx.Node, may_recompute: MayRecompute) -> bool:
-        """Whether an operation may run again; an item of a tuple may if the tuple's operation does."""
+        """Whether an operation may run again; an item of a tuple follows the tuple's operation."""
         if node.target is operator.getitem:
             return node.all_input_nodes[0] in self.of
         return may_recompute(node) and is_repeatable(node) and not self._fixed.intersection(node.all_input_nodes)

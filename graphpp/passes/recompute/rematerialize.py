@@ -1,24 +1,19 @@
-"""Rematerialize single values: choose, per stage, the forward values that the backward recomputes, and let it do so.
+"""Rematerialize single values: choose, per stage, the forward values that the backward recomputes, and recompute them.
 
-Contract of `choose_recomputed`
--------------------------------
-Without a `fraction`, only cheap operations run again (views, casts, pointwise operations, norms, look-ups), and only where
-they cost at most `seconds_per_byte` for each byte less to save. So chains stay short and small values stay saved.
+Contract of `choose_recomputed`: without a `fraction`, only cheap operations run again (views, casts, pointwise operations,
+norms, look-ups), at a cost of at most `seconds_per_byte` for each byte less to save. So chains stay short and small values stay
+saved.
 
-With a `fraction`: a stage may save at most this fraction of the bytes that it would save without one. Then all operations of
-a region (a layer, say) may run a second time, if their values stay inside the region, so that the backward holds the recomputed
-values of one region at a time. Among the choices within the budget the cheapest in time is taken, as far as a price per byte
-tells them apart. Of equal layers the front ones are recomputed first: their backward runs last, when the saved values of the
-later layers are freed. A fraction that is too small is met as closely as possible.
+With a `fraction`, a stage may save at most this fraction of the bytes that it would save without one. Then all operations of a
+region (such as a layer) may run again if their values stay inside the region, so that the backward holds the recomputed values
+of one region at a time. The choice is the cheapest in time within the budget, as far as a price per byte can distinguish. Of
+equal layers the front ones are recomputed first: their backward runs last, when the saved values of later layers are freed. A
+fraction that is too small is met as closely as possible. The choice depends only on the graph and constants, so it is equal on
+all ranks.
 
-The choice depends on the graph and on constants alone, so every rank finds the same one.
-
-Contract of `rematerialize`
----------------------------
-Afterwards the stage's backward reads a copy of each chosen value. The copy stands right before its first reader and is computed
-from values that are saved, at hand, or copied themselves. Each value has at most one copy in a stage, marked
-`meta["recomputed"]`. The forward loses the nodes that only the backward had read. No bit changes, and the same values cross
-each boundary as before.
+Contract of `rematerialize`: afterwards the stage's backward reads a copy of each chosen value, right before its first reader,
+computed from saved or otherwise available values, or other copies. Each value has at most one copy in a stage, marked
+`meta["recomputed"]`. Nodes that only the backward had read leave the forward. No bit and no value across a boundary changes.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ RecomputedByStage = Sequence[set[fx.Node]]
 
 @dataclass(frozen=True)
 class RecomputeBudget:
-    """The terms on which single values are recomputed (see the head of the file); `may_recompute` can forbid any operation."""
+    """The terms of recomputing single values (see the head of the file); `may_recompute` can forbid any operation."""
 
     seconds_per_byte: float
     cost: Cost
@@ -60,13 +55,13 @@ class RecomputeBudget:
 
 
 def choose_recomputed(joint: JointGraph, stages: int, budget: RecomputeBudget) -> RecomputedByStage:
-    """For each stage the forward values that its backward recomputes; nodes carry `meta["stage"]`."""
+    """For each stage the forward values that its backward recomputes; nodes need `meta["stage"]`."""
     choice = _Choice(joint, budget)
     return [choice.of_stage(stage) for stage in range(stages)]
 
 
 class _Choice:
-    """The choices for the stages of one graph; equal layers are equal problems, and each problem is solved once."""
+    """The choices for the stages of one graph; equal layers are equal problems, each solved once."""
 
     def __init__(self, joint: JointGraph, budget: RecomputeBudget) -> None:
         self._index, self._budget = StageIndex(joint), budget
@@ -91,13 +86,13 @@ class _Choice:
         return solve(problem, max(1, round(self._budget.seconds_per_byte * PICOSECONDS)), 1)
 
     def _may_recompute(self, stage: int, cheaply: set[fx.Node]) -> MayRecompute:
-        """The operations that may run again under a fraction: those recomputed without one, and those inside a region."""
+        """The operations that may run again under a fraction: cheap ones chosen without it, and those inside a region."""
         inside = partial(_inside, self._budget.region_of, stage)
         return lambda node: node in cheaply or (self._budget.may_recompute(node) and inside(node))
 
 
 def _inside(region_of: RegionOf, stage: int, node: fx.Node) -> bool:
-    """Whether the forward reads a value, its items and its views in the value's own region and stage only."""
+    """Whether the forward reads a value, its items and its views only in the value's own region and stage."""
     region = region_of(node)
     pending = list(node.users)
     while pending:
@@ -124,7 +119,7 @@ def _within(most_bytes: int, fronts: Sequence[list[CutSolution]]) -> list[CutSol
 
 
 def _trades(fronts: Sequence[list[CutSolution]]) -> list[tuple[float, int, CutSolution]]:
-    """(cost per byte less, group, choice) of every step along the fronts; along one front the cost per byte only rises."""
+    """(cost per saved byte, group, choice) of every step along the fronts; along a front the cost per byte only rises."""
     return [
         ((less.cost - more.cost) / (more.nbytes - less.nbytes), group, less)
         for group, choices in enumerate(fronts)
@@ -141,11 +136,8 @@ def _recomputed(groups: Sequence[ValueGroup], solutions: Sequence[CutSolution]) 
     }
 
 
-# ------------------------------------------------------------------------------------------------------- the copies
-
-
 def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGraph:
-    """Let the backward of every stage recompute the named values, in place; nodes carry `meta["stage"]`."""
+    """Let the backward of every stage recompute the given values, in place; nodes need `meta["stage"]`."""
     order = {node: at for at, node in enumerate(joint.graph.nodes)}
     copies = [_Copies(joint.graph, order, stage, values) for stage, values in enumerate(recomputed)]
     for reader in list(joint.computed()):
@@ -164,21 +156,19 @@ def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGrap
 
 
 class _Copies:
-    """The copies of `values` in the backward of one stage; `order` has the place of each value in the graph."""
+    """The copies of `values` in the backward of one stage; `order`: the position of each node in the graph."""
 
     def __init__(self, graph: fx.Graph, order: Mapping[fx.Node, int], stage: int, values: set[fx.Node]) -> None:
         self.values = values
         self._graph, self._order, self._stage, self._copies = graph, order, stage, dict[fx.Node, fx.Node]()
 
     def before(self, reader: fx.Node, node: fx.Node) -> fx.Node:
-        """The copy of a value, inserted before `reader` at the first call; a value that is not to be recomputed itself."""
+        """The copy of a value, inserted before the first `reader`; the value itself if it is not recomputed."""
         if node in self.values and node not in self._copies:
             self._copy(reader, node)
         return self._copies.get(node, node)
 
     def _copy(self, reader: fx.Node, node: fx.Node) -> None:
-        """Copy a value, and the values that it is recomputed from, to right before `reader`."""
-
         def missing(node: fx.Node) -> list[fx.Node]:
             return [source for source in node.all_input_nodes if source in self.values and source not in self._copies]
 

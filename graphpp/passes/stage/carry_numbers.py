@@ -1,9 +1,9 @@
-"""Numbers that only the data decides travel between phases as tensors without dimensions.
+"""Data-dependent numbers cross phases as 0-dim tensors.
 
-Contract: afterwards a number that a node computes is read by nodes of the same forward alone. Every other reader (a backward, a
-later stage) has an operation of its own that reads the number from a tensor, so phase graphs share tensors only. A tensor whose
-size only the data decides stays in its stage: `carry_numbers` raises `CaptureError` if a split lets one cross a boundary. A
-backward divides numbers as C++ does, where autograd's formulas stand: the variance of one row divides by zero.
+Contract: afterwards only nodes of the same forward read a number that a node computes. Every other reader (a backward, a later
+stage) has its own operation that reads the number from a tensor, so phase graphs share only tensors. A tensor of data-dependent
+size stays in its stage: `carry_numbers` raises `CaptureError` if a split lets one cross a boundary. A backward divides numbers
+as C++ does, like autograd's formulas: the variance of one row divides by zero.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ _NUMBERS = tuple(_DTYPES)
 
 
 def has_numbers_of_data(joint: JointGraph) -> bool:
-    """Whether only the data decides a size or a number in a joint graph."""
     values = (node.meta["val"] for node in joint.computed())
     return any(isinstance(value, _NUMBERS) or has_unknown_size(value) for value in values)
 
 
 def carry_numbers(joint: JointGraph) -> JointGraph:
-    """Let tensors carry the numbers of a joint graph whose nodes have stages, in place. Raises `CaptureError`."""
     for node in list(joint.computed()):
         if node.target is operator.truediv and node.meta["backward"]:
             node.target = divide
@@ -48,7 +46,7 @@ def carry_numbers(joint: JointGraph) -> JointGraph:
 
 
 def _in_one_program(node: fx.Node, reader: fx.Node) -> bool:
-    """Whether one program surely has both; a backward may be split in two."""
+    """Whether one program surely has both nodes; a backward may be split in two."""
     of_forward = not node.meta["backward"] and not reader.meta["backward"]
     return of_forward and node.meta["stage"] in (reader.meta["stage"], None)
 

@@ -1,19 +1,17 @@
-"""Cut the joint graph, whose nodes have stages, into one graph per phase and stage; route the values that cross.
+"""Cut the joint graph, whose nodes have stages, into one graph per phase and stage; route the values between them.
 
-Contract
---------
-One microbatch visits the phases F0, F1 .. F(S-1), B(S-1) .. B0. A value that one phase computes and a later phase reads
-travels only between neighbouring stages:
+Contract: one microbatch runs the phases F0, F1 .. F(S-1), B(S-1) .. B0. A value that one phase computes and a later phase reads
+is sent only between neighbouring stages:
 
     Fs -> Ft (t > s)    sent forward over s|s+1 .. t-1|t; the stages between relay it
     Fs -> Bt (t >= s)   sent forward to t, saved there for the backward
     Fs -> Bt (t < s)    saved at s, sent backward to t
     Bs -> Bt (t < s)    sent backward
 
-Afterwards every node with a stage stands in exactly one phase graph, every result of the joint graph in exactly one, and a
-value crosses a boundary at most once per direction. Parameters, buffers, inputs, and values without a stage never travel: each
-phase reads or computes them itself. One exception saves time: a value without a stage that both the forward and the backward
-of a stage would compute is saved by the forward, unless it is free to recompute.
+Afterwards every node with a stage, and every result of the joint graph, is in exactly one phase graph, and a value crosses a
+boundary at most once per direction. Parameters, buffers, inputs, and values without a stage are never sent: each phase reads or
+computes them itself. To save time, the forward saves a value without a stage that both phases of its stage would compute,
+unless it is free to recompute.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from graphpp.runtime.program import InputRole, OutputRole
 
 
 def cut_stages(joint: JointGraph, stages: int) -> StagedGraphs:
-    """Cut a joint graph into the phase graphs of `stages` stages; nodes carry `meta["stage"]`, and `joint` stays as it is."""
+    """Cut a joint graph into phase graphs of `stages` stages; nodes need `meta["stage"]`. `joint` stays unchanged."""
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     keys = [(F, stage) for stage in range(stages)]
     if joint.training:
@@ -53,7 +51,7 @@ def cut_stages(joint: JointGraph, stages: int) -> StagedGraphs:
 
 
 def _result_phase(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int) -> PhaseKey:
-    """The phase that returns a result: a gradient or update comes from the stage that computes it, all others from the last.
+    """The phase that returns a result: for gradients and updates that of the stage that computes it, else the last forward.
 
     A gradient or update without a stage comes from the first stage that reads its parameter or buffer.
     """
@@ -68,7 +66,7 @@ def _result_phase(joint: JointGraph, role: OutputRole, node: fx.Node, stages: in
 
 
 def _members(own: set[fx.Node], results: GraphResults) -> set[fx.Node]:
-    """The nodes that a phase computes: its own, and the nodes without a stage that it reads, placeholders included."""
+    """The nodes that a phase computes: its own, and the nodes without a stage that it reads, including placeholders."""
     read = [source for node in own for source in node.all_input_nodes] + [node for _, node in results]
     return own | reached(filter(_is_at_hand, read), lambda node: filter(_is_at_hand, node.all_input_nodes))
 
@@ -92,21 +90,20 @@ def _route(members: dict[PhaseKey, set[fx.Node]], key: PhaseKey, results: GraphR
 
 
 def _saved_by_forward(members: set[fx.Node], forward: set[fx.Node], results: GraphResults) -> list[fx.Node]:
-    """The values without a stage that a stage's forward computes and its backward reads, and that are not free."""
+    """The values without a stage that a stage's forward computes and its backward reads, except free ones."""
     read = {source for node in members if home_phase(node) is not None for source in node.all_input_nodes}
     read |= {node for _, node in results}
     return [node for node in read if home_phase(node) is None and node in forward and not _free(node)]
 
 
 def _free(node: fx.Node) -> bool:
-    """Whether a phase has a value without computing: a placeholder, a view of one, or a step-invariant value."""
+    """Whether a phase has a value without computation: a placeholder, a view of one, or a step-invariant value."""
     if node.op == "placeholder" or node.meta.get("step_invariant"):
         return True
     return is_view(node) and all(_free(source) for source in node.all_input_nodes)
 
 
 def _still_needed(members: set[fx.Node], key: PhaseKey, saved: set[fx.Node], results: GraphResults) -> set[fx.Node]:
-    """The members without the nodes that only led to values that are now saved."""
     own, computed = {node for node in members if home_phase(node) == key}, members - saved
     start = own | computed.intersection(node for _, node in results)
     return reached(start, lambda node: computed.intersection(node.all_input_nodes))
@@ -126,7 +123,6 @@ def _phase_graph(
 
 
 def _check(joint: JointGraph, staged: StagedGraphs) -> None:
-    """Raise `AssertionError` unless every node with a stage, and every result, stands in exactly one phase graph."""
     computed = (node for each in staged.graphs.values() for node in each.graph.nodes if node.op != "placeholder")
     copies = Counter(node.name for node in computed)
     for node in joint.computed():

@@ -1,8 +1,7 @@
 """Emit stage programs: render and load every phase graph, and list the parameters and buffers that each stage owns.
 
-Contract: a parameter or buffer of the model belongs to each stage whose programs read it or compute its gradient or new value.
-An unused one belongs to the stage that calls its module first, or else the module's nearest ancestor under which anything is
-called; or to stage 0.
+Contract: a parameter or buffer belongs to each stage whose programs read it or compute its gradient or new value. An unused one
+belongs to the first stage that calls its module, else to that of the module's nearest ancestor with a call, else to stage 0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from graphpp.runtime.program import Buffer, Parameter, Phase, PipelineProgram, P
 
 
 def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
-    """Render and load every phase graph, and gather the programs by stage."""
     count = len(staged.saved)
     used = [_used(staged, stage) for stage in range(count)]
     calls = _first_stage_of_calls(joint)
@@ -85,9 +83,9 @@ def _program(source: PhaseGraph, phase: Phase) -> Program:
 
 
 def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
-    """A program that calls compiled regions; it computes the results of `item`, whose graph was outlined.
+    """A program that calls compiled regions and computes the results of `item`, whose graph was outlined.
 
-    Two results of a compiled region may lie in one memory. So every result of a region, and every view of one, is shared.
+    Two results of a compiled region may share memory, so every result of a region, and every view of one, is `shared`.
     """
     source = outlined.phase_graph
     rendered = render(source.graph, f"stage {source.stage}, {source.phase.label}, {len(outlined.calls)} regions")
@@ -123,7 +121,7 @@ def _owned(
 
 
 def _nearest(fqn: str, calls: dict[str, int]) -> int:
-    """The stage of the first call of the longest prefix of `fqn` under which anything is called."""
+    """The stage of the first call of the longest prefix of `fqn` that has a call."""
     parts = fqn.split(".")[:-1]
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
@@ -134,7 +132,6 @@ def _nearest(fqn: str, calls: dict[str, int]) -> int:
 
 
 def _first_stage_of_calls(joint: JointGraph) -> dict[str, int]:
-    """The stage of the first operation of each module call, in order of the calls."""
     first: dict[str, int] = {}
     for node in joint.computed():
         if not node.meta["backward"] and node.meta["stage"] is not None:

@@ -1,14 +1,14 @@
-"""Fuse gradient accumulation: a matrix product that is a gradient is multiplied straight into the gradient's sum.
+"""Fuse gradient accumulation: a matrix product that is a gradient is added directly into the gradient's sum.
 
 Contract, for the backward graphs (B, I, W) of a cut:
-- A gradient that is the product of two matrices, or of two batches of matrices, and that no other node reads, becomes a node
-  `deferred_matmul(a, b)`. The program hands out its factors (`text/render.py`), and the runtime's multiplication adds into the
-  sum over the microbatches. Operations between product and gradient that only reorder, reshape or widen the elements
-  disappear: `deferred_matmul(a, b, layout)` says where in the gradient the product lies. For a transposed product the factors
-  are exchanged and transposed, so that the multiplication writes in the order of the memory.
+- A gradient that is a (batched) matrix product with no other reader becomes a node `deferred_matmul(a, b)`. The program passes
+  the factors to the runtime (`text/render.py`), which adds the product into the sum over the microbatches. Operations
+  between product and gradient that only reorder, reshape or widen the elements disappear: `deferred_matmul(a, b, layout)` says
+  where the product lies in the gradient. A transposed product has its factors exchanged and transposed, so that the
+  multiplication writes in memory order.
 - A gradient that is a sum becomes several results with the same role, which the runtime adds one by one.
-- `meta["workspace"]` of a `deferred_matmul` node: the bytes that its multiplication takes beside the sum.
-- All else stays. Numbers change by rounding alone.
+- `meta["workspace"]` of a `deferred_matmul` node: the bytes that its multiplication takes besides the sum.
+- Numbers change only by rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 ProductWorkspace = Callable[[torch.Tensor, torch.Tensor], int]
-"""The bytes that a kernel takes to add the product of two matrices, or of two batches of matrices, to a sum, beside the sum."""
+"""The bytes that a kernel takes, besides the sum, to add the (batched) product of two matrices to a sum."""
 
 InverseView = Callable[[fx.Node, torch.Tensor], torch.Tensor]
 
@@ -53,7 +53,6 @@ _UNDO: dict[object, InverseView] = {  # rearranging operation -> view from the p
 
 
 def fuse_grad_accumulation(staged: StagedGraphs, workspace: ProductWorkspace | None = None) -> StagedGraphs:
-    """Rewrite the backward graphs to hand out the factors of their gradients; `staged` stays as it is."""
     graphs = {key: _rewritten(each) if key[0].is_backward else each for key, each in staged.graphs.items()}
     if workspace is not None:
         for each in graphs.values():
@@ -83,7 +82,7 @@ def _rewritten(whole: PhaseGraph) -> PhaseGraph:
 
 @dataclass(frozen=True)
 class _Addend:
-    """A term of a gradient, and its reader on the way to the gradient; `alone`: the term has no other reader."""
+    """A term of a gradient, and its reader on the path to the gradient; `alone`: the term has no other reader."""
 
     value: fx.Node
     reader: fx.Node
@@ -111,7 +110,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _deferred(addend: _Addend) -> fx.Node | None:
-    """A `deferred_matmul` node for a term; None if it is no product, or the product's place in the gradient has no strides."""
+    """A `deferred_matmul` node for a term; None if it is no product, or strides cannot express its place in the gradient."""
     path: list[fx.Node] = []
     part = addend
     while part.alone and _only_rearranges(part.value):
@@ -158,7 +157,7 @@ def _place(gradient: fx.Node, path: list[fx.Node]) -> torch.Tensor | None:
 
 
 def _layout(gradient: fx.Node, place: torch.Tensor) -> tuple[MatmulLayout, ...]:
-    """The argument `layout` of `deferred_matmul`: none if the product lies in the gradient element by element."""
+    """The argument `layout` of `deferred_matmul`: none if product and gradient have the same layout."""
     shape = tuple(gradient.meta["val"].shape)
     if tuple(place.shape) == shape and place.is_contiguous():
         return ()
@@ -166,7 +165,6 @@ def _layout(gradient: fx.Node, place: torch.Tensor) -> tuple[MatmulLayout, ...]:
 
 
 def _transposed(value: object, matmul: fx.Node) -> fx.Node:
-    """A factor of the product `matmul` with its rows as columns."""
     assert isinstance(value, fx.Node)
     if value.target is aten.t.default:
         return value.args[0]  # type: ignore[return-value]
@@ -177,7 +175,7 @@ def _transposed(value: object, matmul: fx.Node) -> fx.Node:
 
 
 def _check(whole: PhaseGraph, rewritten: PhaseGraph) -> None:
-    """Raise `AssertionError` unless roles are the same as before; a gradient may have several results."""
+    """Raise `AssertionError` unless roles are unchanged; a gradient may have several results."""
     before, after = list(dict.fromkeys(whole.outputs)), list(dict.fromkeys(rewritten.outputs))
     assert before == after, "a result of the backward is lost or doubled"
     assert rewritten.inputs == tuple(node.meta["role"] for node in rewritten.graph.find_nodes(op="placeholder"))

@@ -1,16 +1,14 @@
-"""Gather the parameters of one layer at a time: a program holds two layers whole at most, one that it computes and the next.
+"""Gather sharded parameters layer by layer: a program holds at most two whole layers, the computing one and the next.
 
-Contract
---------
-Each phase graph reads a rank's rows of its parameters (`ParameterRows`) and gathers the whole ones itself, layer by layer: the
-parameters whose first reader is in one layer (`layer_of`) are gathered in one call for each group of ranks that shares some
-of them (experts have one of their own). The wait stands before the layer's first operation. The gather of the next layer
-starts right behind that wait, and after the last reader of the layer before. So it is under way while the layer computes, and
-no third layer is whole. Values computed from parameters alone (views, casts) stand right before their first reader.
+Contract: each phase graph reads a rank's rows of its parameters (`ParameterRows`) and gathers the whole ones itself. The
+parameters whose first reader is in one layer (`layer_of`) are gathered in one call per group of ranks that shares them (experts
+have their own group). The wait stands before the layer's first operation. The next layer's gather starts right after that wait
+and after the last reader of the previous layer, so it overlaps with the layer's computation, and no third layer is whole.
+Values computed from parameters alone (views, casts) stand right before their first reader.
 
 No whole parameter lives from one program to the next. 0-dim and empty parameters are whole on every rank, and stay inputs.
-`PhaseGraph.layers` has the gathers, and the gradients of each layer that are summed over the ranks together. Raises
-`CaptureError` where a view of a whole parameter would be saved, or sent to another stage.
+`PhaseGraph.layers` has the gathers, and per layer the gradients that are summed over the ranks together. Raises `CaptureError`
+if a view of a whole parameter would be saved, or sent to another stage.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ LayerName = Callable[[fx.Node], str | None]
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # gloo gathers others as bytes
+_SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # other dtypes are sent as bytes, for gloo
 
 
 class RankGroup(NamedTuple):
-    """A process group, by its name in this process, and the number of its ranks."""
+    """A process group: its name in this process, and the number of its ranks."""
 
     name: str
     ranks: int
@@ -46,11 +44,11 @@ class RankGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedLayers:
-    """How parameters are sharded over the ranks of `group`, which has this name in this process.
+    """How parameters are sharded over the ranks of the process group `group`.
 
-    `others`: the groups of parameters that other ranks share, by FQN (experts). `dtypes`: of the rows of each parameter by FQN;
-    `of_messages`: the dtype in which a gradient is sent, from its own dtype; `layer_of`: the layer of an operation, or its
-    module call; None for an operation of no module.
+    `others`: the groups of parameters that other ranks share, by FQN (experts). `dtypes`: of the rows of each parameter, by
+    FQN; `of_messages`: the dtype in which a gradient is sent, from its own dtype; `layer_of`: the layer or module call of an
+    operation; None for an operation of no module.
     """
 
     group: str
@@ -61,34 +59,31 @@ class ShardedLayers:
     others: Mapping[str, RankGroup] = field(default_factory=dict)
 
     def group_of(self, fqn: str) -> RankGroup:
-        """The ranks over which a parameter is sharded."""
         return self.others.get(fqn) or RankGroup(self.group, self.ranks)
 
 
 def gather_layers(staged: StagedGraphs, sharded: ShardedLayers) -> StagedGraphs:
-    """The phase graphs with gathers in the place of whole parameters; `staged` stays as it is."""
     return replace(staged, graphs={key: _gathering(each, sharded) for key, each in staged.graphs.items()})
 
 
 def follows_parameters(joint: JointGraph) -> frozenset[str]:
-    """The names of the step-invariant values that depend on a parameter: no program keeps them for another one."""
+    """The names of the step-invariant values that depend on a parameter, which no program keeps for another one."""
     parameters = [node for role, node in joint.inputs().items() if isinstance(role, Parameter)]
     following = reached(parameters, lambda node: [user for user in node.users if user.meta.get("step_invariant")])
     return frozenset(node.name for node in following if node.op != "placeholder")
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Whether a node gathers a layer, or waits for one."""
     return "gathers" in node.meta
 
 
 def in_order(graph: fx.Graph, layers: LayerTraffic | None) -> LayerTraffic | None:
-    """`layers` with the order in which the program of `graph` starts gathers and sums of gradients."""
+    """`layers` with the order in which the program of `graph` starts gathers and gradient sums."""
     if layers is None:
         return None
     end, at = graph.output_node(), {node: place for place, node in enumerate(graph.nodes)}
     several = Counter(node for _, node in results_of(graph))
-    handed: dict[str, int] = {}  # the place of the last reader of each gradient
+    handed: dict[str, int] = {}  # the position of the last reader of each gradient
     for role, node in results_of(graph):
         if isinstance(role, Gradient):
             readers = [at[user] for user in node.users if user is not end]
@@ -98,12 +93,9 @@ def in_order(graph: fx.Graph, layers: LayerTraffic | None) -> LayerTraffic | Non
     return replace(layers, order=tuple(line for _, line in sorted(events)))
 
 
-# ------------------------------------------------------------------------------------------------------------- layers
-
-
 @dataclass
 class _Layer:
-    """Parameters that are gathered together: read by the operations at the places `first` to `last`."""
+    """Parameters that are gathered together; the operations at positions `first` to `last` read them."""
 
     name: str
     parameters: list[fx.Node] = field(default_factory=list)
@@ -137,7 +129,7 @@ def _is_sharded(node: fx.Node) -> bool:
 
 
 def _derived_late(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
-    """The operations in order, but views and casts of parameters stand right before their first reader, and so do gathers."""
+    """The operations in order, but with views and casts of parameters right before their first reader."""
     derived: set[fx.Node] = set()
     for node in graph.nodes:
         alone = node.meta.get("step_invariant") or is_view(node) or node.target is operator.getitem
@@ -161,7 +153,6 @@ def _derived_late(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
 
 
 def _layers(parameters: Sequence[fx.Node], order: Sequence[fx.Node], end: fx.Node, layer_of: LayerName) -> list[_Layer]:
-    """The layers of a graph's parameters, in the order in which their operations begin."""
     reads: dict[fx.Node, list[int]] = defaultdict(list)
     for at, node in enumerate([*order, end]):
         for source in node.all_input_nodes:
@@ -181,7 +172,7 @@ def _layers(parameters: Sequence[fx.Node], order: Sequence[fx.Node], end: fx.Nod
 
 
 def _starts(layers: Sequence[_Layer]) -> Iterator[tuple[int, int, bool, _Layer]]:
-    """(place, number of the layer, whether it is the wait, the layer) of each gather's start and of the wait for it."""
+    """(position, number of the layer, whether it is the wait, the layer) of the start and the wait of each gather."""
     for number, layer in enumerate(layers):
         start = 0 if number == 0 else layers[number - 1].first
         if number > 1:
@@ -190,18 +181,14 @@ def _starts(layers: Sequence[_Layer]) -> Iterator[tuple[int, int, bool, _Layer]]
         yield layer.first, number, True, layer
 
 
-# -------------------------------------------------------------------------------------------------------------- graphs
-
-
 class _Copy:
     def __init__(self, source: PhaseGraph, sharded: ShardedLayers) -> None:
         self._source, self._sharded = source, sharded
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._items: dict[fx.Node, fx.Node] = {}  # what a gather gives for each parameter
+        self._items: dict[fx.Node, fx.Node] = {}  # parameter -> its item of a gather's result
 
     def copied(self, order: Sequence[fx.Node], layers: Sequence[_Layer]) -> fx.Graph:
-        """The graph with its operations in this order."""
         graph, gathered = self._graph, {each for layer in layers for each in layer.parameters}
         for node in self._source.graph.find_nodes(op="placeholder"):
             self._copies[node] = self._rows(node) if node in gathered else graph.node_copy(node)
@@ -219,7 +206,7 @@ class _Copy:
         return graph
 
     def _rows(self, parameter: fx.Node) -> fx.Node:
-        """The input with the rows of a parameter that a rank gives: as many as the first rank has."""
+        """The input with a rank's rows of a parameter: as many rows as the first rank has."""
         fqn, whole = parameter.meta["role"].fqn, parameter.meta["val"]
         node = self._graph.placeholder(f"{parameter.name}_rows")
         elements = -(-whole.shape[0] // self._sharded.group_of(fqn).ranks) * (whole.numel() // whole.shape[0])
@@ -228,7 +215,6 @@ class _Copy:
         return node
 
     def _start(self, layer: _Layer, reader: fx.Node) -> None:
-        """Start to gather a layer, over each group that shares some of its parameters."""
         by_group: dict[RankGroup, list[fx.Node]] = defaultdict(list)
         for parameter in layer.parameters:
             by_group[self._sharded.group_of(parameter.meta["role"].fqn)].append(parameter)
@@ -244,7 +230,7 @@ class _Copy:
                 self._items[parameter].meta["gathers"] = nbytes
 
     def _sent(self, parameter: fx.Node, reader: fx.Node) -> fx.Node:
-        """This rank's rows as they are sent: in the dtype of the whole parameter."""
+        """This rank's rows in the dtype of the whole parameter, in which they are sent."""
         rows, dtype = self._copies[parameter], parameter.meta["val"].dtype
         if rows.meta["val"].dtype != dtype:
             rows = self._call(reader, rows.meta["val"].to(dtype), torch.ops.aten._to_copy.default, rows, dtype=dtype)
@@ -253,7 +239,7 @@ class _Copy:
         return rows
 
     def _wait(self, layer: _Layer, reader: fx.Node) -> None:
-        """Wait for a layer, and take its whole parameters out of the memory in which they arrived."""
+        """Wait for a layer, and view its whole parameters in the memory of the gather."""
         for parameter in layer.parameters:
             item, whole = self._items.pop(parameter), parameter.meta["val"]
             arrived = self._call(reader, item.meta["val"], _WAIT, item)
@@ -276,7 +262,7 @@ class _Copy:
 
 
 def _check(source: PhaseGraph, graph: fx.Graph) -> None:
-    """Raise `CaptureError` where a result that stays keeps the memory of a gathered parameter."""
+    """Raise `CaptureError` if a saved or sent result would keep the memory of a gathered parameter alive."""
     for role, node in results_of(graph):
         if isinstance(role, Saved | Sent) and is_gather(root(node)):
             raise CaptureError(
@@ -287,7 +273,7 @@ def _check(source: PhaseGraph, graph: fx.Graph) -> None:
 
 
 def _most_whole(graph: fx.Graph) -> int:
-    last: dict[fx.Node, fx.Node] = {}  # what a gather gives -> its last reader
+    last: dict[fx.Node, fx.Node] = {}  # item of a gather -> its last reader
     for node in graph.nodes:
         for memory in map(root, (node, *node.all_input_nodes)):
             if memory.target is operator.getitem and is_gather(memory):
@@ -306,7 +292,7 @@ def _most_whole(graph: fx.Graph) -> int:
 
 @dataclass
 class _Gradients:
-    """The gradients of one layer that `ranks` ranks share: their FQNs, their bytes as they are made and as they are sent."""
+    """The gradients of one layer that `ranks` ranks share: FQNs, bytes as computed, bytes as sent."""
 
     fqns: list[str] = field(default_factory=list)
     nbytes: int = 0

@@ -1,15 +1,13 @@
 """Hoist step-invariant values: compute values of parameters, unwritten buffers and constants once per step, not per microbatch.
 
-Contract
---------
-`find_step_invariants(joint)` marks such values with `meta["step_invariant"]` and takes their stage away: transposed or cast
-weights, tables, masks. Every phase of a stage then has them at hand, so none is saved or sent. Not hoisted: results of the
-graph; values that depend on a random number, a microbatch's input or another value that is not marked; collectives, checks,
-operators that are not torch's own; and a value of a parameter or buffer that several stages read, since each of these stages
+Contract: `find_step_invariants(joint)` marks such values (transposed or cast weights, tables, masks) with
+`meta["step_invariant"]` and removes their stage. Every phase of a stage can then read them, so none is saved or sent. Not
+hoisted: results of the graph; values that depend on a random number, a microbatch's input or an unmarked value; collectives,
+checks, operators that are not torch's own; and a value of a parameter or buffer that several stages read, since each of them
 would have to own the parameter.
 
 `hoist_per_step(joint, staged)` removes the marked values from the phase graphs. A phase that reads one has the input
-`StepInvariant(name)`; the graph of phase HOIST of the stage computes them all. No bit changes. The values live as long as the
+`StepInvariant(name)`; the stage's graph of phase HOIST computes them all. No bit changes. The values live until the end of the
 step, and their bytes are not counted per microbatch.
 """
 
@@ -33,7 +31,7 @@ _SOURCES = (*_STATE, program.Constant, program.Size)
 
 
 def find_step_invariants(joint: JointGraph) -> JointGraph:
-    """Mark the values that can be computed once per step, in place; nodes carry `meta["stage"]`."""
+    """Mark the values that can be computed once per step, in place; nodes need `meta["stage"]`."""
     refused: set[fx.Node] = {node for _, node in joint.outputs()}
     found = _invariants(joint, refused)
     while wrong := {node for node in found if not _can_be_input(node, found)}:
@@ -45,7 +43,7 @@ def find_step_invariants(joint: JointGraph) -> JointGraph:
 
 
 def _invariants(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]:
-    """The operations that depend only on parameters, buffers and constants, in order; whether on parameters or buffers."""
+    """The operations that depend only on parameters, buffers and constants, in order -> whether on parameters or buffers."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     of_state: dict[fx.Node, bool] = {}
     found: dict[fx.Node, bool] = {}
@@ -81,9 +79,9 @@ def _stages(node: fx.Node, found: dict[fx.Node, bool]) -> set[int | None]:
 
 
 def hoist_per_step(joint: JointGraph, staged: StagedGraphs, spared: Collection[str] = ()) -> StagedGraphs:
-    """Remove the marked values of `joint` from its phase graphs, and add graphs that compute them; `staged` stays as it is.
+    """Remove the marked values of `joint` from its phase graphs, and add graphs that compute them.
 
-    `spared`: the names of marked values that stay in the phase graphs, with all values that depend on them.
+    `staged` stays unchanged. `spared`: the names of marked values that stay in the phase graphs.
     """
     order = {node: at for at, node in enumerate(joint.graph.nodes)}
     values = {node.name: node for node in order if node.meta.get("step_invariant") and node.name not in spared}
@@ -98,7 +96,6 @@ def hoist_per_step(joint: JointGraph, staged: StagedGraphs, spared: Collection[s
 
 
 def _with_invariants_as_inputs(whole: PhaseGraph, hoisted: Collection[str]) -> PhaseGraph:
-    """A phase graph with the step-invariant values of these names as inputs."""
     end = whole.graph.output_node()
     computed = [node for node in whole.graph.nodes if node.op not in ("placeholder", "output")]
     rest = [node for node in computed if node.name not in hoisted]
@@ -113,7 +110,7 @@ def _with_invariants_as_inputs(whole: PhaseGraph, hoisted: Collection[str]) -> P
 
 
 def _computing(values: Sequence[fx.Node], order: Mapping[fx.Node, int], stage: int) -> PhaseGraph:
-    """The graph of phase HOIST that computes these values; `order` has the place of each node of the joint graph."""
+    """The graph of phase HOIST that computes these values; `order`: the position of each node of the joint graph."""
     results: GraphResults = [(program.StepInvariant(node.name), node) for node in sorted(values, key=order.__getitem__)]
     ordered = sorted(reached(values, lambda node: node.all_input_nodes), key=order.__getitem__)
     inputs = {node: node.meta["role"] for node in ordered if node.op == "placeholder"}

@@ -1,13 +1,11 @@
 """Outline regions: runs of a program's operations become regions to compile; equal regions, such as equal layers, share a key.
 
-Contract
---------
-- A region is a graph of its own. Its inputs are the values that it reads from outside, in order of first use (the symbols of
-  symbolic sizes first); its results are the values that are read outside. The program calls it with a list that the call
-  empties.
-- Operations stand in one region if they belong to one layer (`layer(node)`; None: the layer of the operations before it) and
-  `can_compile(node)` holds: operators of torch itself, no random numbers, collectives, checks, or copies of buffers. Other
-  operations stay in the program, before the region or after it. So does a region from which a compiler would gain nothing.
+Contract:
+- A region has its own graph. Its inputs are the values that it reads from outside, in order of first use (symbols of symbolic
+  sizes first); its results are the values that are read outside. The call empties the list of inputs.
+- A region has operations of one layer (`layer(node)`; None: the layer of the operations before it) for which
+  `can_compile(node)` is true. Other operations stay in the program, before or after the region. So does a region that gains
+  nothing from a compiler.
 - Regions with equal keys compute the same from the same inputs: `Region.key` is a hash of the operations, their arguments, and
   the shapes, strides, dtypes and devices of the inputs.
 """
@@ -38,20 +36,17 @@ from graphpp.runtime.program import Buffer, Size
 LayerOf = Callable[[fx.Node], str | None]
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
-_BY_STORAGE = (torch.ops.aten.as_strided.default,)  # counts its offset from the start of the input's storage
+_BY_STORAGE = (torch.ops.aten.as_strided.default,)  # its offset counts from the start of the input's storage
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
 class OutlinedGraph:
-    """A phase graph in which calls replace the regions, and the calls in order."""
-
     phase_graph: PhaseGraph
     calls: tuple[RegionCall, ...]
 
 
 def outline_regions(source: PhaseGraph, layer: LayerOf) -> OutlinedGraph:
-    """The phase graph with calls in place of its regions; `source` stays as it is."""
     source = with_symbols(source)
     graph, calls = fx.Graph(), list[RegionCall]()
     copies: dict[fx.Node, fx.Node] = {}
@@ -73,7 +68,7 @@ def outline_regions(source: PhaseGraph, layer: LayerOf) -> OutlinedGraph:
 
 
 def can_compile(node: fx.Node) -> bool:
-    """Whether a compiler may have an operation; an item of a tuple goes with the tuple's operation."""
+    """Whether an operation can be compiled: torch's own, without random numbers; no collective, check or copy of a buffer."""
     if node.target is operator.getitem:
         return can_compile(node.all_input_nodes[0])
     target: Any = node.target
@@ -89,7 +84,7 @@ def can_compile(node: fx.Node) -> bool:
 
 
 def worth_compiling(members: Sequence[fx.Node]) -> bool:
-    """Whether a compiler can gain: a contraction to choose a kernel for, or several operations to fuse."""
+    """Whether a compiler can gain: by a choice of kernel for a contraction, or by fusing several operations."""
     if not all(map(can_compile, members)):
         return False
     working = [node for node in members if not is_view(node) and node.target is not operator.getitem]
@@ -97,8 +92,6 @@ def worth_compiling(members: Sequence[fx.Node]) -> bool:
 
 
 def cost_with_regions(cost: Cost) -> Cost:
-    """`cost`, extended to calls of regions: a region costs as much as its operations together."""
-
     def total(node: fx.Node) -> float:
         if not isinstance(node.target, RegionCall):
             return cost(node)
@@ -107,26 +100,22 @@ def cost_with_regions(cost: Cost) -> Cost:
     return total
 
 
-# ------------------------------------------------------------------------------------------------------------ grouping
-
-
 @dataclass
 class _Open:
-    """The region being gathered (`members`), and operations outside of it that must come after it (`late`)."""
+    """The open region (`members`), and operations outside of it that must come after it (`late`)."""
 
     label: str | None = None
     members: list[fx.Node] = field(default_factory=list)
     late: list[fx.Node] = field(default_factory=list)
 
     def close(self) -> Iterator[tuple[str | None, list[fx.Node]]]:
-        """The region, then each operation that must come after it, alone."""
         if self.members:
             yield self.label, self.members
         yield from ((None, [node]) for node in self.late)
 
 
 def group_operations(graph: fx.Graph, layer: LayerOf) -> Iterator[tuple[str | None, list[fx.Node]]]:
-    """The operations in a valid order, in lists with their layer: a region's operations together, each other one alone."""
+    """The operations in a valid order, as lists with their layer: a region's operations together, each other one alone."""
     now = _Open()
     for node in _with_items(graph):
         reads = set(node.all_input_nodes)
@@ -150,8 +139,6 @@ def group_operations(graph: fx.Graph, layer: LayerOf) -> Iterator[tuple[str | No
 
 
 def _with_items(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The operations in order, the items of a tuple right after the tuple."""
-
     def with_items(node: fx.Node) -> Iterator[fx.Node]:
         yield node
         for user in node.users:
@@ -163,11 +150,7 @@ def _with_items(graph: fx.Graph) -> Iterator[fx.Node]:
             yield from with_items(node)
 
 
-# -------------------------------------------------------------------------------------------------------------- regions
-
-
 def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Node], list[fx.Node]]:
-    """The region, the values that it is called with, and its values that are read outside."""
     inside = set(members)
     inputs = [source for node in members for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys([*_symbols_in([*inputs, *members]), *inputs]))
@@ -183,7 +166,7 @@ def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Nod
 
 
 def _symbols_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The inputs of a program that are the symbols of these values: a compiler computes all sizes from them."""
+    """The program's inputs that are the symbols of these values: a compiler computes all sizes from them."""
     names: set[str] = set()
     for value in _leaves([node.meta["val"] for node in nodes]):
         sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
@@ -205,7 +188,6 @@ def _call(
 
 
 def _leaves(value: Any) -> list[Any]:
-    """The leaves of nested lists, tuples, slices and dicts."""
     found: list[Any] = []
     fx.node.map_aggregate(value, found.append)
     return found

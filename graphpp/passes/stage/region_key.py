@@ -1,8 +1,8 @@
 """The key of a region, and of every other graph that is compiled or timed once: a hash of the computation.
 
 Contract: graphs with equal keys compute the same from the same inputs. The key has the operations, their arguments, and the
-shapes, strides, dtypes and devices of the inputs; names do not count, and the key is equal in all processes.
-The entry of a region on disk has a key of its own, which adds the compiler and its options (`backends/inductor.py`).
+shapes, strides, dtypes and devices of the inputs, but no names, and is equal in all processes. On disk the key of
+`backends/inductor.py` adds the compiler and its options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphpp.passes.text.render import attribute_of
 
 
 def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = attrgetter("args")) -> str:
-    """A hash of a computation, equal in all processes. `arguments`: the positional arguments of a node that count."""
+    """A hash of a computation. `arguments`: the positional arguments of a node that the hash covers."""
     numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -37,7 +37,7 @@ def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = a
 
 
 def _held(value: Any) -> str:
-    """A name of an attribute of a graph: of a branch of `torch.cond` by its own computation, of a constant by its layout."""
+    """A graph's attribute as text: the key of a branch of `torch.cond`, the layout of a constant."""
     if isinstance(value, fx.GraphModule):
         return graph_key(value.graph)
     return str(_layout(value)) if isinstance(value, torch.Tensor) else repr(value)

@@ -1,7 +1,7 @@
 """Route values between the phases of a microbatch: the values sent over each boundary, and the values that a stage saves.
 
-Contract: `Traffic.carry` has the one rule by which values travel (see `cut_stages.py`); all else follows from it. Saved bytes
-count each memory once, and do not count memory that a parameter, an input or a step-invariant value holds.
+Contract: `Traffic.carry` has the only rule for routes (see `cut_stages.py`). Saved bytes count each memory once, without memory
+of parameters, inputs and step-invariant values.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from graphpp.runtime.program import Boundary, InputRole, TensorMeta
 
 
 def home_phase(node: fx.Node) -> PhaseKey | None:
-    """The phase that computes a node; None for a placeholder or a value without a stage, which any phase has at hand."""
+    """The phase that computes a node; None for a placeholder or a value without a stage, which any phase can have."""
     stage = node.meta["stage"]
     return None if stage is None else (B if node.meta["backward"] else F, stage)
 
 
 @dataclass
 class Traffic:
-    """By stage: the values that its F sends forward, that its F saves, and that its B sends backward."""
+    """By stage: the values that F sends forward, that F saves, and that B sends backward."""
 
     forward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
     saved: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
     backward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
     def carry(self, value: fx.Node, source: PhaseKey, target: PhaseKey) -> None:
-        """Route `value` from phase `source` to phase `target`, through all stages between."""
         (phase, stage), (end_phase, end) = source, target
         if phase is F:
             for hop in range(stage, end):
@@ -48,14 +47,12 @@ class Traffic:
             self.backward[hop].add(value)
 
     def arriving(self, key: PhaseKey) -> dict[fx.Node, InputRole]:
-        """The values that a phase receives, or finds saved, with their roles."""
         phase, stage = key
         received = self.forward[stage - 1] if phase is F else self.backward[stage + 1]
         roles: dict[fx.Node, InputRole] = {value: program.Received(value.name) for value in received}
         return roles | {value: program.Saved(value.name) for value in (self.saved[stage] if phase is B else ())}
 
     def leaving(self, key: PhaseKey) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
-        """The values that a phase sends or saves: (kind of role, values)."""
         phase, stage = key
         if phase is F:
             return [(program.Sent, self.forward[stage]), (program.Saved, self.saved[stage])]
@@ -63,7 +60,6 @@ class Traffic:
 
 
 def boundaries(traffic: Traffic, order: dict[fx.Node, int], joint: JointGraph, stages: int) -> tuple[Boundary, ...]:
-    """The values that cross each boundary s|s+1, in the order of the joint graph."""
     needs_grad = _needing_grad(joint)
 
     def metas(values: set[fx.Node]) -> tuple[TensorMeta, ...]:
@@ -77,7 +73,6 @@ def boundaries(traffic: Traffic, order: dict[fx.Node, int], joint: JointGraph, s
 
 
 def _needing_grad(joint: JointGraph) -> set[fx.Node]:
-    """Forward values that depend on a trainable parameter through floating-point values."""
     needing: set[fx.Node] = set()
     for node in joint.graph.nodes:
         role = node.meta.get("role")

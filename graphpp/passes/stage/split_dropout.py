@@ -1,7 +1,7 @@
 """Split dropout: draw the mask in one call, and leave the arithmetic to a compiler.
 
-Contract: afterwards dropout is a mask, drawn from the microbatch's key by a call that reads nothing else, and two
-multiplications with it. The numbers equal those of the operator, bit for bit. Other random operators stay as they are.
+Contract: dropout becomes a mask, drawn from the microbatch's key by a call that reads nothing else, and two multiplications;
+the result is bit-equal to the operator's. Other random operators stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _aten = torch.ops.aten
 
 
 def split_dropout(source: PhaseGraph) -> PhaseGraph:
-    """A phase graph with every dropout split; `source` stays as it is."""
     if not any(map(_is_dropout, source.graph.nodes)):
         return source
     graph = copied(source.graph)

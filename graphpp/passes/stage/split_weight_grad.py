@@ -1,18 +1,16 @@
-"""Split the backward: I computes the input gradients, which the previous stage waits for; W computes the weight gradients.
+"""Split the backward: I computes the input gradients, for which the previous stage waits; W computes the weight gradients.
 
-Contract
---------
-The backward B of every stage stays, and two graphs are added that together compute the same, bit for bit:
+Contract: the backward B of every stage stays, and two graphs are added that together compute the same results, bit for bit:
 
     I   sends the values that B sends; it has all nodes that a sent value depends on, and no other backward node
     W   has all other nodes, and so the gradients of parameters, except gradients that I computes on the way
 
-Every node of B stands in exactly one half, in its old order; a recomputed forward value that only W needs stands where fewer
-bytes stay alive between the halves. `may_recompute` names nodes of I that W may run as well where that keeps fewer bytes.
+Every node of B is in exactly one half, in its old order. A recomputed forward value that only W needs is in the half that
+leaves fewer bytes alive between the halves. `may_recompute` names nodes of I that W may also run where this keeps fewer bytes.
 
-I receives the values that B receives. I saves for W the values that W reads of I's nodes and of the received values, a minimum
-cut. A value that the forward saved stays alive until the last half has read it: in I such a placeholder has `meta["kept"]`. A
-stage that sends nothing (the first stage, or one behind frozen stages) has an empty I.
+I receives the values that B receives. I saves for W a minimum cut of the values that W reads of I's nodes and of the received
+values. A value that the forward saved stays alive until the last half has read it: in I such a placeholder has `meta["kept"]`.
+A stage that sends nothing (the first stage, or one after frozen stages) has an empty I.
 """
 
 from __future__ import annotations
@@ -38,12 +36,11 @@ I, W = Phase.INPUT_GRAD, Phase.WEIGHT_GRAD  # noqa: E741 - the letters of the pa
 
 
 def never(node: fx.Node) -> bool:
-    """No node of I runs again in W."""
     return False
 
 
 def split_weight_grad(joint: JointGraph, staged: StagedGraphs, may_recompute: MayRecompute = never) -> StagedGraphs:
-    """Add I and W for every stage that has a backward; B stays, so that a schedule may use either. `staged` stays as it is."""
+    """Add I and W for every stage with a backward; B stays, so that a schedule may use either. `staged` stays unchanged."""
     named = {node.name: node for node in joint.graph.nodes}
     graphs = dict(staged.graphs)
     kept: list[tuple[TensorMeta, ...]] = [()] * len(staged.saved)
@@ -88,7 +85,7 @@ def _half(
     results: GraphResults,
     handed: dict[fx.Node, InputRole] | None = None,
 ) -> PhaseGraph:
-    """One half: its inputs are the inputs of the whole that it reads, and the values that the other half saved for it."""
+    """One half; its inputs are the inputs of B that it reads, and the values that the other half saved for it."""
     nodes = nodes | {source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
     read = {source for node in nodes for source in node.all_input_nodes} | {node for _, node in results}
     own = {node: node.meta["role"] for node in whole.graph.find_nodes(op="placeholder") if node in read}
@@ -96,7 +93,7 @@ def _half(
 
 
 def _needed(whole: PhaseGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the `sent` values depend on; with an operation go the items of its tuple, and the checks of its result."""
+    """The nodes that the `sent` values depend on, with the items of their tuples and the checks of their results."""
 
     def onward(node: fx.Node) -> list[fx.Node]:
         items = [user for user in node.users if not is_tensor(node) and user.op != "output"]
@@ -108,20 +105,16 @@ def _needed(whole: PhaseGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _runs(node: fx.Node) -> bool:
-    """Whether a node computes; placeholders do not, nor attributes such as the sub-graph of a higher-order operator."""
     return node.op == "call_function"
 
 
 def _stays(node: fx.Node) -> bool:
-    """Whether W has a value at hand: an input of the stage, or a value that the forward saved; not a value received for I."""
+    """Whether W has a value without I: an input of the stage, or a value that the forward saved; not a received value."""
     return node.op == "placeholder" and not isinstance(node.meta["role"], program.Received)
 
 
 def _order(whole: PhaseGraph) -> Callable[[fx.Node], int]:
     return {node: index for index, node in enumerate(whole.graph.nodes)}.__getitem__
-
-
-# ------------------------------------------------------------------------------------------ values kept for W
 
 
 class _Seam:
@@ -140,15 +133,13 @@ class _Seam:
                 self._movable.add(node)
 
     def _is_there(self, node: fx.Node) -> bool:
-        """Whether I has a value, or could compute it."""
         return not _runs(node) or node in self._in_i or node in self._movable
 
     def read(self, second: Iterable[fx.Node]) -> set[fx.Node]:
-        """The values that a W of these nodes reads or returns."""
         return {source for node in second for source in node.all_input_nodes} | self._of_w
 
     def cut(self, order: Callable[[fx.Node], int]) -> tuple[set[fx.Node], set[fx.Node]]:
-        """The values that W starts from, a cut of the fewest bytes; and the nodes of W that move to I."""
+        """The values that W starts from (a cut with the fewest bytes), and the nodes of W that move to I."""
         read = self.read(node for node in self._rest if node not in self._movable)
         handed = {node for node in self.read(self._rest) if node in self._in_i or node.op == "placeholder"}
         if not self._movable and not any(map(self._may_recompute, handed & self._in_i)):
@@ -161,7 +152,7 @@ class _Seam:
         return kept, {node for node in reached if node in self._movable and (node, "in") in near}
 
     def _reached(self, read: set[fx.Node]) -> set[fx.Node]:
-        """The values that W reads, and the values from which W could compute those."""
+        """The values that W reads, and the values from which W could compute them."""
 
         def sources(node: fx.Node) -> list[fx.Node]:
             return node.all_input_nodes if self._may_run_in_w(node) else []
@@ -169,11 +160,10 @@ class _Seam:
         return {node for node in reached(filter(self._is_there, read), sources) if node.op != "get_attr"}
 
     def _may_run_in_w(self, node: fx.Node) -> bool:
-        """Whether W may compute a value: one that only W has, or one of I that may run again."""
         return node in self._movable or (node in self._in_i and self._may_recompute(node))
 
     def _network(self, reached: list[fx.Node], read: set[fx.Node]) -> nx.DiGraph:
-        """Among cuts of equal bytes, the one with fewest nodes moved to I wins, since the previous stage waits for I."""
+        """The network. Of cuts of equal bytes, the one that moves the fewest nodes to I wins, since a stage waits for I."""
         import networkx as nx
 
         network, weight = nx.DiGraph(), len(reached) + 1
@@ -194,15 +184,13 @@ class _Seam:
 
 
 def _bytes(node: fx.Node) -> int | None:
-    """The bytes of keeping a value; None for a tuple, whose items are kept one by one."""
+    """The bytes of keeping a value; None for a tuple, whose items are kept separately."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
     return tensor_meta(node).nbytes if is_tensor(node) else None
 
 
 def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-    """The nodes to recompute so that the values `wanted` follow from the values `kept`."""
-
     def missing(node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if source not in kept and source.op != "placeholder"]
 
@@ -210,7 +198,7 @@ def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
 
 
 def _check(whole: PhaseGraph, first: PhaseGraph, second: PhaseGraph, may_recompute: MayRecompute) -> None:
-    """Raise `AssertionError` unless every node of the backward stands in a half, and every result comes from one half."""
+    """Raise `AssertionError` unless every node of B is in a half, and every result comes from exactly one half."""
     runs = Counter(node.name for half in (first, second) for node in half.graph.nodes if _runs(node))
     again = {node.name: may_recompute(node) for node in whole.graph.nodes if _runs(node)}
     assert runs.keys() == again.keys(), f"lost between I and W: {again.keys() - runs.keys()}"

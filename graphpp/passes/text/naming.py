@@ -1,13 +1,11 @@
-"""Names and literals in Python for the values, operators and arguments of a graph.
+"""Python names and literals for the values, operators and arguments of a graph.
 
-Contract
---------
-- `PythonNames(graph)` gives every value a unique name that is no keyword and no builtin. Parameters, buffers, inputs,
-  constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`), all others after their
-  nodes.
-- Operators, devices and process groups get names that the text binds once at its head: `PythonNames.head`. So the texts of two
-  ranks that differ only in GPUs and groups differ in these lines alone.
-- An object without a name in Python, or a function of graphpp's own, is bound by the loader: `PythonNames.bindings`.
+Contract:
+- `PythonNames(graph)` gives every value a unique name that is no keyword and no builtin. Parameters, buffers, inputs, constants
+  and the seed have names from their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`), all other values from their nodes.
+- The text binds names of operators, devices and process groups once at its head (`PythonNames.head`), so the texts of two ranks
+  differ in devices and groups only there.
+- The loader binds objects without a Python name, and graphpp's own functions (`PythonNames.bindings`).
 """
 
 from __future__ import annotations
@@ -38,32 +36,29 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qschem
 
 
 class PythonNames:
-    """Names for values, targets and literals of one graph; `head`, `modules` and `bindings` fill up as names are asked for."""
+    """Names for values, targets and literals of one graph; each use of a name adds to `head`, `modules` and `bindings`."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.values = _value_names(graph)
         self.head: dict[str, str] = {}  # name -> expression
-        self.modules: set[str] = set()  # modules to import, besides torch
+        self.modules: set[str] = set()  # imports besides torch
         self.bindings: dict[str, Any] = {}
         self._names: dict[str, str] = {}  # expression -> name
         self._taken = _RESERVED | set(self.values.values())
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names in `head` that are devices."""
         return tuple(name for name in self.head if name.startswith("_device_"))
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names in `head` that are process groups."""
         return tuple(name for name in self.head if name.startswith("_group_"))
 
     def group(self, name: str) -> str:
-        """The name in the text for a process group, by the group's name in this process."""
+        """The name in the text of a process group; `name`: its name in this process."""
         return self._at_head(f"_group_{len(self.groups)}", repr(name))
 
     def target(self, target: Any) -> str:
-        """The name in the text for an operator or function."""
         full_name = python_name(target)
         if full_name is None:
             return self.bound(target, f"_{target.__name__}" if isinstance(target, FunctionType) else "")
@@ -75,7 +70,6 @@ class PythonNames:
         return self._at_head("_" + re.sub(r"\W+", "_", full_name.removeprefix("torch.ops.")), full_name)
 
     def literal(self, value: Any) -> str:
-        """An argument as Python: a value of the graph, a literal, or a list, tuple, dict or slice of these."""
         if isinstance(value, fx.Node):
             return self.values[value]
         if isinstance(value, list | tuple):
@@ -88,7 +82,7 @@ class PythonNames:
         return self._scalar(value)
 
     def bound(self, value: Any, wanted: str = "") -> str:
-        """The name in the text for an object that the loader binds; `wanted`, if it is free."""
+        """The name in the text of an object that the loader binds; `wanted`, if it is free."""
         for name, other in self.bindings.items():
             if other is value:
                 return name
@@ -113,8 +107,8 @@ class PythonNames:
 
 
 def _plain(value: Any) -> str:
-    """A number, string or constant of torch as a literal; empty for anything else."""
-    kind = type(value)  # exactly: an enum or numpy number is an instance of int or float, too, but its repr is no literal
+    """A number, string or torch constant as a literal; empty for other objects."""
+    kind = type(value)  # exact: enums and numpy numbers are instances of int or float too, but their repr is no literal
     if kind is complex:
         return f"complex({_plain(value.real)}, {_plain(value.imag)})"
     if kind is float and not math.isfinite(value):
@@ -126,7 +120,7 @@ def _plain(value: Any) -> str:
 
 @functools.cache
 def python_name(target: Any) -> str | None:
-    """The full Python name of an operator or function, or None if it cannot be reached by a name."""
+    """The full Python name of an operator or function, or None if it has none."""
     if isinstance(target, _OPERATOR):
         return functools.reduce(_attribute, str(target).split("."), "torch.ops")
     name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None)
@@ -148,7 +142,7 @@ def _attribute(owner: str, name: str) -> str:
 
 
 def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """One name per value; values that keep their node's name get theirs first."""
+    """One name per value; values named after their nodes choose first."""
     wanted = {node: _wanted(node) for node in graph.nodes if node.op != "output"}
     names: dict[fx.Node, str] = {}
     taken = set(_RESERVED)
@@ -159,7 +153,7 @@ def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _wanted(node: fx.Node) -> str:
-    """The name that a value should get: in a woven graph with the part's prefix, which a node's own name already has."""
+    """The wanted name of a value: in a woven graph with the part's prefix, which a node's own name already has."""
     part, wanted = node.meta.get("part"), _plain_name(node)
     return wanted if part is None or wanted == node.name else f"{part.prefix}_{wanted.lstrip('_')}"
 
@@ -176,7 +170,6 @@ def _plain_name(node: fx.Node) -> str:
 
 
 def _name_of(text: str, node: fx.Node) -> str:
-    """An FQN or a path as a name in Python."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).rstrip("_") or node.name
     return f"_{name}" if name[0].isdigit() else name
 
@@ -197,5 +190,4 @@ def format_value(value: Any) -> str:
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """The short name of a dtype: `bf16`."""
     return _TYPES.get(dtype, str(dtype).removeprefix("torch."))

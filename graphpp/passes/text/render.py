@@ -1,18 +1,16 @@
-"""Render a graph as Python: the text that runs is the text that is dumped.
+"""Render a graph as Python: dumps show the text that runs.
 
-Contract
---------
-`render(graph)` returns the text of a module with one function `run(boxed)`. It takes a list of inputs, empties it, and returns
-a tuple. Every value, inputs included, is deleted right after its last use. A region (`outline_regions.py`) is called with a
-list that the region empties, so that it frees its inputs likewise.
+Contract: `render(graph)` returns the text of a module with one function `run(boxed)`. It takes a list of inputs, empties it,
+and returns a tuple. Every value, including inputs, is deleted right after its last use. A region (`outline_regions.py`) is
+called with a list that the region empties, so that it frees its inputs in the same way.
 
-If the results include gradients, the function is `run(boxed, take)`. Each gradient is handed to `take(index, value)` as soon
-as no other operation reads it, and the tuple has the return value of `take` in its place (by default the gradient). So the
-runtime can accumulate a gradient while it is in the cache, and free it. Of a gradient that is a node `deferred_matmul(a, b)`,
+With gradients among the results, the function is `run(boxed, take)`. Each gradient goes to `take(index, value)` as soon as no
+other operation reads it, and the tuple has the return value of `take` in its place (by default the gradient). So the runtime
+can accumulate a gradient while it is in the cache, and free it. For a gradient that is a node `deferred_matmul(a, b)`,
 `take.matmul(index, a, b)` gets the factors; then the text includes a class for the default `take`, which multiplies.
 
-Each line has a comment: dtype and shape, the module call, the user's source line; for an input or a result, the role; the
-stage, if nodes of several stages are there; the part, in a woven graph. Names come from `naming.py`.
+Each line has a comment: dtype and shape, module call, the user's source line; the role of an input or a result; the stage, if
+the graph has several; the part of a woven graph. Names come from `naming.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class RenderedGraph:
     groups: tuple[str, ...] = ()
 
     def load(self, filename: str) -> Run:
-        """Compile the text and return its `run`; tracebacks show `filename`, numbered if it is taken, and the line."""
+        """Compile the text and return its `run`; tracebacks show `filename` (numbered if taken) and the line."""
         filename = _shown(filename, self.text)
         namespace: dict[str, Any] = dict(self.bindings)
         exec(compile(self.text, filename, "exec"), namespace)
@@ -66,7 +64,7 @@ class RenderedGraph:
 
 
 def _shown(filename: str, text: str) -> str:
-    """Register `text` for tracebacks under `filename`, with a number if another text has that name; return the name."""
+    """Register `text` for tracebacks under `filename`, numbered if another text has that name; return the name."""
     numbered = (filename if number == 1 else f"{filename} {number}" for number in itertools.count(1))
     free = next(name for name in numbered if name not in linecache.cache)
     linecache.cache[free] = (len(text), None, text.splitlines(keepends=True), free)
@@ -74,7 +72,6 @@ def _shown(filename: str, text: str) -> str:
 
 
 def render(graph: fx.Graph, title: str = "") -> RenderedGraph:
-    """The graph as a Python module with `run(boxed)`; `title` becomes its docstring."""
     names = PythonNames(graph)
     taken = _gradients_to_take(graph)
     body = list(_body(graph, names, taken))
@@ -89,17 +86,16 @@ def render(graph: fx.Graph, title: str = "") -> RenderedGraph:
 
 
 def docstring(text: str) -> str:
-    """`text` as a docstring, escaped."""
     return '"""' + text.replace("\\", "\\\\").replace('"""', "'''") + '"""'
 
 
 def code(text: str) -> str:
-    """The rendered text of a module without the module's docstring."""
+    """The rendered text without the module's docstring."""
     return text.partition('"""')[2].partition('"""')[2].lstrip("\n")
 
 
 def define(name: str, value: Any) -> str:
-    """Python that defines `name` as a bound object: a sub-graph, or a function of graphpp. Raises `TypeError` for others."""
+    """Python that defines `name` as a bound sub-graph or function of graphpp. Raises `TypeError` for other objects."""
     if isinstance(value, fx.GraphModule):
         return _subgraph(name, value)
     if isinstance(value, FunctionType) and value.__module__.startswith("graphpp."):
@@ -136,7 +132,7 @@ def _sources(function: FunctionType) -> list[str]:
 
 
 def _gradients_to_take(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The gradients to hand to `take`, with their indices among the results; a gradient that is two results is returned."""
+    """The gradients to pass to `take`, with their indices among the results; a gradient that is two results is returned."""
     end = graph.output_node()
     results: Sequence[fx.Node] = end.args[0]  # type: ignore[assignment]
     pairs = zip(results, end.meta.get("roles") or (), strict=False)
@@ -145,7 +141,6 @@ def _gradients_to_take(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _is_product(node: fx.Node, taken: Mapping[fx.Node, int]) -> bool:
-    """Whether a node hands out the factors of a gradient."""
     return node.target is deferred_matmul and node in taken
 
 
@@ -176,7 +171,7 @@ def _body(graph: fx.Graph, names: PythonNames, taken: Mapping[fx.Node, int]) -> 
 
 
 def _region_call(node: fx.Node, names: PythonNames, ending: Sequence[fx.Node], notes: _Notes) -> Iterable[str]:
-    """Call a region with a list of its inputs, which it empties; values without a later reader are deleted before the call."""
+    """Call a region with a list of its inputs; values without a later reader are deleted before the call."""
     name, dead = names.values[node], ", ".join(names.values[value] for value in ending if value is not node)
     yield f"{name} = {names.literal(list(node.args))}{f'; del {dead}' * bool(dead)}"
     call: RegionCall = node.target  # type: ignore[assignment]
@@ -191,7 +186,7 @@ def _statement(node: fx.Node, names: PythonNames) -> str:
         raise TypeError(f"{node.op} {node.target}")
     if node.target is operator.getitem:
         return f"{name} = {names.literal(node.args[0])}[{names.literal(node.args[1])}]"
-    # Some arguments of aten operators are called `from`.
+    # Some arguments of aten operators have the name `from`.
     odd = {key: value for key, value in node.kwargs.items() if not key.isidentifier() or keyword.iskeyword(key)}
     args = [_argument(node, index, value, names) for index, value in enumerate(node.args)]
     args += [f"{key}={_argument(node, key, value, names)}" for key, value in node.kwargs.items() if key not in odd]
@@ -204,7 +199,6 @@ def _argument(node: fx.Node, place: int | str, value: Any, names: PythonNames) -
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """The object that a `get_attr` node names."""
     if "held" in node.meta:
         return node.meta["held"]
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
@@ -223,7 +217,7 @@ def _return(node: fx.Node, names: PythonNames) -> Iterable[str]:
 
 
 def _last_uses(graph: fx.Graph, taken: Mapping[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values whose last reader it is; a gradient handed to `take` is not read by the output."""
+    """For each node, the values that it reads last; the output does not count as a reader of a gradient passed to `take`."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -257,7 +251,7 @@ class _Notes:
         return [f"{node.meta['part'].title},"] if "part" in node.meta else []
 
     def _stage(self, node: fx.Node) -> list[str]:
-        """The stage of a line, if the graph has several; every stage that reads a value without a stage computes it."""
+        """The stage of a line, if the graph has several; a value without a stage is computed in every stage that reads it."""
         if "part" in node.meta or not self.many_stages:
             return self._part(node)
         return ["any stage" if node.meta["stage"] is None else f"stage {node.meta['stage']}"]

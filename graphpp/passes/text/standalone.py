@@ -1,9 +1,8 @@
 """Write a rendered graph as a Python file that runs with torch alone.
 
-Contract: the text that the pipeline runs stands in the file unchanged. A docstring before it names the pass that made it, and
-objects or libraries that the file lacks. A `main` after it makes inputs of the right shape, strides, dtype and device, runs the
-text, and prints the results' names, dtypes and shapes. The file defines the objects that the pipeline binds (sub-graphs,
-graphpp's own functions).
+Contract: the file contains the text that the pipeline runs, unchanged, and defines the objects that the pipeline binds. Its
+docstring names the pass that made the text, and objects or libraries that the file lacks. Its `main` makes inputs of the right
+shape, strides, dtype and device, runs the text, and prints the results' names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -68,8 +67,6 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a text: its title, the pass that made it, the pass's time (seconds), the file's name."""
-
     title: str
     made_by: str
     seconds: float
@@ -82,7 +79,6 @@ class _Bound:
     missing: list[str] = field(default_factory=list)
 
     def define(self, name: str, value: Any) -> None:
-        """Define one object, or note that it cannot be defined."""
         try:
             self.definitions.append(define(name, value))
         except TypeError as fault:
@@ -104,12 +100,11 @@ class _Bound:
 
 
 def standalone(graph: fx.Graph, rendered: RenderedGraph, origin: Origin) -> str:
-    """The file: docstring, rendered text, definitions of bound objects, example inputs, `main`."""
     bound = _Bound()
     for name, value in rendered.bindings.items():
         bound.define(name, value)
     bound.missing += [f"{name}, a process group of the run" for name in rendered.groups]
-    names = PythonNames(graph).values  # this mapping is not in the order of the graph
+    names = PythonNames(graph).values  # not in the order of the graph
     inputs = [bound.input(names[node], node) for node in graph.find_nodes(op="placeholder")]
     main = _MAIN.format(
         inputs=_listed(inputs),
@@ -150,7 +145,7 @@ def _header(origin: Origin, missing: list[str], foreign: list[str]) -> str:
 
 
 def _results(graph: fx.Graph) -> list[str]:
-    """The results' names: `loss`, `gradient of layers.0.wq.weight`, `sent mm_4`; the node's name if roles are missing."""
+    """The results' names: `loss`, `gradient of layers.0.wq.weight`, `sent mm_4`; the node's name without a role."""
     end = graph.output_node()
     names = [str(value) for value in end.args[0]]  # type: ignore[union-attr]
     roles = [format_role(role) for role in end.meta.get("roles", ())] or [""] * len(names)
@@ -159,5 +154,5 @@ def _results(graph: fx.Graph) -> list[str]:
 
 
 def _foreign(text: str) -> list[str]:
-    """The namespaces of operators in a text that torch does not define."""
+    """The operator namespaces in a text that torch does not define."""
     return sorted(set(re.findall(r"torch\.ops\.(\w+)\.", text)) - _OWN)
