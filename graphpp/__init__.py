@@ -3,8 +3,7 @@
 pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microbatches=8)
 result = pipe.step(tokens, target=labels)
 
-A name of this module is loaded when it is first used, so `graphpp --help` need not load PyTorch. `_HOMES` says where each name
-comes from at run time; type checkers and editors read the imports.
+A name is loaded when it is first used (`_HOMES`), so `graphpp --help` need not load PyTorch; type checkers read the imports.
 """
 
 import atexit
@@ -56,9 +55,8 @@ if TYPE_CHECKING:
     from graphpp.schedules.table.state_bytes import StateBytes
     from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
 
-# A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
-# interpreter shuts down aborts the process, so pipelines without a user are collected before that: behind the functions that
-# the modules of a pipeline register, since the last one registered runs first.
+# A pipeline is a reference cycle with its process group. A gloo thread that frees a message while the interpreter shuts down
+# aborts the process, so unused pipelines are collected before. Exit functions of its modules register later, so they run first.
 atexit.register(gc.collect)
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m graphpp`: the command line, as the script `graphpp` runs it."""
+"""`python -m graphpp`: the command line, as the script `graphpp`."""
 
 from graphpp.cli.app import main
 

@@ -70,46 +70,42 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     artifact: str | os.PathLike[str] | None = None,
     plan: TrainingPlan | None = None,
 ) -> Pipeline:
-    """Compile `model` and `loss` into a pipeline-parallel training step. Called by every rank with the same arguments.
+    """Compile `model` and `loss` into a pipeline-parallel training step. Every rank calls this with the same arguments.
 
     `docs/options.md` has each option with all its forms; `graphpp.Memory`, `Gradients`, `Parallel` and `Debug` group them.
 
     Args:
         model: any module that `torch.export` can trace. The model is not changed, and its forward never runs on data.
-        loss: `loss(output, target)` -> scalar, or (scalar, dict of numbers to report). None: the output's own `.loss`, as
-            Hugging Face models return.
+        loss: `loss(output, target)` -> scalar, or (scalar, dict of numbers to report). None: `output.loss` (Hugging Face).
         example: one microbatch, for its shapes. None: taken from the first step.
         split: where stages start: FQNs, a list of FQNs per stage, a number of stages, `graphpp.split_points(...)`, a
-            `graphpp.Layout`. None: one stage per slot of the schedule, with equal numbers of layers. "auto": so many stages,
-            cut at the module calls that give the fastest step by the simulator.
+            `graphpp.Layout`. None: one stage per slot of the schedule, with equal numbers of layers. "auto": as None, but
+            cut at the module calls that give the fastest simulated step.
         schedule: a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages,
             microbatches) -> table. "auto": a plain loop in one process, 1F1B for one stage a rank, Interleaved1F1B for several.
-        microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank,
-            and 1 in one process.
+        microbatches: the number per batch. None: the largest divisor of the batch up to 4 per rank, and 1 in one process.
         mesh: a `DeviceMesh` with the dimensions `pp`, `dp_replicate` and `dp_shard` (data parallelism, with whole parameters
             and with shards of them), `cp` (context parallelism, with `graphpp.attention`), `tp` (tensor parallelism, of a
             model after `parallelize_module` over this dimension) and `ep` (expert parallelism, with `graphpp.experts`, or with
             experts that are `DTensor`s over this dimension), or the process group of this pipeline's ranks. Along all but `pp`
             and `tp`, gradients are averaged after each step, and losses stay each pipeline's own.
             With `dp_shard` the parameters become `DTensor`s once the model is captured: make the optimizer of
-            `pipe.parameters()` then. None: the world, initialised from torchrun's variables if nobody has; without those
-            variables one process.
+            `pipe.parameters()` then. None: the world, initialised from torchrun's variables if needed, else one process.
         parallel: a `graphpp.Parallel`, or the device of this rank.
         backend: "eager" (bit-equal to a plain loop), "inductor", a `graphpp.Inductor` or `graphpp.Eager` with options, or a
             function (fx.GraphModule, examples) -> callable, as `torch.compile(backend=)` takes it.
         memory: a `graphpp.Memory` (recompute, offload, cap). A fraction, "full", "selective": its `recompute`.
         gradients: a `graphpp.Gradients` (reduction, dtype, fused). "mean", "sum": its `reduction`.
         debug: a `graphpp.Debug` (dump, max_graphs). A path: its `dump`.
-        artifact: a folder. The first start saves its captured graphs there, and a later start loads the graphs of an unchanged
-            model in place of a capture. See `docs/cache.md` for the changes that graphpp notices: all others are yours.
-        plan: a `graphpp.TrainingPlan` (`graphpp.plan(...).best`). It stands for `split`, `schedule`, `microbatches`, `mesh` (if
+        artifact: a folder. The first start saves its captured graphs there, and a later start with an unchanged model loads
+            them. `docs/cache.md` lists the changes that graphpp detects; the caller is responsible for all others.
+        plan: a `graphpp.TrainingPlan` (`graphpp.plan(...).best`). It replaces `split`, `schedule`, `microbatches`, `mesh` (if
             none is given), `memory.recompute`, `memory.offload`, `parallel.keep`, `parallel.param_dtype` and `gradients.dtype`;
             an `example` has as many rows as a microbatch of the plan.
 
     Raises:
-        CaptureError, SplitError, ScheduleError, BatchError, GraphPPError: a model, loss or option that cannot be compiled; the
-            message names the option. `MismatchError` on every rank where ranks were given different arguments. All are
-            `GraphPPError`. Nothing was changed then.
+        CaptureError, SplitError, ScheduleError, BatchError, GraphPPError: a model, loss or option that cannot be compiled.
+        MismatchError: ranks were given different arguments; every rank raises. All are `GraphPPError`; nothing is changed.
     """
     if plan is not None:
         given = {"split": split, "schedule": schedule, "microbatches": microbatches}
@@ -157,21 +153,18 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
 ) -> Verification:
     """Run one step as stage programs, as the uncut joint graph and in plain eager, and report the first difference.
 
-    Runs in this process, on the model's device, and changes nothing of the model. Takes the memory of three gradients, and
-    of all values of a step where it has to look for a difference.
+    Runs in this process, on the model's device, and does not change the model. Needs memory for three sets of gradients, and
+    for all values of a step if it has to locate a difference.
 
     Args:
         model, loss, split, schedule, parallel, backend, memory, gradients, debug: as for `graphpp.compile`. Offloading and
             CUDA graphs change no value, and the check runs without them.
-        artifact: a folder that `graphpp.compile(artifact=)` has filled: the graph in it is verified. `GraphPPError` if it has
-            none of this model for such a microbatch.
-        example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list. Under
+        artifact: a folder from `graphpp.compile(artifact=)`, whose graph is verified. `GraphPPError` if it has no fitting one.
+        example: one microbatch with data (the others are made by rotating its rows), or a list of all microbatches. With
             `against="whole batch"` a whole batch, which is cut as `Pipeline.step` cuts it.
-        microbatches: how many. None: as many as the table or the list has, else one a rank, at least 2; for a whole batch as
-            many as `step` would take.
+        microbatches: None: as many as the table or list has, else one per rank, at least 2; for a whole batch as `step` does.
         mesh: as for `graphpp.compile`; only the sizes of its dimensions `pp` and, for `memory.cap`, `dp_shard` count.
-        ranks: how many ranks the schedule is for. None: those of the mesh or the table, or as many as the
-            split asks for, else 2.
+        ranks: the schedule's number of ranks. None: that of the mesh, the table or the split, else 2.
         tolerance: the relative difference that counts as rounding. None: 1e-6 in float32, and as many units in the last
             place of the coarsest floating dtype that the model computes in (bfloat16: 0.066). Values that a backend compiles,
             or that a trace computes by other operators than eager, may then differ by ten times the measured rounding of
@@ -227,7 +220,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
 
 
 def _check_parallel(options: Options, place: RankPlace) -> None:
-    """Raise `GraphPPError` where options do not go with the mesh, or with each other."""
+    """Raise `GraphPPError` for options that do not fit the mesh, or each other."""
     ranks = options.parallel
     if ranks.mixed and place.sharding is None:
         raise GraphPPError(
@@ -252,7 +245,7 @@ def _check_parallel(options: Options, place: RankPlace) -> None:
 
 
 def _check_unsharded(model: nn.Module) -> None:
-    """Raise `GraphPPError` where another pipeline has sharded parameters of the model."""
+    """Raise `GraphPPError` if another pipeline has sharded parameters of the model."""
     fqn = next((fqn for fqn, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if fqn is not None:
         raise GraphPPError(
@@ -264,7 +257,7 @@ def _check_unsharded(model: nn.Module) -> None:
 def _given(
     model: nn.Module, loss: LossFunction | None, example: Microbatch | None, device: torch.device, options: Options
 ) -> Facts:
-    """The arguments that all ranks must have been given alike."""
+    """The arguments that must be equal on all ranks."""
     return Facts(
         {
             "the torch version": [torch.__version__],

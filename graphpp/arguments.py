@@ -1,9 +1,8 @@
 """Checks of the arguments of public functions, by a table of accepted values.
 
-Contract: a function under `@checked(error, name=COUNT, ...)` raises `error` for an argument that it does not accept, before its
-own code runs. The message names the argument, the forms that it takes, and the value that was given. A function that the caller
-gave as an argument runs through `callback`: its exception becomes the cause of `error`, and its results are checked. This file
-imports nothing of graphpp but the base of the errors, and no torch, so every package may use it.
+A function under `@checked(error, name=COUNT, ...)` raises `error` for an argument that is not accepted, before its own code
+runs. The message names the argument, the accepted forms, and the given value. `callback` wraps a function from the caller: its
+exception becomes the cause of `error`, and its results are checked. This file imports no torch, so every package may use it.
 """
 
 from __future__ import annotations
@@ -35,27 +34,24 @@ class Accepted(NamedTuple):
 
 
 def one_of(*types: type, takes: str) -> Accepted:
-    """Objects of some classes."""
     return Accepted(takes, lambda value: isinstance(value, types))
 
 
 def one_word(*words: str) -> Accepted:
-    """One of some strings."""
     return Accepted(" or ".join(map(repr, words)), lambda value: isinstance(value, str) and value in words)
 
 
 def or_none(accepted: Accepted) -> Accepted:
-    """Accepted values, and None."""
     return Accepted(f"{accepted.takes}, or None", lambda value: value is None or accepted.accepts(value))
 
 
 def positive_up_to(bits: int) -> Accepted:
-    """Counts: integers from 1 to 2**`bits`."""
+    """Integers from 1 to 2**`bits`."""
     return Accepted(f"a positive integer up to 2**{bits}", lambda value: _is_int(value) and 1 <= value <= 2**bits)  # type: ignore[operator]
 
 
 def function_of(arguments: str) -> Accepted:
-    """Functions and other objects that can be called; a class is none. `arguments`: the arguments in words."""
+    """Functions and other callables, but no classes. `arguments`: the arguments in words."""
     return Accepted(f"a function of {arguments}", lambda value: callable(value) and not isinstance(value, type))
 
 
@@ -85,18 +81,17 @@ ROWS = Accepted("a list of rows", lambda value: isinstance(value, Iterable) and 
 
 
 def require(error: type[Exception], name: str, accepted: Accepted, value: object) -> None:
-    """Raise `error` for a value that is not accepted."""
     if not accepted.accepts(value):
         raise error(f"{name}: {refusal(accepted, value)}")
 
 
 def refusal(accepted: Accepted, value: object) -> str:
-    """The accepted values, and the value that is none of them, in words."""
+    """The accepted values and the refused one, in words."""
     return f"take {accepted.takes}, got {shown(value)}"
 
 
 def checked(error: type[Exception], **arguments: Accepted) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: raise `error` for arguments that are not accepted; an argument that is left out is not checked."""
+    """A decorator: raise `error` for arguments that are not accepted. Omitted arguments are not checked."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -115,10 +110,9 @@ def checked(error: type[Exception], **arguments: Accepted) -> Callable[[Callable
 
 
 def callback(error: type[Exception], name: str, returns: Accepted, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The caller's `function`, given as the argument `name`: a call raises `error` where the function fails.
+    """The caller's `function`, given as the argument `name`; raises `error` if it fails or returns a value not in `returns`.
 
-    The function's own exception is the cause of `error`; a `GraphPPError` comes through as it is. A result that `returns` does
-    not accept raises `error` too.
+    The function's own exception is the cause of `error`; a `GraphPPError` passes unchanged.
     """
     title = f"{name}: the function {getattr(function, '__qualname__', type(function).__qualname__)}"
 
@@ -137,7 +131,7 @@ def callback(error: type[Exception], name: str, returns: Accepted, function: Cal
 
 
 def unfit(function: Callable[..., Any], count: int) -> str | None:
-    """Why a function cannot be called with `count` positional arguments; None if it can, or tells no signature."""
+    """Why a function cannot be called with `count` positional arguments; None if it can, or if its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins
@@ -156,7 +150,7 @@ def _line_of(fault: Exception) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of a value's type; a class as such."""
+    """The name of a value's type; for a class, its description."""
     return shown(value) if isinstance(value, type) else type(value).__name__
 
 
@@ -168,10 +162,7 @@ def _shown_class(value: type) -> str:
 
 
 def shown(value: object) -> str:
-    """The beginning of a value's `repr`, on one line.
-
-    A tensor is shown by its shape and dtype, a class with the remark that it is no object.
-    """
+    """The beginning of a value's `repr`, on one line; for a tensor shape and dtype; for a class the remark that it is one."""
     if isinstance(value, type):
         return _shown_class(value)
     torch = sys.modules.get("torch")  # without it there are no tensors

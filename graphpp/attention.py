@@ -1,14 +1,11 @@
 """Attention over sequences that the ranks of a process group share: context parallelism, for models of any kind.
 
-Contract
---------
-- Each rank of the group has a part of every sequence: `sequence_part` cuts it off, `sequence_positions` says where its tokens
-  stand. A model calls `ulysses` or `gathered` where one process calls attention. Both give each rank its part of the output
-  that one process computes for the whole sequence, with the gradients of that output.
-- Ranks exchange values by collectives that autograd knows, so the functions run in eager, in a captured graph and under every
+- Each rank of the group has a part of every sequence: `sequence_part` cuts it, `sequence_positions` gives the positions of its
+  tokens. A model calls `ulysses` or `gathered` in place of attention. Both give each rank its part of the output that one
+  process computes for the whole sequence, and of its gradients.
+- Ranks exchange values by differentiable collectives, so the functions run in eager, in a captured graph and under every
   schedule. All ranks of the group call them in the same order with tensors of equal shapes.
-- A loss over a rank's own tokens has the mean of the ranks' gradients as its gradient; graphpp takes this mean over the
-  dimension `cp` of `mesh=`.
+- For a loss over a rank's own tokens, graphpp averages gradients over the dimension `cp` of `mesh=`.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ def ulysses(
 ) -> torch.Tensor:
     """Attention in which each rank computes some of the heads over all tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-    `query`, `key`, `value`: [batch, heads, tokens of this rank, width], with contiguous parts of the sequence in order of rank.
+    `query`, `key`, `value`: [batch, heads, tokens of this rank, width], with contiguous parts of the sequence in rank order.
     `attention` is called with all tokens, the heads of this rank and `options`, such as `is_causal=True` or `enable_gqa=True`.
-    Returns this rank's part of the output, shaped as `query`. Four all-to-alls forward, four backward. Raises `GraphPPError`
-    where the ranks do not divide the number of heads of a tensor.
+    Returns this rank's part of the output, shaped as `query`. Four all-to-alls forward, four backward. Raises `GraphPPError` if
+    a tensor's number of heads is not a multiple of the ranks.
     """
     ranks = dist.get_world_size(group)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -75,8 +72,8 @@ def gathered(
     `query`, `key`, `value`: [batch, heads, tokens of this rank, width]. `positions`: of this rank's tokens in the sequence,
     integers [tokens of this rank]; None for contiguous parts in order of rank. With `is_causal` a token attends to those at its
     position and before. `options` go to `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the
-    output, shaped as `query`. Two gathers forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and for
-    positions of another shape.
+    output, shaped as `query`. Two gathers forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and misshaped
+    positions.
     """
     if "attn_mask" in options:
         raise GraphPPError("attn_mask: gathered makes the mask of is_causal and positions; for another one call ulysses")
@@ -93,9 +90,9 @@ def gathered(
 
 @checked(GraphPPError, tensor=_TENSOR, group=_GROUP, dim=INTEGER, balanced=FLAG)
 def sequence_part(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 1, *, balanced: bool = False) -> torch.Tensor:
-    """This rank's part of a whole sequence along `dim`, contiguous in memory.
+    """This rank's part of a whole sequence along `dim`, contiguous in memory, with the tokens of `sequence_positions`.
 
-    `balanced`: the tokens of `sequence_positions(balanced=True)`. Raises `GraphPPError` where the parts would be unequal.
+    Raises `GraphPPError` if the parts would be unequal.
     """
     if not -tensor.dim() <= dim < tensor.dim():
         raise GraphPPError(f"dim: the tensor has {tensor.dim()} dimensions, got {dim}")
@@ -110,11 +107,10 @@ def sequence_part(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 1, 
 def sequence_positions(
     tokens: int, group: dist.ProcessGroup, *, balanced: bool = False, device: torch.device | None = None
 ) -> torch.Tensor:
-    """The positions of this rank's tokens in the whole sequence, int64 [tokens].
+    """The positions of this rank's tokens in the whole sequence, int64 [tokens]; contiguous parts in rank order.
 
-    Parts are contiguous, in order of rank. `balanced`: of 2 n pieces rank r of n has pieces r and 2 n - 1 - r, so that under
-    causal attention all ranks have equal work; for `gathered` with these positions. Raises `GraphPPError` for an odd number
-    of tokens then.
+    `balanced`: of 2 n pieces rank r of n has pieces r and 2 n - 1 - r, so that under causal attention (`gathered` with these
+    positions) all ranks have equal work; raises `GraphPPError` for an odd number of tokens.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if not balanced:

@@ -1,15 +1,13 @@
-"""Devices, the links between them, and machines: the figures by which a plan is priced that runs somewhere else.
+"""Devices, links and machines: the figures that price a plan for other hardware. Imports no torch.
 
-`Device`: peak FLOP/s by dtype, memory, and the shares of both that real kernels reach. `Link`: latency and bandwidth.
-`Machines`: so many devices, some in each machine, with the seconds of messages and collectives among them. The constants have
-the figures of public data sheets, dense (without sparsity). Imports no torch.
+The constants have the figures of public data sheets, dense (without sparsity).
 
     machines = graphpp.devices.Machines.read("512xH100")
-    machines.all_reduce(2**30, ranks=8)        # seconds; the ranks stand next to each other
-    machines.send(2**26, stride=8)             # seconds; to the rank that stands 8 further
+    machines.all_reduce(2**30, ranks=8) # seconds; the ranks are neighbours
+    machines.send(2**26, stride=8) # seconds; to the rank 8 further
 
-The seconds of collectives are those of rings, within machines first (`Machines.all_reduce`). No network is shared with others:
-each rank has `between.bandwidth` for itself. Latency is that of trees. Rank r stands in machine r // per_machine.
+Collectives are priced as rings within and between machines (`Machines.all_gather`), with the latency of trees. No network is
+shared: each rank has `between.bandwidth` for itself. Rank r is in machine r // per_machine.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def _is_curve(points: object) -> bool:
 
 @dataclass(frozen=True)
 class Curve:
-    """A share as a function of a size: straight between its points over the logarithm of the size, constant outside.
+    """A fraction as a function of a size: linear between its points over the logarithm of the size, constant outside.
 
     Raises `ScheduleError` for points that are no curve.
     """
@@ -70,7 +68,6 @@ class Curve:
         require(ScheduleError, "points", _POINTS, self.points)
 
     def at(self, size: float) -> float:
-        """The share at this size."""
         after = bisect_right(self.points, (size, inf))
         if after in (0, len(self.points)):
             return self.points[min(after, len(self.points) - 1)][1]
@@ -78,29 +75,28 @@ class Curve:
         return share + (other - share) * log(size / low) / log(high / low)
 
     def times(self, factor: float) -> Curve:
-        """The curve with all shares multiplied, at most 1."""
+        """The curve with all fractions multiplied, at most 1."""
         return Curve(tuple((size, min(1.0, share * factor)) for size, share in self.points))
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of peak that kernels reach.
+    """The fractions of peak that kernels reach, launch time not counted.
 
-    Of peak FLOP/s: `product` by the FLOPs of a matrix product, multiplied by `narrow` of the smallest of the sizes m, n, k of
-    one product of a batch; `attention` and `attention_backward` by the FLOPs of a fused attention, causal ones counted half. Of
-    memory bandwidth: `traffic` by the bytes of a kernel. Launch time is not part of them.
+    Of peak FLOP/s: `product` by the FLOPs of a matrix product, multiplied by `narrow` of the smallest of its sizes m, n, k;
+    `attention` and `attention_backward` by the FLOPs of a fused attention (causal: half). Of memory bandwidth: `traffic` by
+    bytes.
     """
 
-    # Products in bfloat16 as cuBLAS runs them on an H100 SXM with random data: a product of 4096 x 8192 x 8192 (5.5e11 FLOPs)
-    # reaches about 650 of 989 TFLOP/s, one of 4096 ** 3 about 620, 2048 ** 3 about 530, 1024 ** 3 about 300. An assumption from
-    # published benchmarks of kernels, not measured here.
+    # cuBLAS in bfloat16 on an H100 SXM (published, not measured here): 4096 x 8192 x 8192 (5.5e11 FLOPs) at about 650
+    # of 989 TFLOP/s, 4096 ** 3 at 620, 2048 ** 3 at 530, 1024 ** 3 at 300.
     product: Curve = Curve(((1e8, 0.05), (2e9, 0.30), (1.7e10, 0.54), (1.4e11, 0.63), (5.5e11, 0.66)))
-    # A tile of a product has 64 to 128 rows and columns: a smaller size leaves a part of it empty.
+    # a tile has 64 to 128 rows and columns: smaller sizes leave a part of it empty
     narrow: Curve = Curve(((8, 0.12), (32, 0.40), (64, 0.65), (128, 0.85), (256, 0.95), (512, 1.0)))
-    # FlashAttention 2 and 3 and cuDNN on an H100, causal, 2k to 8k tokens: 350 to 450 TFLOP/s forward, 300 to 400 backward.
+    # FlashAttention 2 and 3, cuDNN, H100, causal, 2k to 8k tokens: 350 to 450 TFLOP/s forward, 300 to 400 backward.
     attention: Curve = Curve(((1e8, 0.05), (1e9, 0.15), (1e10, 0.30), (1e11, 0.40)))
     attention_backward: Curve = Curve(((1e8, 0.05), (1e9, 0.13), (1e10, 0.27), (1e11, 0.36)))
-    # Pointwise kernels and copies: 80 to 90 % of the bandwidth from some 100 MB on; small ones do not fill the device.
+    # pointwise kernels and copies: 80 to 90 % of the bandwidth from 100 MB on; small ones do not fill the device
     traffic: Curve = Curve(((1e5, 0.10), (1e6, 0.35), (1e7, 0.70), (1e8, 0.85), (1e9, 0.90)))
 
     def __post_init__(self) -> None:
@@ -110,7 +106,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one rank: `latency` in seconds, `bandwidth` in bytes/s and direction, `share` of it that messages reach."""
+    """A link of one rank: `latency` in seconds, `bandwidth` in bytes/s per direction, `share`: the fraction messages reach."""
 
     latency: float
     bandwidth: float
@@ -122,7 +118,7 @@ class Link:
         require(ScheduleError, "share", _SHARE, self.share)
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds in which so many bytes pass, latency not counted."""
+        """Seconds for `nbytes` to pass, latency not counted."""
         return nbytes / (self.bandwidth * self.share)
 
 
@@ -134,12 +130,11 @@ _PCIE_5, _PCIE_4 = Link(1e-5, 64e9, 0.85), Link(1e-5, 32e9, 0.8)
 
 @dataclass(frozen=True)
 class Device:
-    """One device: `flops` in FLOP/s, dense, by name of a dtype of torch or "tf32"; `memory_bandwidth` in bytes/s; `memory`
-    in bytes.
+    """One device. `flops`: dense FLOP/s by name of a torch dtype or "tf32". Raises `ScheduleError` for other values.
 
-    `launch`: seconds of a kernel besides its work. `inside`, `between`: the usual links of such devices within a machine and
-    between machines. `torch_type`: the type of torch's device. `host`: the link to the host's memory, over which saved values
-    are offloaded (None: no values are). Raises `ScheduleError` for other values.
+    `memory_bandwidth` in bytes/s, `memory` in bytes, `launch`: seconds per kernel in addition to its work. `inside`, `between`:
+    the usual links within a machine and between machines. `torch_type`: torch's device type. `host`: the link to the host's
+    memory for offloaded values (None: no offloading).
     """
 
     name: str
@@ -185,10 +180,9 @@ def _flops(half: float, eighth: float | None, tf32: float, single: float) -> dic
 
 
 _FAST = Efficiency()
-GB = 10**9  # of a data sheet; the rest of 2 ** 30 is about what contexts, communicators and fragments of an allocator take
+GB = 10**9  # of a data sheet; 2 ** 30 - 10 ** 9 allows for contexts, communicators and allocator fragments
 
-# NVIDIA H100 SXM5 data sheet: halves of the figures with sparsity; NVLink 4: 900 GB/s in both directions together; one NIC of
-# 400 Gb/s for each GPU.
+# NVIDIA H100 SXM5: half of the figures with sparsity; NVLink 4, 900 GB/s both directions together; one 400 Gb/s NIC per GPU.
 H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, host=_PCIE_5)
 # The H100 with HBM3e. Products as cuBLAS ran them in steps of a Llama in bfloat16 on one H200 (gpu_step of RESULTS.md):
 # 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s; smaller ones as for an H100.
@@ -211,8 +205,8 @@ B200 = Device(
     "B200", _flops(2250e12, 4500e12, 1125e12, 75e12), 7.7e12, 180 * GB, inside=Link(3e-6, 900e9), between=Link(8e-6, 50e9, 0.9),
     host=_PCIE_5,
 )  # fmt: skip
-# AMD MI300X: 7 Infinity Fabric links of 64 GB/s each direction. Products reach 600 to 700 of 1307 TFLOP/s, attention about half
-# the share of an H100, in published benchmarks.
+# AMD MI300X: 7 Infinity Fabric links of 64 GB/s each direction. In published benchmarks products reach 600 to 700 of 1307
+# TFLOP/s, attention about half the fraction of an H100.
 MI300X = Device(
     "MI300X", _flops(1307e12, 2615e12, 654e12, 163e12), 5.3e12, 192 * GB,
     Efficiency(
@@ -220,7 +214,7 @@ MI300X = Device(
     ),
     inside=Link(4e-6, 448e9, 0.7), between=Link(8e-6, 50e9, 0.9), host=_PCIE_5,
 )  # fmt: skip
-# One core of a server with AVX-512, as `graphpp` prices the CPU elsewhere; loopback between processes.
+# one core of a server with AVX-512; loopback between processes
 CPU_CORE = Device(
     "CPU_CORE", {"float32": 5e10, "bfloat16": 5e10, "float16": 5e10, "float64": 2.5e10}, 1e10, 8 * GB,
     Efficiency(*[Curve(((1.0, 1.0),))] * 5), inside=Link(1e-4, 1e9, 1.0), between=Link(1e-4, 1e9, 1.0), torch_type="cpu",
@@ -239,7 +233,7 @@ def known_device(name: str) -> Device | None:
 
 
 def _per_machine(gpus: int) -> Accepted:
-    """The numbers of devices in each machine that make so many devices in all."""
+    """The valid numbers of devices in each machine for `gpus` devices."""
     return Accepted(
         f"a divisor of gpus, here of {gpus}, or a number above it",
         lambda value: COUNT.accepts(value) and (value >= gpus or gpus % value == 0),  # type: ignore[operator]
@@ -250,10 +244,9 @@ def _per_machine(gpus: int) -> Accepted:
 class Machines:
     """`gpus` devices, `per_machine` in each machine; `inside`, `between`: the links of a rank (None: the device's usual ones).
 
-    All machines have equally many devices: `per_machine` divides `gpus`, or one machine has more devices than are used.
-    Bytes of collectives are those of the whole value: of an all-gather its result, of a reduce-scatter its argument, of an
-    all-to-all all that one rank holds. A group has `ranks` ranks, each `stride` ranks after the one before. Raises
-    `ScheduleError` for other values.
+    `per_machine` divides `gpus`, or is larger (one machine). The bytes of a collective are those of the whole value: of an
+    all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has `ranks` ranks,
+    `stride` apart. Raises `ScheduleError` for other values.
     """
 
     device: Device
@@ -299,11 +292,7 @@ class Machines:
         return self.reduce_scatter(nbytes, ranks, stride) + self.all_gather(nbytes, ranks, stride)
 
     def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds until each rank has the values of all.
-
-        Ranks of one machine pass the machine's whole part around; before that, ranks with the same place in their machines pass
-        around their own parts, each over its own link.
-        """
+        """Seconds until each rank has the values of all: first rings across machines, then rings within machines."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         local = self._local(ranks, stride)
         machines = ranks // local
@@ -312,7 +301,7 @@ class Machines:
         return within + across if nbytes else 0.0
 
     def reduce_scatter(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds until each rank has its part of the sum over all: the steps of an all-gather in reverse order."""
+        """Seconds until each rank has its part of the sum: an all-gather in reverse."""
         return self.all_gather(nbytes, ranks, stride)
 
     def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -325,13 +314,13 @@ class Machines:
         return max(self.inside.seconds(nbytes * (local - 1) / ranks), across) + self.link(ranks, stride).latency
 
     def send(self, nbytes: float, stride: int = 1) -> float:
-        """Seconds of a message to the rank that stands `stride` further; of none at all without bytes."""
+        """Seconds of a message to the rank `stride` further; 0 without bytes."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         link = self.link(2, stride)
         return link.latency + link.seconds(nbytes) if nbytes else 0.0
 
     def _local(self, ranks: int, stride: int) -> int:
-        """How many ranks of the group stand in one machine: a divisor of `ranks`."""
+        """How many ranks of the group are in one machine: a divisor of `ranks`."""
         require(ScheduleError, "ranks", COUNT, ranks)
         require(ScheduleError, "stride", COUNT, stride)
         most = max(1, min(ranks, self.per_machine // stride))

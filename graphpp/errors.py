@@ -1,7 +1,6 @@
 """The errors that graphpp raises. Each says what is wrong, where (FQN, source line, row and column), and what to do.
 
-All of them are `GraphPPError`, and each also is the built-in error that a caller would expect, so `except ValueError` keeps
-working. This file imports nothing, so every package may raise from it.
+Each is a `GraphPPError` and the built-in error that a caller would expect, such as `ValueError`.
 """
 
 
@@ -30,7 +29,7 @@ class BatchError(GraphPPError, ValueError):
 
 
 class CheckpointError(GraphPPError, RuntimeError):
-    """A checkpoint is missing, torn, of another training, or holds values that are no plain data."""
+    """A checkpoint is missing, incomplete, of another training, or has values that are no plain data."""
 
 
 class MismatchError(GraphPPError, RuntimeError):

@@ -1,13 +1,11 @@
 """Mixtures of experts over the ranks of a process group: tokens travel to the ranks of their experts, and answers back.
 
-Contract
---------
-- Each rank of the group has tokens of its own, and an equal number of the experts, contiguous in order of rank. `routed` sends
-  every token to the experts that a router chose for it, and adds their answers up, with the gradients of that.
-- Shapes do not depend on what a router chooses: each expert has `capacity` slots for the tokens of each rank, and an empty slot
+- Each rank of the group has its own tokens, and an equal number of the experts, contiguous in rank order. `routed` sends every
+  token to the experts that a router chose for it, and adds up their answers, with gradients.
+- Shapes do not depend on the router's choices: each expert has `capacity` slots for the tokens of each rank, and an empty slot
   is a row of zeros. Without a capacity there is a slot for each token, and no token is dropped.
-- Ranks exchange values by collectives that autograd knows, so `routed` runs in eager, in a captured graph and under every
-  schedule. All ranks of the group call it in the same order with tensors of equal shapes.
+- Ranks exchange values by differentiable collectives, so `routed` runs in eager, in a captured graph and under every schedule.
+  All ranks of the group call it in the same order with tensors of equal shapes.
 """
 
 from __future__ import annotations
@@ -53,15 +51,14 @@ def routed(
 
     `tokens`: [tokens of this rank, width]. `chosen`: [tokens, choices], integers from 0 to `experts` - 1, distinct for a token;
     `weights`: [tokens, choices]. `compute`: from [experts of this rank, slots, width] to [experts of this rank, slots, width of
-    an answer]; slots are those of all ranks, in order of rank. Its parameters that only this rank's experts have are `DTensor`s
-    over the group: graphpp trains a plain parameter as one that all ranks share. `group`: the ranks over which the experts are
-    spread (None: all experts are here). `capacity`: the slots of an expert for each rank (Switch Transformers, arXiv
-    2101.03961): where more of the rank's tokens choose an expert, the last ones get no answer of the expert. Two all-to-alls
-    forward, two backward.
+    an answer]; slots are those of all ranks, in rank order. Parameters that only this rank's experts have must be `DTensor`s
+    over the group: graphpp trains a plain parameter as one that all ranks share. `group`: the ranks with the experts (None: all
+    are here). `capacity`: the slots of an expert for each rank (Switch Transformers, arXiv 2101.03961); a rank's last tokens
+    beyond it get no answer of the expert. Two all-to-alls forward, two backward.
 
-    A token that chooses an expert twice gets NaN where that would take more slots than there are, without `capacity`. Raises
-    `GraphPPError` for other shapes and dtypes, where the ranks do not divide the number of experts, and in eager on the CPU for
-    an expert that is not there; elsewhere torch's own error says so.
+    Without `capacity`, a token that chooses an expert twice gets NaN if the slots do not suffice. Raises `GraphPPError` for
+    other shapes and dtypes, if the ranks do not divide the number of experts, and in eager on the CPU for an expert that does
+    not exist; elsewhere torch raises its own error.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     _check(tokens, chosen, weights, experts, ranks)
@@ -104,9 +101,9 @@ def _check(tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ex
 
 
 def _slots(chosen: torch.Tensor, experts: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slot of each choice, int64 [tokens * choices], and whether there is one; choices without one have the number after.
+    """The slot of each choice, int64 [tokens * choices], and whether there is one; without one, the number of slots in all.
 
-    The slots of an expert follow each other, and are taken in the order of the tokens.
+    The slots of an expert are consecutive, and taken in the order of the tokens.
     """
     each = chosen.reshape(-1).to(torch.int64)
     order = each.argsort(stable=True)
@@ -118,5 +115,5 @@ def _slots(chosen: torch.Tensor, experts: int, slots: int) -> tuple[torch.Tensor
 
 
 def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Equal pieces of `rows`, in order of rank, sent to the ranks; those that arrive, in order of rank."""
+    """Send equal pieces of `rows`, in rank order, to the ranks; returns the received pieces in rank order."""
     return rows if group is None else all_to_all(rows, group)

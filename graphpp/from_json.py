@@ -1,8 +1,7 @@
 """Objects of dataclasses from JSON, checked by the annotations of their fields: plans, machines, costs.
 
-Contract: `read(cls, given, path)` raises `GraphPPError` that names the entry, for a missing or unknown entry, for a value of
-another type and for a number that is not finite; an object of the class is taken as it is. Lists become tuples, keys members of
-their enumeration. The classes check their values themselves.
+`read(cls, given, path)` raises `GraphPPError` that names the entry, if it is missing, unknown, of another type or not finite.
+An object of the class is taken as it is. Lists become tuples, keys members of their enumeration.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from graphpp.errors import GraphPPError
 
 
 def document(text: str | Path, path: str) -> dict[str, Any]:
-    """The object of a JSON text, or of a file of it, in which no name stands twice. Raises `GraphPPError`."""
+    """The object of a JSON text or file, in which no name occurs twice. Raises `GraphPPError`."""
     try:
         given = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text, object_pairs_hook=_once)
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -40,7 +39,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(cls: type[Any], given: object, path: str) -> Any:
-    """An object of a dataclass from its JSON form. Raises `GraphPPError`."""
     hints = get_type_hints(cls)
     items = {item.name: item for item in fields(cls)}
     if not isinstance(given, dict):
@@ -60,7 +58,7 @@ def read(cls: type[Any], given: object, path: str) -> Any:
 
 
 def _value(hint: Any, given: object, path: str) -> object:
-    """A value of an annotated type. Raises `GraphPPError` where it has another one."""
+    """A value of an annotated type. Raises `GraphPPError` for another type."""
     if is_dataclass(hint) and isinstance(hint, type):
         return given if isinstance(given, hint) else read(hint, given, path)
     origin, inside = get_origin(hint), get_args(hint)

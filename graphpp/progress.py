@@ -1,11 +1,8 @@
 """Show work that takes more than two seconds: a bar on the terminal of the first rank, a line in the log elsewhere.
 
-Contract
-    `working("capturing the model")` is a context manager around the work; its value is called after each of `total` steps.
-    Nothing is shown before two seconds have passed, and nothing is left on the terminal afterwards. Where standard error is no
-    terminal, and on other ranks than torchrun's first, the logger "graphpp" gets a line when the work begins to take long, and
-    one when it ends. The work may end with any exception, KeyboardInterrupt too. While another display of rich is active, as
-    within other work that is shown, nothing is drawn.
+`working("capturing the model")` is a context manager around the work; its value is called after each of `total` steps. The
+terminal is clean afterwards. Without a terminal, and on other ranks than torchrun's first, the logger "graphpp" gets a line
+after two seconds and one at the end. The work may end with any exception. Nothing is drawn inside another display of rich.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _PATIENCE = 2.0  # seconds
 
 @contextmanager
 def working(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Show `what` while the block runs. `total`: how many steps the work has; None: unknown."""
+    """Show `what` while the block runs. `total`: the number of steps; None: unknown."""
     on_terminal = os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty()
     shown = (_Bar if on_terminal else _Lines)(what, total)
     timer = threading.Timer(_PATIENCE, shown.start)
@@ -36,7 +33,7 @@ def working(what: str, total: int | None = None) -> Iterator[Callable[[], None]]
     finally:
         timer.cancel()
         try:
-            timer.join()  # the bar is whole before it goes
+            timer.join()  # the bar is complete before it is removed
         finally:
             shown.stop()
 
@@ -50,27 +47,21 @@ class _Lines:
         self._started = False
 
     def start(self) -> None:
-        """Called when the work takes long."""
         self._started = True
         _LOG.info("%s%s", self._what, f": {self._done} of {self._total}" if self._total is not None else " ..")
 
     def step(self) -> None:
-        """Called after each step."""
         self._done += 1
 
     def stop(self) -> None:
-        """Called at the end of the work."""
         if self._started:
             _LOG.info("%s: ended after %.1f s", self._what, time.monotonic() - self._began)
 
 
 class _Bar(_Lines):
-    """A bar of rich, which redraws itself."""
-
     _progress: Any = None
 
     def start(self) -> None:
-        """Called when the work takes long."""
         from rich.console import Console  # loaded by the first work that takes long
         from rich.errors import LiveError
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -84,12 +75,10 @@ class _Bar(_Lines):
             self._progress = progress
 
     def step(self) -> None:
-        """Called after each step."""
         super().step()
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=self._done)
 
     def stop(self) -> None:
-        """Called at the end of the work."""
         if self._progress is not None:
             self._progress.stop()

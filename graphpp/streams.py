@@ -1,17 +1,14 @@
-"""The streams, events and pinned memory of a GPU: every rule of CUDA about them that graphpp relies on stands here.
+"""The streams, events and pinned memory of a GPU, and every rule of CUDA about them that graphpp relies on.
 
-Contract
---------
-- Kernels of one stream run in the order of their launches; two streams are ordered by waits alone. The current stream computes.
-- Freed memory goes back to the stream on which it was allocated, at once: a tensor that another stream uses is held until the
-  current stream waits for that use (`SideStream.join`). So nothing is recorded on tensors (`Tensor.record_stream`).
-- Pinned memory that torch allocated is handed out again only when the copies from and to it are done. Its owner may write to it
-  at any time: `InputCopies.finish` makes the host wait until the device has read it.
-- torch hands out 32 streams of a device in turn, so a side stream may be that of a communicator. What is launched on it then
-  waits for the messages that were posted before, which end even if this rank waits (`schedules/check/deadlock.py`).
-  After a failure the device may wait for a message that never comes, so there the host waits for a limited time
-  (`InputCopies.finish_by`).
-- In a step the host waits for the device in `InputCopies` alone, and where a program asks for a number.
+- Kernels of one stream run in launch order; only waits order two streams. The current stream computes.
+- Freed memory returns at once to the stream on which it was allocated: a tensor that another stream uses is kept until the
+  current stream waits for that use (`SideStream.join`). So `Tensor.record_stream` is not used.
+- torch reuses its pinned memory only after the copies from and to it. The owner may write to it at any time:
+  `InputCopies.finish` makes the host wait until the device has read it.
+- torch hands out 32 streams of a device in turn, so a side stream may be a communicator's. Its work then waits for messages
+  posted before, which end even if this rank waits (`schedules/check/deadlock.py`). After a failure a message may never come, so
+  there the host waits for a limited time (`InputCopies.finish_by`).
+- In a step the host waits for the device only in `InputCopies`, and where a program reads a number.
 """
 
 from __future__ import annotations
@@ -24,21 +21,21 @@ import torch
 
 
 class SideStream:
-    """A stream beside the current one. `stream`: the CUDA stream, for a capture."""
+    """A second stream. `stream`: the CUDA stream, for a capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.stream = device, torch.cuda.Stream(device)
 
     @contextmanager
     def forked(self) -> Iterator[None]:
-        """A context whose kernels and copies are launched on this stream, after all work that the current stream has by now."""
+        """Kernels and copies inside the context run on this stream, after the current stream's work so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield
 
     @contextmanager
     def in_place_of_current(self) -> Iterator[None]:
-        """As `forked`; later work of the current stream waits for the context's, also where the context ends by an error."""
+        """As `forked`; later work of the current stream waits for the context's, also after an error."""
         try:
             with self.forked():
                 yield
@@ -46,13 +43,13 @@ class SideStream:
             self.join()
 
     def mark(self) -> torch.cuda.Event:
-        """An event after all that the stream has by now."""
+        """An event after the stream's work so far."""
         event = torch.cuda.Event()
         event.record(self.stream)
         return event
 
     def join(self, event: torch.cuda.Event | None = None) -> None:
-        """Let the current stream wait for an event of this stream; None: for all that the stream has by now."""
+        """Let the current stream wait for an event of this stream; None: for its work so far."""
         current = torch.cuda.current_stream(self._device)
         if event is None:
             current.wait_stream(self.stream)
@@ -61,7 +58,7 @@ class SideStream:
 
 
 class InputCopies:
-    """Copies the arguments of a step to a device, for a caller who may write to them again once the step has returned."""
+    """Copies the arguments of a step to a device; the caller may write to them once the step has returned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,13 +75,13 @@ class InputCopies:
         return copy
 
     def finish(self) -> None:
-        """Wait until the device has read all values from pinned memory; copies from other memory are over already."""
+        """Wait until the device has read all values from pinned memory; copies from other memory are complete already."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None
 
     def finish_by(self, deadline: float) -> bool:
-        """Wait as `finish`, but not beyond a time of `time.monotonic`; whether the device has read all values."""
+        """Wait as `finish`, but only until `deadline` (`time.monotonic`); whether the device has read all values."""
         read, self._read = self._read, None
         while read is not None and not _is_over(read):
             if time.monotonic() > deadline:
@@ -94,7 +91,7 @@ class InputCopies:
 
 
 def _is_over(event: torch.cuda.Event) -> bool:
-    """Whether the device is past an event; after an error of the device, which ends all its work, it is."""
+    """Whether the device has passed an event; after a device error, which ends all its work, True."""
     try:
         return bool(event.query())
     except RuntimeError:
@@ -102,35 +99,32 @@ def _is_over(event: torch.cuda.Event) -> bool:
 
 
 def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a value of the host's on the device; the host does not wait, as it would for a copy from pageable memory."""
+    """A copy of a host value on the device; pinned, so that the host does not wait as for pageable memory."""
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
 
 
 def to_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a value of the device's in the host's memory, pinned on CUDA; it may be under way on the current stream."""
+    """A copy of a device value in the host's memory, pinned on CUDA; the copy may be in flight on the current stream."""
     on_gpu = device.type == "cuda"
     return host_memory_for(value, pinned=on_gpu).copy_(value, non_blocking=on_gpu)
 
 
 def host_memory_for(value: torch.Tensor, *, pinned: bool) -> torch.Tensor:
-    """New memory of the host's for the elements of a value."""
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
 
 
 def timing_event(device: torch.device) -> torch.cuda.Event:
-    """An event with a time, after all that the current stream of a device has by now."""
+    """An event with a time, after the current stream's work so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Let the host wait for the current stream of a device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Let the host wait for all streams of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

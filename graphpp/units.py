@@ -1,7 +1,4 @@
-"""Spell bytes and times with a readable unit, and place the ticks of an axis.
-
-Contract: numbers in, text or numbers out. Seconds are shown as s, ms or µs by their size; any other unit of time stays.
-"""
+"""Spell bytes and times with a readable unit, and place the ticks of an axis."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def scale_of(span: float, unit: str) -> tuple[float, str]:
 
 
 def spell_time(time: float, unit: str) -> str:
-    """A time as text with four digits, for example `1.25 ms`; a unit other than seconds follows its number unchanged."""
+    """A time as text with four digits, for example `1.25 ms`; a unit other than seconds is kept."""
     factor, name = scale_of(abs(time), unit)
     return f"{time * factor:.4g} {name}"
 

@@ -1,8 +1,7 @@
 """torch's pipeline runtime, with a loop over functions that were bound to the actions before the step.
 
-Contract: `ActionLoop` is a `_PipelineScheduleRuntime` whose `pipeline_order_with_comms` is the schedule's table in torch's
-notation; `run` executes this rank's row once. Importing this file imports Dynamo (about a second), so the runner imports it
-when the first pipeline is made.
+`ActionLoop` is a `_PipelineScheduleRuntime` whose `pipeline_order_with_comms` is the schedule's table in torch's notation;
+`run` executes this rank's row once. This file imports Dynamo (about a second), so the runner imports it late.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ def _type(kind: Kind) -> ComputationType:
 
 
 class ActionLoop(PipelineScheduleRuntime):
-    """torch's pipeline runtime over a table with communication, without torch's look-ups in every step."""
-
     def __init__(self, stages: Sequence[Any], schedule: Schedule, row: Iterable[tuple[Action, ActionFunction]]) -> None:
-        """`row`: this rank's actions in order, each with the function that does it."""
         super().__init__(list(stages), schedule.microbatches, backward_requires_autograd=False)  # type: ignore[no-untyped-call]
         self.stage_index_to_group_rank = dict(schedule.rank_of_stage)
         ours = {rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)}
@@ -47,11 +43,11 @@ class ActionLoop(PipelineScheduleRuntime):
         self._row = [(action, f"PP:{to_torch(action)}", function) for action, function in row]
 
     def run(self, watch: ActionWatcher | None = None) -> None:
-        """Do this rank's actions once; with `watch`, call `watch(action, function)` in place of each function."""
+        """Run this rank's actions once; with `watch`, call `watch(action, function)` in place of each function."""
         self._step_microbatches(watch)
 
     def _step_microbatches(self, watch: ActionWatcher | None = None) -> None:  # type: ignore[override]
-        """The loop. Under a profiler (`torch.profiler`, `emit_nvtx`) each action is a range with torch's name for it."""
+        """Run the row. Under a profiler (`torch.profiler`, `emit_nvtx`) each action is a range with torch's name for it."""
         named = profiler_enabled()
         for action, name, function in self._row:
             with record_function(name) if named else _UNNAMED:

@@ -1,9 +1,8 @@
-"""Binds each action of a rank's row to the function that does it, with everything resolved that is known before the step.
+"""Binds each action of a rank's row to its function, and resolves everything that is known before the step.
 
-Contract: `row` gives (action, function) in the order of the table. A computing action runs a `Task`, or several as one; a
-communicating action posts messages; UNSHARD starts to gather the parameters of a stage, for which the stage's next computation
-waits; RESHARD puts a stage away; REDUCE_GRAD starts to sum gradients over ranks. Evictions and prefetches of saved values stand
-around computations.
+`row` gives (action, function) in table order. A computing action runs a `Task`, or several as one; a communicating action posts
+messages. UNSHARD starts to gather a stage's parameters, and the stage's next computation waits for them; RESHARD frees them;
+REDUCE_GRAD starts to sum gradients over ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ class ActionBinder:
             return _nothing
         return partial(self._unshard if action.kind is Kind.UNSHARD else self._reshard, action.stage)
 
-    # ------------------------------------------------------------------------------------- computations
-
     def _task(self, action: Action) -> Task:
         phase = Phase(action.kind.value) if self.training else Phase.EVALUATE
         makers = upstream(action, self.schedule.stages)
@@ -88,8 +85,6 @@ class ActionBinder:
 
         return run
 
-    # ------------------------------------------------------------------------------------- messages
-
     def _message(self, action: Action) -> Callable[[], Message]:
         """A function that makes the message of a send or receive, not posted yet."""
         stage, direction = self.stages[action.stage], "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
@@ -99,14 +94,12 @@ class ActionBinder:
     def _communicate(self, messages: Sequence[Callable[[], Message]]) -> None:
         self.mailbox.start([make() for make in messages])
 
-    # ------------------------------------------------------------------------------------- sharded stages
-
     def _unshard(self, stage: int) -> None:
         for flat in self.shards[stage]:
             flat.unshard()
 
     def _run_when_ready(self, stages: Sequence[int], function: ActionFunction) -> None:
-        """Wait for the parameters of stages, compute what their programs take from them once, and run a computation."""
+        """Wait for the parameters of stages, compute their step-invariant values, and run a computation."""
         for stage in stages:
             for flat in self.shards[stage]:
                 flat.ready()
@@ -114,7 +107,7 @@ class ActionBinder:
         function()
 
     def _reshard(self, stage: int) -> None:
-        """Put a stage away: sum its gradients by now over the ranks, and give the memory of its whole parameters back."""
+        """Start to reduce a stage's gradients so far, drop its step-invariant values, and free its whole parameters."""
         if self.training:
             self.gradients.reduce(stage)
         self.stages[stage].put_away()

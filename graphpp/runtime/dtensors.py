@@ -1,14 +1,11 @@
-"""Tensors that are spread over ranks, as `DTensor`s: by the model itself over `tp` or `ep`, or by FSDP over `dp_shard`.
+"""Tensors that are spread over ranks as `DTensor`s: by the model itself over `tp` or `ep`, or by FSDP over `dp_shard`.
 
-Contract
---------
-- The parameters and buffers of a model after `parallelize_module` are `DTensor`s. A rank computes with its part, the local
-  tensor, and the graphs of a pipeline have parts where the model has `DTensor`s (`spread_tensor`).
-- A tensor that takes the place of such a `DTensor` in the model, because another rank holds the stage or the part is sharded
-  once more, keeps how the original was spread, and the shape of the part.
-- A tensor that `dp_shard` has sharded has the placement `Shard(0)` over the last dimension of its mesh, or `Replicate()` if the
-  tensor is 0-dim. Each rank has `ceil(rows / ranks)` rows, the last ones fewer or none. All functions take plain tensors too,
-  which are whole.
+- After `parallelize_module` the parameters and buffers of a model are `DTensor`s. A rank computes with the local tensor, and
+  the graphs of a pipeline have local tensors in place of the model's `DTensor`s (`spread_tensor`).
+- A tensor that replaces such a `DTensor` in the model, because another rank has the stage or `dp_shard` cuts the local tensor,
+  keeps the placements of the original, and the shape of the local tensor.
+- A tensor that `dp_shard` has sharded has the placement `Shard(0)` over the last dimension of its mesh (`Replicate()` if
+  0-dim). All functions take plain tensors too, which are whole.
 """
 
 from __future__ import annotations
@@ -27,14 +24,13 @@ _SHARDED = WeakTensorKeyDictionary()  # the parameters that are views of flat sh
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> range:
-    """The rows that one of `ranks` ranks holds of a tensor with `rows` rows."""
+    """The rows of a rank: `ceil(rows / ranks)`, the last ranks fewer or none, as torch's `Shard` cuts."""
     each = -(-rows // ranks)
     first = min(rank * each, rows)
     return range(first, min(first + each, rows))
 
 
 def note_sharded(parameter: torch.Tensor) -> None:
-    """Note that a pipeline has made this parameter as a view of a flat shard."""
     _SHARDED[parameter] = True
 
 
@@ -50,9 +46,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `whole`, if `like` is a `DTensor`, as a view; a `DTensor` gives its own part.
+    """This rank's part of `whole`, as a view, if `like` is a `DTensor`; a `whole` that is a `DTensor` gives its local tensor.
 
-    Raises `GraphPPError` for a `DTensor` that is spread in another way.
+    Raises `GraphPPError` for a `DTensor` of another mesh or other placements than `like`.
     """
     spread, other = spread_of(like), spread_of(whole)
     if other is not None:
@@ -66,7 +62,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def slice_of(whole: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """This rank's part of a tensor of which the rank has all values, as a view."""
+    """This rank's part of a tensor whose values are all on this rank, as a view."""
     found = whole
     for at, placement in enumerate(spread.placements):
         if placement.is_shard():
@@ -76,7 +72,7 @@ def slice_of(whole: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole values, without autograd. Called by all ranks of a sharded tensor's mesh."""
+    """The whole values, without autograd. All ranks of a sharded tensor's mesh call this."""
     return gathered(tensor.detach())
 
 
@@ -113,7 +109,7 @@ def is_spread_over(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> boo
 
 
 def keep_part(stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Note that `stand_in` takes the place of `tensor` in the model."""
+    """Note that `stand_in` replaces `tensor` in the model."""
     part = spread_tensor(tensor)
     if part is not None:
         blank = torch.empty_strided(part.local.shape, part.local.stride(), dtype=part.local.dtype, device="meta")
@@ -136,7 +132,7 @@ def local_gradient(fqn: str, parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def refuse_spread(model: nn.Module, remedy: str) -> None:
-    """Raise `GraphPPError` with the FQN of a parameter or buffer that the model spreads over ranks, and with the remedy."""
+    """Raise `GraphPPError`, with the remedy, for a parameter or buffer that the model spreads over ranks."""
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         part = spread_tensor(tensor)
         if part is not None:

@@ -1,12 +1,10 @@
-"""Memory that the CPU's allocator keeps when it is freed: kept between steps, given back after a release.
+"""Keeps memory that the CPU's allocator frees in the process between steps, and returns it to the system after a release.
 
-Contract
-    glibc's allocator gives memory at the end of its heap back to the system when more of it is free than a threshold, and takes
-    it anew in the next step, page by page: under GPipe that is 7 % of a step of small layers. The threshold is twice the size
-    of the largest block with a mapping of its own that the process has freed so far, up to 64 MiB: a training of small tensors
-    never frees such a block. `keep_freed_memory` frees one that nobody has written to, so it never took memory. Afterwards up
-    to 64 MiB that are free stay in the process. Where the user has set a threshold (`MALLOC_TRIM_THRESHOLD_`), and with any
-    other allocator, nothing changes.
+glibc returns memory at the end of its heap to the system when more of it is free than a threshold, and takes it back in the
+next step, page by page: under GPipe 7 % of a step of small layers. The threshold is twice the size of the largest separately
+mapped block that the process has freed, up to 64 MiB; training with small tensors never frees such a block. `keep_freed_memory`
+frees one that was never written to, so it takes no memory; afterwards up to 64 MiB of free memory stay in the process. A
+threshold set by the user (`MALLOC_TRIM_THRESHOLD_`) and other allocators are not affected.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ _LITTLE = 2**20  # bytes that may stay with the process
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let the allocator of the CPU keep freed memory; the allocator of a GPU keeps freed memory anyway."""
+    """Let the CPU's allocator keep freed memory; a GPU's allocator does so anyway."""
     if device.type == "cpu":
         torch.UntypedStorage(_LARGEST - _MARGIN)  # `torch.empty` follows a default device, and may fill the memory
 
 
 def trim_after(freed: int) -> None:
-    """Give the machine the freed memory that the C library keeps, of blocks below 32 MiB, if `freed` bytes can be much."""
+    """Return free blocks below 32 MiB from the C library to the system, if more than `_LITTLE` bytes were `freed`."""
     if freed > _LITTLE:
         with contextlib.suppress(OSError, AttributeError):  # glibc alone has the function
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,9 @@
 """The model's parameters and buffers by FQN, which a rank's stages read and update and its optimizer steps.
 
-Contract
---------
 - Each tensor has one name, the first in the model's order. The objects are the model's own, moved to the device in place.
-- `tensor(fqn)` reads the module's attribute at each call, so it sees a parameter object that the user exchanged.
-- A rank's state dict is a part of the model's own: every alias of a tensor, and no buffer that is not persistent.
-- A tensor on the meta device has no values and cannot run: `GraphPPError` says how to give it memory.
+- `tensor(fqn)` reads the module's attribute at each call, so a parameter object that the user has replaced is seen.
+- A rank's state dict is a part of the model's: every alias of a tensor, and no non-persistent buffer.
+- A tensor on the meta device has no values and cannot run: `GraphPPError` says how to materialize it.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ _TENSOR = Accepted(
 
 
 class ModelState:
-    """Parameters and buffers of `model` by FQN."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.parameters = [name for name, _ in model.named_parameters()]
@@ -44,7 +40,6 @@ class ModelState:
         self._owners = {name: first[id(value)] for name, value in tensors}
 
     def tensor(self, fqn: str) -> torch.Tensor:
-        """The model's own parameter or buffer."""
         module, attribute = self._owners[fqn]
         found = module._parameters.get(attribute)
         if found is None:
@@ -53,16 +48,14 @@ class ModelState:
         return found
 
     def reader(self, fqns: Iterable[str]) -> TensorReader:
-        """A function that reads these tensors, for a caller that reads them in each step."""
+        """A callable that reads these tensors, for a caller that reads them in each step."""
         names = tuple(fqns)
         return TensorReader(self, names, tuple(self._owners[fqn] for fqn in names))
 
     def named(self, fqns: Collection[str], among: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(FQN, tensor) of `fqns`, in the order of `among`."""
         return ((fqn, self.tensor(fqn)) for fqn in among if fqn in fqns)
 
     def move(self, fqns: Iterable[str], device: torch.device) -> None:
-        """Put tensors on `device`, in place."""
         for fqn in fqns:
             tensor = self.tensor(fqn)
             if tensor.device != device:
@@ -71,10 +64,7 @@ class ModelState:
                     tensor.grad = tensor.grad.to(device)
 
     def release(self, holders: Mapping[str, int]) -> int:
-        """Put stand-ins in the place of tensors that other ranks hold; returns the bytes given back.
-
-        `holders`: for each tensor the rank that holds it.
-        """
+        """Replace tensors by stand-ins; returns the freed bytes. `holders`: the other rank that has each tensor, by FQN."""
         replaced = {fqn: (self.tensor(fqn), rank) for fqn, rank in holders.items() if not is_released(self.tensor(fqn))}
         stand_ins = {id(tensor): released(tensor, fqn, rank) for fqn, (tensor, rank) in replaced.items()}
         for tensor, _ in replaced.values():
@@ -84,10 +74,7 @@ class ModelState:
         return sum(local_tensor(tensor).nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
 
     def exchange(self, new: Mapping[int, torch.Tensor]) -> None:
-        """Put tensors in the place of others, under all their names and in lists that are attributes of modules.
-
-        `new`: by the `id` of the tensor that goes.
-        """
+        """Replace tensors, under all names and in lists that are module attributes. `new`: by the `id` of the old tensor."""
         for module in self._model.modules():
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
@@ -110,15 +97,15 @@ class ModelState:
         _refuse_meta([fqn for fqn in fqns if self.tensor(fqn).is_meta])
 
     def state_dict(self, fqns: Iterable[str]) -> dict[str, Any]:
-        """The entries of the model's state dict with these tensors, under every alias, and the entries without a tensor."""
+        """The entries of the model's state dict with these tensors, under every alias, and the entries that are not tensors."""
         return self._own_entries(fqns, self.entries())
 
     def entries(self) -> dict[str, Any]:
-        """The model's state dict with the model's own tensors, those of other ranks included."""
+        """The model's state dict with the tensor objects themselves, other ranks' tensors included."""
         return self._model.state_dict(keep_vars=True)
 
     def check_listed(self, fqns: Iterable[str]) -> None:
-        """Raise `CheckpointError` if the model's state dict lacks a parameter or persistent buffer of `fqns`, or has a copy."""
+        """Raise `CheckpointError` if the model's state dict omits or copies a parameter or persistent buffer of `fqns`."""
         listed = {id(value) for value in self.entries().values()}
         passing = {id(module._buffers[name]) for module in self._model.modules() for name in module._non_persistent_buffers_set}
         for fqn in fqns:
@@ -134,7 +121,7 @@ class ModelState:
         """Copy the entries of these tensors into the model, in place.
 
         Raises `GraphPPError`, and changes nothing, if an entry has another shape, is sparse or complex where the model's tensor
-        is not, is on the meta device, or (`strict`) is missing or unknown to the model.
+        is not, is on the meta device, or (with `strict`) is missing or unknown to the model.
         """
         require(GraphPPError, "state", MAPPING, state)
         require(GraphPPError, "strict", FLAG, strict)
@@ -159,7 +146,7 @@ class ModelState:
 
 
 class TensorReader:
-    """Reads the same parameters and buffers in each step, all at once: `ModelState.tensor` of each of `fqns`, in order."""
+    """Reads the same parameters and buffers in each step: `ModelState.tensor` of each of `fqns`, in order."""
 
     def __init__(self, state: ModelState, fqns: tuple[str, ...], owners: Sequence[tuple[nn.Module, str]]) -> None:
         self._state, self.fqns = state, fqns
@@ -167,25 +154,21 @@ class TensorReader:
         self._places = [(vars(module), kind, name) for (module, name), kind in zip(owners, kinds, strict=True)]
 
     def __call__(self) -> list[torch.Tensor]:
-        """The model's own tensors, as they are now."""
         try:
             found = [attributes[kind][name] for attributes, kind, name in self._places]
-        except KeyError:  # the model keeps a tensor in another way than before
+        except KeyError:  # the model has moved a tensor to another attribute store
             found = [None]
         return [self._state.tensor(fqn) for fqn in self.fqns] if any(each is None for each in found) else found
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module itself, without its children, by attribute name.
-
-    A model that wraps another one may list these tensors under FQNs that do not lead to the module.
-    """
+    """The module's own parameters and buffers by attribute name. A wrapping model may list them under other FQNs."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def _can_hold(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether the values of `new` can be copied into `old` without a loss but of precision."""
+    """Whether `new` can be copied into `old`; only precision may be lost."""
     return new.layout is old.layout and not new.is_meta and (old.is_complex() or not new.is_complex())
 
 
@@ -198,7 +181,6 @@ def _refuse_meta(names: list[str]) -> None:
 
 
 def _refuse(*faults: tuple[str, list[str]]) -> None:
-    """Raise `GraphPPError` with the first few names of each fault, if there are any."""
     found = [f"{len(names)} entries {what}: {', '.join(map(str, names[:3]))}" for what, names in faults if names]
     if found:
         raise GraphPPError("the state dict does not fit this rank's part of the model: " + "; ".join(found))
@@ -206,9 +188,9 @@ def _refuse(*faults: tuple[str, list[str]]) -> None:
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module, device: torch.device, written: Collection[str] = ()) -> Iterator[None]:
-    """A context without gradients at first; buffers, gradients, attributes and random states are restored at its end.
+    """A context that starts without gradients; its end restores buffers, gradients, attributes and random states of `model`.
 
-    `written`: FQNs of tensors that a forward writes; the frozen parameters among them are restored like buffers.
+    `written`: FQNs of tensors that a forward writes; frozen parameters among them are restored like buffers.
     """
     stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
     copies = [(store, dict(store)) for store in stores]

@@ -1,17 +1,14 @@
 """Evicts saved values to the host's memory between their forward and backward, and prefetches them in time.
 
-Contract
---------
 - An `OffloadWindow` names saved values of one stage's microbatch, and three computing actions of its rank. The copy to the host
   starts after the values' forward; after `evict_after` the device memory is free; before `prefetch_at` the copy back starts;
-  before `first_use` the values are back. The windows were decided with the plan: the host never waits and never asks the
-  device how far it is.
-- The runner calls `Offloader.before` and `after` around every computing action. They take values out of the stage's saved
-  values and put them back; the stage and its programs do not notice. The values come back with the same bits and strides.
-- On CUDA the copies run on a stream of their own, to pinned memory. The compute stream waits for the copy to the host before
-  the tensor is freed, so the caching allocator cannot reuse the memory too early, however far the host is ahead. A copy back
-  starts when the compute stream reaches `prefetch_at`, into memory allocated on the compute stream.
-- On the CPU the values are in the host's memory already: nothing is copied, and the same calls are made (`CpuMover`).
+  before `first_use` the values are back. The plan decides the windows: the host never waits for the device.
+- The runner calls `Offloader.before` and `after` around every computing action. Values come back with the same bits and
+  strides.
+- On CUDA the copies run on a side stream, to pinned memory. The compute stream waits for the copy to the host before the tensor
+  is freed, so the caching allocator cannot reuse the memory too early. A copy back starts when the compute stream reaches
+  `prefetch_at`, into memory allocated on the compute stream.
+- On the CPU nothing is copied (`CpuMover`).
 """
 
 from __future__ import annotations
@@ -34,9 +31,8 @@ from graphpp.streams import SideStream, host_memory_for
 class Mover(Protocol):
     """Copies one value off the device and back: `evict`, `free`, `prefetch`, `restore`, in this order.
 
-    `evict` starts to copy a value to the host, and returns the mover's own record of the copy. `free` frees the value's device
-    memory. `prefetch` starts to copy the value back, and `restore` returns it, for everything that is computed from then on.
-    `abandon` gives up all values in flight: no call will ask for them.
+    `evict` starts to copy a value to the host, and returns a record of the copy. `free` frees the value's device memory.
+    `prefetch` starts to copy the value back; `restore` returns it. `abandon` gives up all values in flight.
     """
 
     def evict(self, value: torch.Tensor) -> Any: ...
@@ -71,10 +67,9 @@ class CpuMover:
 
 @dataclass
 class _PinnedCopy:
-    """A value in pinned memory.
+    """A value in pinned memory. `done`: the event after the last copy.
 
-    `done`: the event after the last copy, to the host or back. `source`: the device memory that is copied to the host, until it
-    is freed. `buffer`: the device memory into which the value comes back, once it is prefetched.
+    `source`: the device memory copied from, until freed; `buffer`: the device memory for the copy back, once prefetched.
     """
 
     meta: TensorMeta
@@ -85,35 +80,34 @@ class _PinnedCopy:
 
 
 class CudaMover:
-    """Copies between one GPU and pinned memory, on a CUDA stream of its own."""
+    """Copies between one GPU and pinned memory, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, SideStream(device)
 
     def evict(self, value: torch.Tensor) -> _PinnedCopy:
-        """Copy the value to the host as soon as the current stream has made it; its memory is held until `free`."""
+        """Copy the value to the host as soon as the current stream has made it; its memory stays allocated until `free`."""
         elements = elements_of(value)
         host = host_memory_for(elements, pinned=True)
         return _PinnedCopy(meta_of(value), host, elements, self._copy(host, elements))
 
     def free(self, copy: _PinnedCopy) -> None:
-        """Let the current stream wait for the copy; tensors allocated from now on may take the memory."""
+        """Let the current stream wait for the copy; later allocations may take the memory."""
         self._stream.join(copy.done)
         copy.source = None
 
     def prefetch(self, copy: _PinnedCopy) -> None:
-        """Copy the value back when the current stream has come here, into memory of the current stream."""
+        """Copy the value back when the current stream reaches this point, into memory of the current stream."""
         copy.buffer = layout_of(copy.meta).buffer(self._device)
         copy.done = self._copy(copy.buffer.elements, copy.host)
 
     def restore(self, copy: _PinnedCopy) -> torch.Tensor:
-        """Let the current stream wait for the copy; the value."""
         assert copy.buffer is not None, "a value was restored before it was prefetched"
         self._stream.join(copy.done)
         return copy.buffer.value()
 
     def abandon(self) -> None:
-        """Let the current stream wait for all copies, so that it cannot reuse their memory before they are done."""
+        """Let the current stream wait for all copies, so that it cannot reuse their memory before they end."""
         self._stream.join()
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
@@ -123,18 +117,16 @@ class CudaMover:
 
 
 def mover_for(device: torch.device) -> Mover:
-    """The mover for values of a device."""
     return CudaMover(device) if device.type == "cuda" else CpuMover()
 
 
 def eviction_frees_memory(device: torch.device) -> bool:
-    """Whether an evicted value leaves the device's memory; on the CPU it does not."""
     return device.type != "cpu"
 
 
 @dataclass
 class _Eviction:
-    """A window, and the copies of its values while they are evicted, by name."""
+    """A window, and the copies of its evicted values by name."""
 
     window: OffloadWindow
     copies: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +136,7 @@ class Offloader:
     """Evicts and prefetches the saved values of one rank's stages during its steps."""
 
     def __init__(self, windows: Iterable[OffloadWindow], stages: Mapping[int, GraphStage], mover: Mover) -> None:
-        """`windows` of stages that are not among `stages`, this rank's, are ignored."""
+        """Ignores `windows` of stages that are not among `stages`, this rank's."""
         self._stages, self._mover = stages, mover
         self._evictions = [_Eviction(window) for window in windows if window.stage in stages]
         self._by_forward = self._by_action(lambda window: Action(window.stage, Kind.F, window.microbatch))
@@ -154,7 +146,6 @@ class Offloader:
 
     @property
     def evicts(self) -> bool:
-        """Whether a window is on this rank."""
         return bool(self._evictions)
 
     def _by_action(self, action_of: Callable[[OffloadWindow], Action]) -> dict[Action, list[_Eviction]]:
@@ -164,7 +155,7 @@ class Offloader:
         return dict(found)
 
     def before(self, action: Action) -> None:
-        """Called before a computing action of the rank runs: start prefetches, and restore the values that it reads."""
+        """Called before a computing action: start prefetches, and restore the values that it reads."""
         for eviction in self._by_prefetch_at.get(action, ()):
             for copy in eviction.copies.values():
                 self._mover.prefetch(copy)
@@ -174,7 +165,7 @@ class Offloader:
             eviction.copies.clear()
 
     def after(self, action: Action) -> None:
-        """Called when a computing action of the rank has run: free evicted values, and evict the values that it saved."""
+        """Called after a computing action: free evicted values, and evict the values that it saved."""
         for eviction in self._by_evict_after.get(action, ()):
             for copy in eviction.copies.values():
                 self._mover.free(copy)
@@ -194,5 +185,4 @@ class Offloader:
 
 
 def _of_leaves(evictions: Mapping[Action, list[_Eviction]], action: Action) -> list[_Eviction]:
-    """The evictions of each part of an action."""
     return [eviction for leaf in action.leaves for eviction in evictions.get(leaf, ())]

@@ -1,12 +1,9 @@
-"""Stage programs with named inputs and outputs: the format in which the compiler hands its work to the runtime.
+"""Stage programs with named inputs and outputs: the compiler makes them, the runtime runs them.
 
-Contract
---------
 - A `Program` is a callable and two tuples of roles, one role per argument and one per result. The role says which value it is
   (parameter <fqn>, saved value, gradient of <fqn>); its position has no meaning.
 - A `StageProgram` is one stage with all its phases; a `PipelineProgram` is all stages of one captured graph.
-- A `Boundary` lists the values that cross s|s+1 in each direction. Their shapes, dtypes and strides are known on every rank
-  before the first step.
+- Every rank knows the shapes, dtypes and strides of the values that cross a `Boundary` before the first step.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor that the model or the loss holds without an FQN."""
+    """A tensor of the model or the loss without an FQN."""
 
     name: str
 
@@ -139,10 +136,7 @@ OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved | S
 
 
 class Phase(StrEnum):
-    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B does both I and W.
-
-    HOIST is no action of a schedule: it computes the stage's step-invariant values, once, when a step begins.
-    """
+    """Phases by the letters of torch's actions. B does both I and W; HOIST computes the step-invariant values once a step."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -153,21 +147,16 @@ class Phase(StrEnum):
 
     @property
     def label(self) -> str:
-        """The phase in titles, file names and messages: `forward`, `weight_grad`."""
         return self.name.lower()
 
     @property
     def is_backward(self) -> bool:
-        """Whether the phase computes gradients."""
         return self in (Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape, strides (elements), dtype and needs-grad of a value that crosses a boundary or is saved.
-
-    In the programs of a graph for several sizes, sizes and strides may be symbolic integers, which torch types as integers too.
-    """
+    """Shape, strides (in elements), dtype and `requires_grad` of a value; sizes and strides may be symbolic integers."""
 
     name: str
     shape: tuple[int, ...]
@@ -176,18 +165,17 @@ class TensorMeta:
     requires_grad: bool = False
 
     def at(self, values: Values) -> TensorMeta:
-        """The same with numbers for symbolic sizes."""
+        """This value with numbers in place of symbolic sizes."""
         return replace(self, shape=tuple(map(values, self.shape)), stride=tuple(map(values, self.stride)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value's elements; with symbolic sizes, for the sizes of the trace."""
+        """Bytes of the elements; symbolic sizes count with the values of the trace."""
         elements: int = math.prod(map(hint, self.shape))
         return elements * self.dtype.itemsize
 
 
 def total_bytes(values: Iterable[TensorMeta]) -> int:
-    """Bytes of several values."""
     return sum(value.nbytes for value in values)
 
 
@@ -207,13 +195,12 @@ class Boundary:
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """The gathers and reductions of a program whose parameters are sharded, and whole one layer at a time (`keep=0`).
+    """The gathers and reductions of a program that gathers sharded parameters one layer at a time (`keep=0`).
 
-    `gathers`: for each gather the bytes that every rank gives; `whole`: the most bytes of whole parameters alive at once.
-    `gradients`: the FQNs of the gradients that are summed over the ranks together, once the program has made all of them;
-    `sums`, `reductions`: for each such sum the bytes of the gradients, as they are made and as they are sent. `sent`: bytes
-    this rank sends to other ranks (its own share not counted). `order`: a line for each gather and each sum, in the order in
-    which the program starts them, which all ranks must have alike.
+    `gathers`: for each gather, the bytes each rank contributes. `whole`: the peak bytes of whole parameters. `gradients`: for
+    each sum over the ranks, the FQNs of its gradients; the sum starts once all of them are made. `sums`, `reductions`: bytes of
+    each sum's gradients, as made and as sent. `sent`: bytes this rank sends to other ranks (its own share not counted).
+    `order`: a line for each gather and sum in starting order, equal on all ranks.
     """
 
     gathers: tuple[int, ...] = ()
@@ -229,16 +216,14 @@ class LayerTraffic:
 class Program:
     """One phase of one stage. `run(arguments)` takes a list of arguments, empties it, and returns a tuple of results.
 
-    `run(arguments, sink)` hands each gradient to `sink(position among the results, value)` as soon as it is made, and has the
-    sink's answer in its place among the results; a gradient that is another result too is only returned. A `fused` program
-    hands gradients that are matrix products to `sink.matmul(position, a, b)` by their factors (`gradients/gradient_sink.py`),
-    and may have several results with one `Gradient` role: their sum is the gradient.
-
-    `source`: the program's Python text. `shared`: positions of results whose memory an input or another result may share; copy
-    these before writing to them. `live`: by how many bytes the memory grows or shrinks, in order, while the program runs, of
-    values that arrived, were saved, or are made; `sent`: the bytes of each value for the neighbouring stage that shares no
-    memory with a saved one; `values`: the numbers for symbolic sizes among these bytes. `layers`: the program's own gathers and
-    reductions; None where its parameters are whole before it runs. `has_collectives`: whether ranks exchange values meanwhile.
+    `run(arguments, sink)` calls `sink(index of the result, value)` for each gradient as soon as it is made, and returns the
+    sink's answer in its place; a gradient that is another result too is only returned. A `fused` program hands out a gradient
+    that is a matrix product by its factors, `sink.matmul(index, a, b)` (`gradients/gradient_sink.py`). Several of its results
+    may have one `Gradient` role: the gradient is their sum.
+    `source`: the program's Python text. `shared`: indices of results whose memory an input or another result may share; copy
+    these before writing to them. `live`: the changes in allocated bytes while the program runs, in order. `sent`: bytes of each
+    value for the neighbouring stage that shares no memory with a saved value. `values`: the numbers for symbolic sizes in these
+    bytes. `layers`: the program's own gathers and reductions; None if its parameters are whole before it runs.
     """
 
     stage: int
@@ -263,17 +248,16 @@ class Program:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes of values for the neighbouring stage that stay when the program has ended, beside its saved values."""
+        """Bytes of values for the neighbouring stage that stay allocated after the program, saved values not counted."""
         with considering(self.values):
             return sum(map(hint, self.sent))
 
 
 @dataclass(frozen=True)
 class WovenProgram:
-    """Programs that do not depend on each other, interleaved operation by operation into one.
+    """Independent programs, interleaved operation by operation into one.
 
-    `run(arguments)` takes the arguments of all `parts`, part after part, and returns their results in the same order. `run(
-    arguments, sink)` hands out gradients as a `Program` does; positions count the results of all parts.
+    `run` takes the arguments of all `parts`, part after part, and returns their results in that order; so do indices to a sink.
     """
 
     parts: tuple[Program, ...]
@@ -285,11 +269,10 @@ class WovenProgram:
 class StageProgram:
     """A stage with all its phases, its parameters and its buffers.
 
-    `parameters`, `buffers`: FQNs that any phase reads, or whose gradient or update it computes.
-    `saved`: the values that the forward saves for a microbatch; `saved_memory`: the values that allocated their memory, each
-    once; `kept_memory`: those whose memory is alive from I to W; `unread_memory`: those of them that I neither reads nor makes.
-    `modules`: FQNs of the modules called in the stage, for display.
-    `hoisted`: computes the `StepInvariant` values that the phases read; runs once, when a step begins.
+    `parameters`, `buffers`: FQNs that any phase reads, or whose gradient or update it computes. `saved`: the values that the
+    forward saves for a microbatch; `saved_memory`: the values that allocated their memory, each once. `kept_memory`: values
+    whose memory is alive from I to W; `unread_memory`: the part of them that I neither reads nor makes. `modules`: FQNs of the
+    called modules, for display. `hoisted` computes the `StepInvariant` values once, when a step begins.
     """
 
     index: int
@@ -306,34 +289,30 @@ class StageProgram:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the forward of one microbatch saves, views of one memory counted once."""
         return total_bytes(self.saved_memory)
 
     @property
     def kept_bytes(self) -> int:
-        """The part of the saved bytes, or of bytes that I makes, that is alive from I to W."""
         return total_bytes(self.kept_memory)
 
     def peak_bytes(self, phase: Phase) -> int:
-        """The most bytes of a microbatch alive at once while a phase runs."""
+        """The most bytes of one microbatch alive at once while the phase runs."""
         waiting = total_bytes(self.unread_memory) if phase is Phase.INPUT_GRAD else 0
         return self.programs[phase].peak_bytes + waiting
 
     @property
     def inputs(self) -> frozenset[InputRole]:
-        """The roles that any phase reads, HOIST included."""
         items = [*self.programs.values(), *([self.hoisted] if self.hoisted is not None else [])]
         return frozenset(role for item in items for role in item.inputs)
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """FQNs of the parameters whose gradients this stage makes or contributes to."""
         roles = [role for item in self.programs.values() for role in item.outputs]
         return tuple(dict.fromkeys(role.fqn for role in roles if isinstance(role, Gradient)))
 
     @property
     def written_buffers(self) -> tuple[str, ...]:
-        """FQNs of the buffers, and of the frozen parameters, that the forward writes."""
+        """FQNs of the buffers and frozen parameters that the forward writes."""
         roles = [role for item in self.programs.values() for role in item.outputs]
         return tuple(dict.fromkeys(role.fqn for role in roles if isinstance(role, BufferUpdate)))
 
@@ -342,10 +321,9 @@ class StageProgram:
 class PipelineProgram:
     """All stages of one captured graph and the boundaries between them: `boundaries[s]` is s|s+1.
 
-    The last stage computes the loss (0-dim), the outputs and the metrics; `metrics` has their dtypes by name. `sizes`: the
-    numbers for the programs' `Size` inputs, by formula. `values`: the sizes of the microbatches that the programs serve; None
-    where no size is symbolic, and in programs for all sizes, whose `sizes` are symbolic too. `partial`: the FQNs of parameters
-    of whose gradients each rank that shares layers computes a part.
+    `loss` is 0-dim; `metrics` has dtypes by name. `sizes`: the numbers for `Size` inputs, by formula. `values`: the numbers for
+    symbolic sizes; None where no size is symbolic, and in programs for all sizes, whose `sizes` are symbolic too. `partial`:
+    FQNs of parameters whose gradients are partial on each rank that shares layers.
     """
 
     stages: tuple[StageProgram, ...]
@@ -358,11 +336,9 @@ class PipelineProgram:
 
     @property
     def gathers_layers(self) -> bool:
-        """Whether the programs gather the parameters of one layer at a time."""
         return any(item.layers is not None for stage in self.stages for item in stage.programs.values())
 
     @property
     def random(self) -> bool:
-        """Whether any stage draws random numbers."""
         programs = [item for stage in self.stages for item in stage.programs.values()]
         return any(RandomKey() in item.inputs for item in programs)

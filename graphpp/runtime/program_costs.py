@@ -1,7 +1,4 @@
-"""The memory of stage programs, in bytes, as `StageCosts` and `Costs` for the checker and the simulator.
-
-Contract: times are not known from programs alone, so F = I = W = 1, and messages take no time.
-"""
+"""The memory of stage programs, in bytes, as `StageCosts` and `Costs` in which F = I = W = 1 and messages take no time."""
 
 from __future__ import annotations
 
@@ -14,11 +11,7 @@ from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 
 
 def costs_of_stage(program: PipelineProgram, index: int) -> StageCosts:
-    """The bytes of one microbatch of a stage.
-
-    They are the bytes that the stage saves, keeps between I and W, has alive at the peak of each phase, receives from its
-    neighbours, and sends to them.
-    """
+    """The bytes of one microbatch of a stage: saved, kept from I to W, at each phase's peak, received and sent."""
     stage = program.stages[index]
     run = {phase: item for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
     return StageCosts(
@@ -45,12 +38,12 @@ def _buffers(values: Iterable[TensorMeta]) -> int:
 
 
 def costs_of_programs(program: PipelineProgram, flow: MessageFlow = MessageFlow()) -> Costs:  # noqa: B008 - a frozen value
-    """The bytes of all stages, by stage; `flow`: how long the pipeline's transport holds messages."""
+    """The bytes of all stages; `flow`: how long the pipeline's transport keeps messages."""
     woven = any(item.has_collectives for stage in program.stages for item in stage.programs.values())
     return Costs(tuple(costs_of_stage(program, stage) for stage in range(len(program.stages))), flow=flow, woven=woven)
 
 
 def costs_of_microbatches(programs: Sequence[PipelineProgram], flow: MessageFlow) -> list[Costs]:
-    """The bytes of all stages for each microbatch; microbatches that share their programs share one object."""
+    """The costs of each microbatch; microbatches with the same programs share one object."""
     costs = {id(program): costs_of_programs(program, flow) for program in programs}
     return [costs[id(program)] for program in programs]

@@ -1,12 +1,9 @@
 """Random operators whose numbers depend on a key alone, so that every rank, order and repetition draws the same numbers.
 
-Contract
---------
 - `seeded(key, index, operator, ...)` runs a random operator with a generator state made from (key, index), and restores the
   generator afterwards. `key` belongs to the microbatch, `index` to the operator.
-- Per step every rank draws one number from its default CPU generator; rank 0's number is broadcast, and the keys of the
-  microbatches are derived from it. So the caller's generator advances by one draw per step, and its saved state is enough to
-  repeat a run.
+- Per step every rank draws one number from its default CPU generator; rank 0's number is broadcast, and the microbatches' keys
+  are derived from it. So the caller's generator advances by one draw per step, and its saved state is enough to repeat a run.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ _MASK = (1 << 63) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A 63-bit number from several, well spread (splitmix64, Steele et al. 2014)."""
+    """A well-spread 63-bit number from several (splitmix64, Steele et al. 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -34,17 +31,16 @@ def mix(*numbers: int) -> int:
 
 
 def step_keys(microbatches: int, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """One key per microbatch, from one draw of the default CPU generator; the same on every rank of the group."""
+    """One key per microbatch, equal on every rank of the group."""
     drawn = torch.randint(_MASK, ())
     if group is not None and dist.get_world_size(group) > 1:
-        # By gloo where there is one: reading the number from a GPU would make the host wait.
+        # gloo, if available: reading the number from a GPU would make the host wait
         drawn = drawn if has_gloo(group) else drawn.to(device)
         dist.broadcast(drawn, group=group, group_src=0)
     return [mix(int(drawn), microbatch) for microbatch in range(microbatches)]
 
 
 def seeded(key: int, index: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`operator(*args, **kwargs)` with the random numbers of (key, index); the generator is as before afterwards."""
     generator = _generator(_device(args, kwargs))
     state = generator.get_state()
     generator.manual_seed(mix(key, index))
@@ -55,10 +51,7 @@ def seeded(key: int, index: int, operator: Callable[..., Any], *args: Any, **kwa
 
 
 def dropout_mask(key: int, index: int, like: Mapping[str, Any], probability: float) -> torch.Tensor:
-    """The mask of the elements that dropout keeps, drawn by `aten.native_dropout` itself.
-
-    A bool tensor of the shape and strides in `like`.
-    """
+    """The bool mask of kept elements, drawn by `aten.native_dropout`, with the shape and strides in `like`."""
     blank = torch.empty_strided(**like).zero_()
     mask: torch.Tensor = seeded(key, index, torch.ops.aten.native_dropout.default, blank, probability, True)[1]
     return mask

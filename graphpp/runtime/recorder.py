@@ -1,9 +1,8 @@
-"""Records when a rank's actions ran in one step, by marks around each action and around each wait for a message.
+"""Records when a rank's actions ran in one step, by marks around each action and each wait for a message.
 
-Contract
-    A recorder serves one step of one rank. A computation that first waited for a message gives two spans: the wait counts as
-    its receive, the rest as the computation. Times are in seconds, on the scale of `time.perf_counter`. On CUDA the marks are
-    events of the current stream, read after the step, so recording does not make the host wait for the GPU.
+A recorder serves one step of one rank. A computation that waits for a message gives two spans: the wait counts as its receive,
+the rest as the computation. Times are in seconds of `time.perf_counter`. On CUDA the marks are events of the current stream,
+read after the step, so the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from graphpp.streams import timing_event, wait_for_device
 
 ActionFunction = Callable[[], object]  # does one action
 
-_LEADING = 0.05  # a wait counts as leading, and is no part of the computation, if at most this share of it ran before
+_LEADING = 0.05  # a wait is leading (not part of the computation) if at most this fraction of the computation ran before it
 
 
 class EventClock(Protocol):
-    """Marks moments, and tells their times afterwards, on the scale of `time.perf_counter`."""
+    """Marks moments, and tells their times afterwards, in seconds of `time.perf_counter`."""
 
     def mark(self) -> Any:
         """A mark of this moment."""
@@ -34,7 +33,7 @@ class EventClock(Protocol):
 
 
 class WallClock:
-    """The clock of the CPU, where an action is over when its function returns: a mark is its own time."""
+    """The clock of the CPU, where an action ends when its function returns: a mark is its own time."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -44,7 +43,7 @@ class WallClock:
 
 
 class StreamClock:
-    """The clock of CUDA: events of the current stream, relative to one at which the device was idle."""
+    """The clock of CUDA: events of the current stream, relative to an event at which the device was idle."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -52,7 +51,6 @@ class StreamClock:
         self._origin, self._at = self.mark(), time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
-        """An event that the stream reaches when its work so far is done."""
         return timing_event(self._device)
 
     def seconds(self, mark: torch.cuda.Event) -> float:
@@ -62,7 +60,6 @@ class StreamClock:
 
 
 def clock_of(device: torch.device) -> EventClock:
-    """The clock of a device."""
     return StreamClock(device) if device.type == "cuda" else WallClock()
 
 
@@ -75,14 +72,11 @@ class _Span:
 
 
 class Recorder:
-    """Records the actions of one step of one rank."""
-
     def __init__(self, clock: EventClock) -> None:
         self._clock = clock
         self._spans: list[_Span] = []
 
     def run(self, action: Action, function: ActionFunction) -> None:
-        """Run the function of an action and record when it ran."""
         span = _Span(action, self._clock.mark())
         self._spans.append(span)
         function()
@@ -94,7 +88,7 @@ class Recorder:
             self._spans[-1].waits.append(self._clock.mark())
 
     def times(self, stages: int) -> list[tuple[Action, float, float]]:
-        """(action, start, end) of every action that ran, in table order; `stages`: how many the pipeline has."""
+        """(action, start, end) of every action that ran, in table order; `stages`: the pipeline's number of stages."""
         read = self._clock.seconds
         found = {span.action: (read(span.start), read(span.end)) for span in self._spans}
         posted = {leaf: span.action for span in self._spans for leaf in span.action.leaves if leaf.is_communication}
@@ -115,13 +109,12 @@ class Recorder:
         return max(read(self._spans[-1].end) - read(self._spans[0].start) - busy, 0.0) / len(self._spans)
 
     def _waits(self, span: _Span) -> list[tuple[float, float]]:
-        """The start and end of each wait."""
         marks = list(map(self._clock.seconds, span.waits))
         return list(zip(marks[::2], marks[1::2], strict=True))
 
 
 def _computing(start: float, end: float, waits: Sequence[tuple[float, float]], *, several: bool) -> tuple[float, float]:
-    """The span of a computation without its leading waits; an overlap of `several` parts may wait once more in its middle."""
+    """The span of a computation without its leading waits; an overlap of `several` parts may wait again in its middle."""
     computes = end - start - sum(until - since for since, until in waits)
     for since, until in waits:
         if several and since - start > _LEADING * computes:
@@ -131,7 +124,7 @@ def _computing(start: float, end: float, waits: Sequence[tuple[float, float]], *
 
 
 def received_by(action: Action, stages: int) -> tuple[Action, ...]:
-    """The receive whose message an F, B or I reads, if the stage that sends it is on another rank."""
+    """The receive whose message an F, B or I reads, if the sending stage is on another rank."""
     makers = upstream(action, stages)
     pair = message(makers[0], stages) if makers else None
     return () if pair is None else (pair[1],)

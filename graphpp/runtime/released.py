@@ -1,12 +1,10 @@
-"""Parameters and buffers that other ranks hold: no memory, and an error for everything that would read their values.
+"""Stand-ins for parameters and buffers that other ranks have: no memory, and an error for everything that reads their values.
 
-Contract
---------
-- `released(tensor, fqn, rank)` is a stand-in on the meta device with the shape, strides, dtype, needs-grad and attributes of
-  `tensor`. It answers questions about these. Reading its values, its gradient or a copy of it raises `GraphPPError`, which
-  names the parameter, the rank that holds it, and the call of the pipeline that does the same.
-- `forget` notes parameters that other tensors have replaced. An optimizer that holds one of them, because it was made before,
-  raises `GraphPPError` at its first step.
+- `released(tensor, fqn, rank)` is a stand-in on the meta device with the shape, strides, dtype, `requires_grad` and attributes
+  of `tensor`, which can be read. Reading its values, its gradient or a copy of it raises `GraphPPError`, which names the
+  parameter, the rank that has it, and the pipeline's call to use instead.
+- `forget` notes parameters that other tensors have replaced. An optimizer that was made before, with one of them, raises
+  `GraphPPError` at its first step.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _ADVICE = (
 
 
 class _Original(NamedTuple):
-    """The tensor in whose place a stand-in is: its FQN, the rank that holds it, and its class."""
+    """The tensor that a stand-in replaces: its FQN, the rank that has it, and its class."""
 
     fqn: str
     rank: int
@@ -51,7 +49,7 @@ class _Released(torch.Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer questions about the shape, and let a gradient of None be set; raise for all else."""
+        """Answer questions about the shape, and let the gradient be set to None; raise for all else."""
         if function in FACTS or (function == SET_GRAD and args[1] is None):
             with without_subclasses():
                 return function(*args, **(kwargs or {}))
@@ -63,7 +61,6 @@ class _Released(torch.Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        """As `repr`."""
         return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub has a nameless argument
@@ -80,7 +77,7 @@ class ReleasedBuffer(_Released):
 
 
 def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
-    """The stand-in for a tensor that `rank` holds."""
+    """The stand-in for a tensor that `rank` has."""
     blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     kind: type[_Released] = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedBuffer
     found = made(kind, blank, tensor.requires_grad)
@@ -90,9 +87,9 @@ def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
-    """`blank` with the class of `tensor`, its need for a gradient and its attributes; for a stand-in those of its tensor.
+    """`blank` with the class, `requires_grad` and attributes of `tensor`; a stand-in counts as the tensor it replaces.
 
-    In the place of a `DTensor` a plain parameter or tensor, with all its values on this rank.
+    For a `DTensor`, a plain parameter or tensor, with all its values on this rank.
     """
     kind = class_of(tensor)
     if is_dtensor_class(kind):
@@ -103,23 +100,20 @@ def like(tensor: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
 
 
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """The class of a tensor; for a stand-in that of the tensor that another rank holds."""
+    """The class of a tensor; for a stand-in, of the tensor it replaces."""
     return _HOLDERS[tensor].kind if isinstance(tensor, _Released) else type(tensor)
 
 
 def is_released(tensor: object) -> bool:
-    """Whether a tensor stands in for one that another rank holds."""
     return isinstance(tensor, _Released)
 
-
-# ---------------------------------------------------------------------------------- optimizers made before
 
 _FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN, and where it is trained now
 _CHECKED: WeakSet[Optimizer] = WeakSet()
 
 
 def forget(replaced: Iterable[tuple[torch.Tensor, str]], now: str) -> None:
-    """Note parameters that were replaced, with their FQNs; `now` says where they are trained."""
+    """Note replaced parameters with their FQNs; `now` says where they are trained."""
     _watch_optimizers()
     _FORGOTTEN.update((tensor, (fqn, now)) for tensor, fqn in replaced)
     _CHECKED.clear()
@@ -127,7 +121,7 @@ def forget(replaced: Iterable[tuple[torch.Tensor, str]], now: str) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Let every optimizer of the process be checked at its first step, from now on."""
+    """Register a hook that checks every optimizer of the process at its first step."""
     register_optimizer_step_pre_hook(lambda optimizer, *_: _check(optimizer))
 
 

@@ -1,15 +1,12 @@
 """GraphPPRunner: runs stage programs under torch's pipeline runtime, over one table of actions.
 
-Contract
---------
-- The schedule is a table with communication that the checker has accepted. One process with all stages local runs the same
-  code, without sends and receives.
-- A runner is finished when its constructor returns: each action of this rank's row is bound to the function that does it. A
-  step calls these functions in order.
-- After `step`: the losses of all microbatches are available on every rank, and `param.grad` has the gradients, accumulated in
+- The schedule is a table with communication that the checker has accepted. One process with all stages runs the same code,
+  without sends and receives.
+- The constructor binds each action of this rank's row to its function; a step calls these functions in order.
+- After `step`, every rank can read the losses of all microbatches, and `param.grad` has the gradients, accumulated in
   microbatch order.
-- When a step has returned or raised, the caller may write to its inputs again, unless a note of the error says that the device
-  still reads them. After a step that failed, the runner holds no value of it.
+- When a step has returned or raised, the caller may write to its inputs, unless a note on the error says that the device still
+  reads them. After a step that failed, the runner keeps no value of it.
 """
 
 from __future__ import annotations
@@ -61,14 +58,13 @@ _STILL_READ = (
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """The optional parts of a runner; the defaults suit one process that runs programs as they are.
+    """The optional parts of a runner; the defaults suit one process.
 
-    `owners`: the ranks that hold each parameter, by FQN (None: the ranks of the stages that use it). `subgroups`: makes their
-    process groups (None: new ones). `sum_dtype`: the dtype in which gradients of narrower parameters add up. `replicas`: the
-    ranks among which gradients are averaged. `kernel`: multiplies the gradients of fused programs (None: torch does). `woven`:
-    the programs of overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: the
-    one for the pipeline's device). `sharded`: the rank's parameters where it holds shards of them (None: it holds them whole).
-    `sums`: adds gradients over ranks.
+    `owners`: the ranks with each parameter, by FQN (None: the ranks of the stages that use it). `subgroups` makes their process
+    groups. `sum_dtype`: the dtype for sums of narrower gradients. `replicas`: the ranks among which gradients are averaged.
+    `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the programs of overlapped actions.
+    `offload`: when saved values are in the host's memory; `mover` copies them (None: by device). `sharded`: the rank's sharded
+    parameters (None: whole ones). `sums` adds gradients over ranks.
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -86,8 +82,7 @@ class RunnerConfig:
 class GraphPPRunner:
     """Runs captured graphs under one schedule; `training` programs have F and B, evaluation programs E.
 
-    `programs`: one for all microbatches, or one for each; microbatches of one shape share theirs. All have the same stages,
-    gradients and metrics.
+    `programs`: one for all microbatches, or one for each. All have the same stages, gradients and metrics.
     """
 
     def __init__(
@@ -130,7 +125,6 @@ class GraphPPRunner:
         self._loop = self._bound_loop() if self.stages else None  # a rank without a stage runs no actions
 
     def _local_stages(self, each: Sequence[PipelineProgram], kernel: MatmulKernel | None) -> dict[int, GraphStage]:
-        """This rank's stages by index, each with its variant for every microbatch."""
         rank_of, stages = self.schedule.rank_of_stage, len(self.program.stages)
         location = StageLocation(stages, rank_of, self.place.rank, self.place.ranks)
         local: dict[int, GraphStage] = {}
@@ -156,10 +150,9 @@ class GraphPPRunner:
         return ShardedGradients(stages, tied, config.sharded, number, sum_dtype, config.sums, partial)
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
-        """Run the table once.
+        """Run the table once. Raises `PeerLost` if a rank is lost.
 
-        `inputs`: each microbatch's tensors by path; `seeds`: each microbatch's gradient of the loss, 0-dim. Raises `PeerLost`
-        if a rank is lost.
+        `inputs`: each microbatch's tensors by path; `seeds`: each microbatch's gradient of the loss, 0-dim.
         """
         self.mailbox.waited, began = 0.0, time.perf_counter()
         try:
@@ -193,11 +186,10 @@ class GraphPPRunner:
 
     @property
     def bubble(self) -> float | None:
-        """The share of the last step, 0 to 1, that this process waited for messages; None on CUDA."""
+        """The fraction of the last step, 0 to 1, that this process waited for messages; None on CUDA."""
         return self._bubble if self.place.device.type == "cpu" else None
 
     def _drop(self) -> None:
-        """Drop all values of a step that failed."""
         self.mailbox.drop()
         self._gradients.drop()
         self.offloader.drop()
@@ -207,7 +199,7 @@ class GraphPPRunner:
                 flat.drop()
 
     def _finish_copies_after(self, error: BaseException) -> None:
-        """Wait until the device has read the inputs, or add a note to the error: it may wait for a rank that has failed too."""
+        """Wait until the device has read the inputs; after the time limit (another rank failed too) add a note instead."""
         deadline = time.monotonic() + _SECONDS_AFTER_ERROR
         if not all([stage.buffers.copies.finish_by(deadline) for stage in self.stages.values()]):
             error.add_note(_STILL_READ)
@@ -237,12 +229,12 @@ class GraphPPRunner:
         return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
 
     def _from_rank_of(self, stage: int, values: torch.Tensor) -> None:
-        """Write the values of the rank that holds a stage into those of every rank."""
+        """Broadcast `values` from the rank of the stage into the other ranks' `values`."""
         if self.place.ranks > 1:
             self.mailbox.transport.broadcast(values, self.schedule.rank_of_stage[stage])
 
     def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
-        """Hand over the tensor leaves of each microbatch's output, by leaf index, on the last stage's rank; None elsewhere."""
+        """Remove and return each microbatch's output leaves, by leaf index, on the last stage's rank; None elsewhere."""
         last = self.stages.get(len(self.program.stages) - 1)
         if last is None:
             return None
@@ -259,7 +251,6 @@ class GraphPPRunner:
                 stage.prepare()
 
     def _values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that programs take for the model's parameters and buffers, which `_reader` has read."""
         if self._sharded is None and are_plain(tensors):
             return [tensor.detach() for tensor in tensors]
         return [self._value(fqn, tensor) for fqn, tensor in zip(self._reader.fqns, tensors, strict=True)]
@@ -270,7 +261,6 @@ class GraphPPRunner:
         return self._sharded.whole(fqn) if self._reducer is None else self._sharded.gathered_by_programs(fqn)
 
     def _finish(self) -> None:
-        """Put the gradients into `param.grad`."""
         if not self.training:
             return
         self._gradients.finish()
@@ -288,12 +278,12 @@ class GraphPPRunner:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context with the device as CUDA's current one; the caller may have set another, for another pipeline."""
+    """A context with `device` as CUDA's current device; the caller may have set another one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:
-    """For each parameter, the ranks that hold it, ascending; the first one counts its norm."""
+    """For each parameter, the ranks that have it, ascending; the first one counts its norm."""
     found: dict[str, set[int]] = {}
     for stage in program.stages:
         for fqn in stage.parameters:

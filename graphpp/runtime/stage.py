@@ -1,13 +1,10 @@
 """One stage on this rank: its programs for every microbatch, its buffers during a step, its gradient sums.
 
-Contract
---------
 - `task(phase, microbatch, neighbour)` makes one piece of the stage's work, bound to everything that it reads and writes
   (`task.py`). `send_message` and `receive_message` do the same for messages to and from stages on other ranks.
-- All of these are made before the first step, from static metadata: each microbatch has its `Variant` of the programs, one
-  variant per shape of microbatch.
-- During a step `buffers` has, per microbatch, the values that arrived, the saved values and the values to send. Each dies
-  when its last reader has run.
+- All of these are made before the first step, from static metadata: each microbatch shape has one `Variant` of the programs.
+- During a step `buffers` has, per microbatch, the values that arrived, the saved values and the values to send. The last reader
+  frees each.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from graphpp.streams import InputCopies
 
 @dataclass(frozen=True)
 class StageLocation:
-    """The number of stages, the rank of each within the group, this process's rank, and the ranks in the group."""
+    """The stages, the rank of each within the group, and this process's place in the group."""
 
     num_stages: int
     rank_of_stage: Mapping[int, int]
@@ -42,7 +39,7 @@ class StageLocation:
 
 @dataclass(frozen=True)
 class Variant:
-    """One stage's programs for one shape of microbatch, and the values that cross the boundaries below and above the stage."""
+    """One stage's programs for one microbatch shape, and the values that cross the boundaries below and above the stage."""
 
     wirings: Mapping[Phase, Wiring]
     below: Boundary
@@ -51,7 +48,6 @@ class Variant:
 
     @classmethod
     def of(cls, pipeline: PipelineProgram, index: int) -> Variant:
-        """Stage `index` of a pipeline's programs."""
         stage, last = pipeline.stages[index], len(pipeline.stages) - 1
         below = pipeline.boundaries[index - 1] if index else Boundary(-1)
         above = pipeline.boundaries[index] if index < last else Boundary(index)
@@ -63,18 +59,15 @@ class Variant:
 
     @property
     def backwards(self) -> list[Wiring]:
-        """The wirings of the backward phases: B, or I and W."""
         return [wiring for phase, wiring in self.wirings.items() if phase.is_backward]
 
     def read_after(self, phase: Phase) -> frozenset[str]:
-        """Names of the saved values that a backward phase after `phase` reads: after I, the values that W reads."""
+        """Names of the saved values that a later backward phase reads: after I, the values that W reads."""
         later = self.wirings.get(Phase.WEIGHT_GRAD) if phase is Phase.INPUT_GRAD else None
         return frozenset(name for _, name in later.saved) if later is not None else frozenset()
 
 
 class GraphStage:
-    """A stage of the pipeline; made once per runner."""
-
     def __init__(
         self,
         index: int,
@@ -84,10 +77,7 @@ class GraphStage:
         kernel: MatmulKernel | None = None,
         reducer: LayerReducer | None = None,
     ) -> None:
-        """`variants`: one per microbatch; `kernel` multiplies the gradients of fused programs (None: torch does).
-
-        `reducer` sums the gradients of single layers over the ranks of shards, in programs that gather single layers.
-        """
+        """`variants`: one per microbatch. `kernel` is for fused programs, `reducer` for gathers of single layers."""
         self.stage_index, self.num_stages = index, location.num_stages
         self.group_rank, self.group_size = location.rank, location.ranks
         self.submod = None
@@ -102,12 +92,11 @@ class GraphStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage is the first one, which torch's runtime asks."""
+        """Read by torch's runtime, as `is_last`."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage is the last one."""
         return self.stage_index == self.num_stages - 1
 
     @property
@@ -124,7 +113,7 @@ class GraphStage:
             self._bind(wiring)
 
     def prepare(self) -> None:
-        """Compute the values that microbatches share, from the parameters and buffers alone; before the first computation."""
+        """Compute the step-invariant values. Called before the first computation of a step, and after `put_away`."""
         known: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
         for variant in self._distinct():
             invariants = self._step_invariants(variant.hoisted, known)
@@ -133,7 +122,7 @@ class GraphStage:
                     wiring.bound[index] = invariants[name]
 
     def put_away(self) -> None:
-        """Drop the step-invariant values until `prepare` is called again."""
+        """Drop the step-invariant values until `prepare` is called."""
         for wiring in self._wirings():
             for index, _ in wiring.step_invariants:
                 wiring.bound[index] = None
@@ -150,7 +139,7 @@ class GraphStage:
     def _step_invariants(
         self, wiring: Wiring | None, known: list[tuple[Any, Mapping[str, torch.Tensor]]]
     ) -> Mapping[str, torch.Tensor]:
-        """The values that a variant computes once per step; `known`: the computations of other variants, with their values."""
+        """The values that a variant computes once per step; `known`: computations of other variants, with their values."""
         if wiring is None:
             return {}
         found = next((values for computation, values in known if computation == wiring.computation), None)
@@ -163,7 +152,7 @@ class GraphStage:
         return found
 
     def end(self) -> None:
-        """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next one begins."""
+        """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next step."""
         self.buffers.parameter_or_buffer = self.buffers.inputs = None
         for wiring in self._wirings():
             wiring.bound = []
@@ -174,10 +163,8 @@ class GraphStage:
     def _wirings(self) -> list[Wiring]:
         return [wiring for variant in self._distinct() for wiring in variant.wirings.values()]
 
-    # ------------------------------------------------------------------------------ computing
-
     def task(self, phase: Phase, microbatch: int, neighbour: GraphStage | None) -> Task:
-        """One phase of one microbatch; `neighbour`: the stage that its arriving values come from, if on this rank."""
+        """One phase of one microbatch; `neighbour`: the stage that sends its input values, if on this rank."""
         variant, key = self._variants[microbatch], TaskKey(phase, microbatch)
         receive, sink = self._receive(key, neighbour), self.gradient_sink(phase, microbatch)
         return Task(key, variant.wirings[phase], self.buffers, receive, sink, variant.read_after(phase))
@@ -191,11 +178,11 @@ class GraphStage:
         return MicrobatchSink(self.gradients, microbatch, fqns) if fqns else None
 
     def saved_values(self, microbatch: int) -> dict[str, torch.Tensor]:
-        """The saved values of a microbatch by name. A caller may take values out, and puts them back before they are read."""
+        """The saved values of a microbatch by name. A caller may take values out if it puts them back before they are read."""
         return self.buffers.saved.setdefault(microbatch, {})
 
     def _receive(self, key: TaskKey, neighbour: GraphStage | None) -> Receive | None:
-        """The function that gives a task the values that cross into this stage; None where no value does."""
+        """The function that returns the values that cross into this stage; None where no value does."""
         crossing = key.direction, key.microbatch
         if key.phase is Phase.WEIGHT_GRAD or not 0 <= self.stage_index - _step(key.direction) < self.num_stages:
             return None
@@ -204,8 +191,6 @@ class GraphStage:
         wait, received = self._mailbox.wait, self.buffers.received
         return lambda: wait(received.pop(crossing))
 
-    # ------------------------------------------------------------------------------ messages
-
     def send_message(self, direction: str, microbatch: int) -> Callable[[], Message]:
         """A function that makes the message with a microbatch's activations (F) or gradients (B) for the next rank."""
         layouts, peer = self._crossing(direction, microbatch, leaving=True)
@@ -213,7 +198,7 @@ class GraphStage:
         return lambda: pack(outgoing.pop(crossing), layouts, peer)
 
     def receive_message(self, direction: str, microbatch: int) -> Callable[[], Message]:
-        """A function that allocates the receive buffers of a message when it is called."""
+        """A function that allocates a message's receive buffers when it is called."""
         layouts, peer = self._crossing(direction, microbatch, leaving=False)
         crossing, received, allocate = (direction, microbatch), self.buffers.received, self._mailbox.incoming
 
@@ -224,7 +209,7 @@ class GraphStage:
         return receive
 
     def _crossing(self, direction: str, microbatch: int, *, leaving: bool) -> tuple[Sequence[WireLayout], int]:
-        """The values that leave or enter this stage in one direction, and the rank at the other end."""
+        """The layouts of the values that leave or enter this stage in one direction, and the peer's rank."""
         variant, upwards = self._variants[microbatch], direction == "F"
         boundary = variant.above if leaving == upwards else variant.below
         beyond = self.stage_index + (_step(direction) if leaving else -_step(direction))
@@ -233,5 +218,4 @@ class GraphStage:
 
 
 def _step(direction: str) -> int:
-    """The difference from a stage's index to that of the next stage in a direction."""
     return 1 if direction == "F" else -1

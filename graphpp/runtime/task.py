@@ -1,16 +1,13 @@
-"""One phase of one microbatch on one stage: gathers its program's arguments, runs the program, files the results.
+"""One phase of one microbatch on one stage: gathers its program's arguments, runs the program, stores the results.
 
-Contract
---------
-- A task is made once per runner, and everything that is known before the step is resolved then: `run()` looks nothing up by
-  role, rank or phase.
-- `OverlappedActions` runs the parts of an OVERLAP_F_B action as one woven program: the collectives of one part hide under the
-  computation of the other. No part reads a result of another, so the arguments of all parts are gathered first.
-- Values from a stage on the same rank are taken out of that stage's buffers. Values from another rank are waited for in
-  `arguments`, right before the program that reads them runs.
-- Each value is handed over once, and dies when its last reader has run.
-- The program hands gradients to the task's `GradientSink` while it runs; the sink keeps them, and the results are None. A
-  gradient that is another result too is returned, and `file` passes it to the sink.
+- A task is made once per runner, and resolves everything that is known before the step: `run()` looks nothing up by role, rank
+  or phase.
+- `OverlappedActions` runs the parts of an OVERLAP_F_B action as one woven program, so that collectives of one part overlap with
+  the computation of the other. No part reads a result of another: all arguments are gathered first.
+- Values from a stage on the same rank are taken out of that stage's buffers. `arguments` waits for values from another rank,
+  right before the program runs. Each value is handed over once, and freed when its last reader has run.
+- The program hands gradients to the task's `GradientSink` while it runs; the corresponding results are None. A gradient that is
+  another result too is returned, and `file` passes it to the sink.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ Receive = Callable[[], Sequence[torch.Tensor]]  # the values that cross into the
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The arguments of a step, by microbatch: its tensors by path, the seed of its backward, its key for random numbers."""
+    """The arguments of a step, by microbatch: tensors by path, the seed of the backward, the key for random numbers."""
 
     tensors: Sequence[Mapping[str, torch.Tensor]]
     seeds: Sequence[torch.Tensor] = ()
@@ -44,8 +41,8 @@ class StepInputs:
 class StageBuffers:
     """The values of one stage that are alive during a step, by microbatch, or by (direction F or B, microbatch).
 
-    `copies`: copies inputs to the device; `received`: messages from other ranks; `outgoing`: values for neighbouring stages.
-    `parameter_or_buffer` gives the model's tensors by FQN; it and `inputs` are None outside of a step.
+    `copies` copies inputs to the device; `received`: messages from other ranks; `outgoing`: values for neighbouring stages.
+    `parameter_or_buffer` gives the model's tensors by FQN; it and `inputs` are None outside a step.
     """
 
     copies: InputCopies
@@ -59,15 +56,12 @@ class StageBuffers:
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Drop the values of all microbatches."""
         for values in (self.received, self.saved, self.outgoing, self.losses, self.outputs, self.metrics):
             values.clear()
 
 
 @dataclass(frozen=True)
 class TaskKey:
-    """The work of a task: a phase of a microbatch."""
-
     phase: Phase
     microbatch: int
 
@@ -78,8 +72,6 @@ class TaskKey:
 
 
 class Task:
-    """Runs one phase of one microbatch."""
-
     def __init__(
         self,
         key: TaskKey,
@@ -89,10 +81,7 @@ class Task:
         sink: GradientSink | None,
         read_later: frozenset[str] = frozenset(),
     ) -> None:
-        """`receive` gives the neighbouring stage's values (None: no value arrives); `sink` receives gradients.
-
-        `read_later`: the names of the saved values that a later task of the microbatch reads too.
-        """
+        """`receive`: None if no value arrives. `read_later`: names of saved values that later tasks of the microbatch read."""
         self.key, self.sink = key, sink
         self.program: Program = wiring.program
         self._wiring, self._buffers, self._receive = wiring, buffers, receive
@@ -102,12 +91,11 @@ class Task:
         self._outgoing = None if key.phase is Phase.WEIGHT_GRAD else (key.direction, key.microbatch)
 
     def run(self) -> None:
-        """Run the program and file its results."""
         run, sink = self.program.run, self.sink
         self.file(run(self.arguments()) if sink is None else run(self.arguments(), sink))
 
     def arguments(self) -> list[Any]:
-        """The program's arguments, taken out of the stage's buffers; waits for values that are still to arrive."""
+        """The program's arguments, taken out of the stage's buffers; waits for values that have not arrived yet."""
         wiring = self._wiring
         arguments = wiring.bound.copy()
         if self._reads_inputs:
@@ -138,7 +126,7 @@ class Task:
             self._buffers.saved[self._microbatch] = {name: saved[name] for name in self._read_later if name in saved}
 
     def file(self, results: Sequence[Any]) -> None:
-        """Put the results where their readers take them; a gradient that the sink already has is None."""
+        """Store the results for their readers; the result is None for a gradient that the sink already has."""
         wiring, buffers = self._wiring, self._buffers
         if self.sink is not None:
             for index in wiring.gradients:
@@ -160,7 +148,7 @@ class Task:
         for index in wiring.losses:
             buffers.losses[microbatch] = results[index].clone()  # a loss may be a view of large memory
         if wiring.outputs:
-            shared = self.program.shared  # with a parameter, for instance, whose memory may be given back before they are read
+            shared = self.program.shared  # e.g. with a parameter, which may be freed before the output is read
             own = {leaf: results[index].clone() if index in shared else results[index] for index, leaf in wiring.outputs}
             buffers.outputs[microbatch] = own
         if wiring.metrics:
@@ -168,14 +156,14 @@ class Task:
 
 
 class OverlappedActions:
-    """The woven programs of one rank, found by the programs of their parts."""
+    """The woven programs of one rank, by the programs of their parts."""
 
     def __init__(self, woven: Sequence[WovenProgram]) -> None:
         self.woven = tuple(woven)
         self._by_parts = {tuple(map(id, each.parts)): each for each in woven}
 
     def run(self, parts: Sequence[Task]) -> bool:
-        """Run the woven program of these tasks and file its results; False, and nothing runs, where there is none."""
+        """Run the woven program of these tasks and store its results; returns False, and runs nothing, if there is none."""
         woven = self._by_parts.get(tuple(id(part.program) for part in parts))
         if woven is None:
             return False

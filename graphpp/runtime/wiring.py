@@ -1,7 +1,7 @@
-"""Resolves a program's roles to positions once, so that running it looks up nothing by role.
+"""Resolves a program's roles to positions once, so that a run looks up nothing by role.
 
-Contract: a `Wiring` has a list for each kind of role, with the positions of its arguments or results. `fixed` (parameters and
-buffers), `constants`, `sizes` and `step_invariants` are filled in once per step (`bound`), all others once per microbatch.
+A `Wiring` has a list for each kind of role, with the positions of its arguments or results. `fixed` (parameters and buffers),
+`constants`, `sizes` and `step_invariants` are filled in once per step (`bound`), all others once per microbatch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Wiring:
     losses: list[int] = field(default_factory=list)
     outputs: list[tuple[int, int]] = field(default_factory=list)
     metrics: list[tuple[int, str]] = field(default_factory=list)
-    bound: list[Any] = field(default_factory=list)  # the arguments, filled in as far as they are the same for a whole step
+    bound: list[Any] = field(default_factory=list)  # the arguments that are the same for a whole step
 
     @cached_property
     def computation(self) -> tuple[Any, ...]:
-        """Equal for two programs, whose inputs are parameters, buffers and constants, if they compute the same values."""
+        """Equal for two programs of parameters, buffers and constants that compute the same values."""
         constants = tuple(id(constant) for _, constant in self.constants)
         return self.program.source, self.program.inputs, constants, tuple(self.sizes)
 
@@ -58,10 +58,7 @@ def wire(
     constants: Mapping[str, torch.Tensor],
     sizes: Mapping[str, float],
 ) -> Wiring:
-    """Resolve the roles of `item`; `arriving`: the values that cross the boundary into the stage, in order.
-
-    `sizes`: the numbers for `Size` inputs, by formula.
-    """
+    """Resolve the roles of `item`. `arriving`: the values that enter the stage, in order; `sizes`: numbers by formula."""
     place = {meta.name: position for position, meta in enumerate(arriving)}
     return Wiring(
         item,
@@ -85,5 +82,4 @@ def wire(
 
 
 def _of(values: Sequence[object], *kinds: type) -> list[tuple[int, Any]]:
-    """The positions and roles of some kinds."""
     return [(at, role) for at, role in enumerate(values) if isinstance(role, kinds)]

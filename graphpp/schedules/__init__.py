@@ -1,9 +1,7 @@
 """Schedules for users: the generators behind the names, functions that rewrite and check tables, Megatron-Core's tables.
 
-Contract
-    Every generator maps (ranks, stages, microbatches) to a compute-only `Schedule`; so does any function that a user gives
-    as `schedule=`. With keyword parameters: `functools.partial(graphpp.schedules.megatron_interleaved, group=6)`.
-
+Every generator maps (ranks, stages, microbatches) to a compute-only `Schedule`; so does any function that a user gives as
+`schedule=`. With keyword parameters: `functools.partial(graphpp.schedules.megatron_interleaved, group=6)`.
 This package never imports torch. Its packages, each importing only those before it in a line:
     table <- check <- rewrite <- generate, simulate <- draw, search <- this file
 """

@@ -36,10 +36,7 @@ def check(
     memory_cap: int | Sequence[int] | None = None,
     offloaded: Sequence[OffloadWindow] = (),
 ) -> None:
-    """Accept a schedule, with or without communication, or raise `ScheduleError`.
-
-    `schedule`: any form that `graphpp.compile` takes. The other arguments are those of `graphpp.schedules.check.checker.check`.
-    """
+    """Accept a schedule, with or without communication, or raise `ScheduleError`; arguments as in `checker.check`."""
     table = make_table(schedule, ranks, stages, microbatches)
     checker.check(
         table,
@@ -57,8 +54,8 @@ def check(
 def simulate(schedule: ScheduleLike, costs: Costs, *, ranks: int | None = None, microbatches: int | None = None) -> Timeline:
     """The timeline of one step: events, makespan, bubble and peak bytes per rank, in the units of `costs`.
 
-    `schedule`: any form that `graphpp.compile` takes. For a name or a function give `microbatches`, and `ranks` unless the
-    number of stages in `costs` tells them. Raises `ScheduleError` for a table that does not fit the costs or cannot run.
+    `schedule`: any form that `graphpp.compile` takes. A name or a function needs `microbatches`, and `ranks` unless the stages
+    imply it. Raises `ScheduleError` if the table does not fit the costs or cannot run.
     """
     known = load_schedule(schedule)
     if isinstance(known, Schedule):

@@ -1,11 +1,9 @@
 """One plain parameter for all parameters of a flat shard, for optimizers that treat each element alike.
 
-Contract
---------
-- A flat parameter shares memory with the rows of its `DTensor` parameters, and its gradient with theirs: a change of one is a
-  change of the other. Elements of padding are 0, and so are their gradients.
-- Where a step starts, a flat gradient that is None clears the gradients of its parameters, and the other way round. A parameter
-  without a gradient in a step has gradient 0 in the flat one.
+- A flat parameter shares memory with the rows of its `DTensor` parameters, and its gradient with their gradients. Padding
+  elements and their gradients are 0.
+- When a step starts, a flat gradient that is None clears the gradients of its parameters, and the reverse. A parameter without
+  a gradient in a step has gradient 0 in the flat one.
 """
 
 from __future__ import annotations
@@ -30,15 +28,12 @@ class FlatParameter:
     shard: FlatShard | None
 
     def rows(self, fqn: str, flat: torch.Tensor) -> torch.Tensor:
-        """The rows of a parameter in a tensor laid out as the flat parameter."""
+        """The rows of a parameter in a tensor with the flat parameter's layout."""
         return flat if self.shard is None else self.shard.local(fqn, flat)
 
 
 class FlatParameters:
-    """The flat parameters of a rank."""
-
     def __init__(self, shards: Sequence[FlatShard], parameters: Mapping[str, nn.Parameter]) -> None:
-        """`parameters`: the sharded parameters by FQN."""
         trained = {fqn: parameter for fqn, parameter in parameters.items() if parameter.requires_grad}
         self._parameters = trained
         self.flat: list[FlatParameter] = []
@@ -61,7 +56,7 @@ class FlatParameters:
         return ((flat.fqns, flat.parameter) for flat in self.flat)
 
     def begin(self) -> None:
-        """Start a step: clear the gradients of which the others were cleared."""
+        """Start a step: if the flat gradient, or all gradients of its parameters, were cleared, clear both."""
         for flat in self.flat:
             own = [self._parameters[fqn] for fqn in flat.fqns]
             if flat.parameter.grad is None or all(each.grad is None for each in own):
@@ -73,7 +68,6 @@ class FlatParameters:
             self._parameters[fqn].grad = None
 
     def add(self, fqn: str, rows: torch.Tensor) -> None:
-        """Add the gradient of this rank's rows of a parameter."""
         flat, parameter = self._of[fqn], self._parameters[fqn]
         if flat.parameter.grad is None:
             flat.parameter.grad = torch.zeros_like(flat.parameter)

@@ -1,17 +1,15 @@
-"""The flat shard of parameters that the same stages read: this rank's rows of each, and the whole parameters while in use.
+"""The flat shard of parameters that the same stages read: this rank's rows, and the whole parameters while in use.
 
-Contract
---------
 - A parameter is cut along its first dimension as torch's `Shard(0)` cuts it: each rank has `ceil(rows / ranks)` rows, the last
-  ones fewer or none. Rank r's rows lie in its flat shard from `start` on, followed by padding up to that number of rows. The
-  shards of all ranks, gathered for one region after the other, lie at `ranks * start` in the whole buffer; there the parameter
-  is one piece of memory with the strides that it had.
-- `values` has this rank's rows of all parameters, the only memory of theirs that lives from step to step. `local(fqn)` and
+  ranks fewer or none. A rank's rows lie in its flat shard from `start` on, padded to that number of rows. The shards of one
+  region, gathered from all ranks, lie at `ranks * start` in the whole buffer; there the parameter is contiguous memory with its
+  original strides.
+- `values` has this rank's rows of all parameters, the only parameter memory that lives from step to step. `local(fqn)` and
   `whole(fqn)` are views; a view of a whole parameter may be kept, and has values from `ready` to the last `reshard`.
-- `unshard` starts to gather and returns at once; `ready` waits. Both are called by all ranks of the group in one order. The
-  parameters stay whole until `reshard` was called as often as `unshard`. Then their memory goes back, if it was made so.
-- Gathering copies nothing on a rank: each rank's rows arrive where the whole parameter has them. Where whole parameters have
-  another dtype than the rows, a rank casts its rows, and sends the copy, which is gone when they have arrived.
+- `unshard` starts to gather and returns at once; `ready` waits. All ranks of the group call both in one order. The parameters
+  stay whole until `reshard` was called as often as `unshard`; then their memory is freed, if `frees`.
+- Gathering copies nothing on a rank: rows arrive in their place in the whole parameter. If whole parameters have another dtype,
+  a rank sends a cast copy of its rows, which is freed when they have arrived.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ _ALIGNED = 64  # bytes
 
 @dataclass(frozen=True)
 class Region:
-    """The place of one parameter, from the element `start` of a flat shard on.
+    """The place of one parameter in a flat shard, from the element `start` on.
 
-    `rows`: of the first rank's shard, which no other exceeds; `width`: the elements of a row.
+    `rows`: of the first rank's shard, the largest number; `width`: the elements of a row.
     """
 
     shape: tuple[int, ...]
@@ -52,26 +50,25 @@ class Region:
         return self.rows * self.width
 
     def rows_of(self, rank: int) -> range:
-        """The rows of the parameter that `rank` holds."""
         return rows_of(self.shape[0], self.ranks, rank)
 
     def lengths(self) -> list[int]:
-        """The elements of each rank's rows."""
+        """The number of elements of each rank's rows."""
         return [len(self.rows_of(rank)) * self.width for rank in range(self.ranks)]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The regions of a flat shard by FQN, and its elements."""
+    """The regions of a flat shard by FQN, and its total elements."""
 
     regions: Mapping[str, Region]
     elements: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], ranks: int, itemsize: int) -> Layout:
-        """The layout of parameters, none of them 0-dim. `itemsize`: the least bytes of an element, in shards and when whole.
+        """The layout of parameters, none 0-dim. `itemsize`: the smaller element size, of shards and whole parameters, in bytes.
 
-        Raises `GraphPPError` for a parameter whose rows are not pieces of memory that follow each other.
+        Raises `GraphPPError` for a parameter whose rows are not consecutive pieces of memory.
         """
         regions, start = dict[str, Region](), 0
         for fqn, tensor in tensors.items():
@@ -107,11 +104,7 @@ class FlatShard:
         frees: bool,
         whole_dtype: torch.dtype | None = None,
     ) -> None:
-        """`tensors`: the parameters, of any device: their shapes, strides and dtype count here.
-
-        `frees`: whether the memory of whole parameters goes back when they are not used. `whole_dtype`: of whole parameters
-        (None: their own).
-        """
+        """Only shapes, strides and dtype of `tensors` are read. `frees`: whether `reshard` frees whole parameters."""
         self._group, self._rank, ranks = group, dist.get_rank(group), dist.get_world_size(group)
         dtype = next(iter(tensors.values())).dtype
         self.whole_dtype = dtype if whole_dtype is None else whole_dtype
@@ -124,7 +117,7 @@ class FlatShard:
         self._sent: list[torch.Tensor] = []  # the rows that are under way
 
     def local(self, fqn: str, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's rows of a parameter; with `flat` those of a tensor that is laid out as `values`."""
+        """This rank's rows of a parameter, as a view of `values`, or of a tensor `flat` with the same layout."""
         region = self.layout.regions[fqn]
         shape = (len(region.rows_of(self._rank)), *region.shape[1:])
         return (self.values if flat is None else flat).as_strided(shape, region.stride, region.start)
@@ -135,22 +128,20 @@ class FlatShard:
         return self.values[region.start :][: region.elements]
 
     def whole(self, fqn: str) -> torch.Tensor:
-        """The whole parameter."""
         return self._memory.whole[fqn]
 
     @torch.no_grad()
     def take(self, fqn: str, whole: torch.Tensor) -> None:
-        """Copy this rank's rows of a whole parameter."""
         rows = self.layout.regions[fqn].rows_of(self._rank)
         self.local(fqn).copy_(whole[rows.start : rows.stop])
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of whole parameters that stand now."""
+        """The bytes that whole parameters take now."""
         return self._memory.storage.nbytes() if "_memory" in vars(self) else 0
 
     def unshard(self) -> None:
-        """Start to gather the whole parameters, if they are not whole."""
+        """Start to gather the whole parameters, unless they are whole."""
         self._users += 1
         if self._users > 1:
             return
@@ -160,26 +151,25 @@ class FlatShard:
         self._work = all_gather_many(self._memory.received, self._sent, self._group) if self._sent else None
 
     def ready(self) -> None:
-        """Wait until the parameters are whole."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         self._sent = []
 
     def reshard(self) -> None:
-        """Give the memory of the whole parameters back, if no other stage uses them."""
+        """Free the whole parameters, if no other stage uses them."""
         self._users -= 1
         if not self._users and self._frees:
             self.ready()
             self._memory.storage.resize_(0)
 
     def drop(self) -> None:
-        """Forget a gathering that is under way, after a failure; the pipeline cannot be used any more."""
+        """Forget a gather in flight after a failure; the pipeline cannot be used afterwards."""
         self._users, self._work, self._sent = 0, None, []
 
     @cached_property
     def _memory(self) -> _WholeMemory:
-        """Made when whole parameters are asked for; never, where programs gather single layers."""
+        """Made at the first use of whole parameters; never if programs gather single layers."""
         ranks, regions = self._ranks, self.layout.regions
         gathered = torch.empty(ranks * self.layout.elements, dtype=self.whole_dtype, device=self.values.device)
         received = [gathered[ranks * each.start :][: ranks * each.elements] for each in self._regions]
@@ -191,7 +181,7 @@ class FlatShard:
 
 
 class _WholeMemory(NamedTuple):
-    """The memory of whole parameters, which comes and goes: `bytes` or none. `received`, `whole`: views of it, which stay."""
+    """The memory of whole parameters: `bytes` while they are whole, else none. `received`, `whole`: views of it, which stay."""
 
     storage: torch.UntypedStorage
     bytes: int

@@ -1,23 +1,18 @@
-"""The gradients of sharded parameters: averaged over all replicas, and each rank gets those of its rows.
+"""The gradients of sharded parameters: averaged over all replicas, then each rank keeps the gradients of its rows.
 
-Contract
---------
-- `reduce(stage)` takes over the stage's sums of whole gradients and starts to send each rank of the mesh its rows; a whole sum
-  is freed when its rows have left. A stage may be reduced several times in a step: whenever it is put away. The messages of at
-  most one reduction are under way: the next one waits for them.
+- `reduce(stage)` takes over the stage's sums of whole gradients and starts their reduce-scatter over the mesh. A whole sum is
+  freed when its rows have left. A stage may be reduced several times in a step. At most one reduction is in flight: the next
+  one waits for it.
 - `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
-- A gradient is ((r0 + r1) + ..) / replicas, over the ranks of the mesh, then over their copies; `Sums` says in which order they
-  are added. The sums of several reductions are added in their order.
-- Whole sums have the dtype of whole parameters, or a wider one that was asked for; they are sent in the dtype that `Precision`
-  says. Rows have the dtype of the rank's parameters, or the wider one.
+- A gradient is ((r0 + r1) + ..) / replicas, over the ranks of the mesh, then over their copies, in the order that `Sums`
+  defines. The sums of several reductions are added in their order.
+- Whole sums have the dtype of whole parameters, or the wider `sum_dtype`; `Precision` gives the dtype of messages. Rows have
+  the dtype of the rank's parameters, or the wider one.
 - All ranks of the mesh reduce the same stages in the same order, and the gradients of a stage by FQN. All ranks of a pipeline
   call `finish` once per training step.
-
-Where programs gather one layer at a time, a program hands its gradients to a `LayerSink`. When the sink has all gradients of a
-layer of one microbatch, the sums over the ranks start, and the whole gradients are given back when they have left. Each rank
-adds its rows to its stage's sums in the order of the microbatches. A gradient is then (m0 + m1 + ..) / replicas with
-m0 = r0 + r1 + .. over the ranks of the mesh, then the sum over their copies: other bits than where the microbatches are added
-first, but the same bits under every schedule.
+- Programs that gather one layer at a time give their gradients to a `LayerSink`. Once a layer's gradients of one microbatch are
+  complete, their sums start. Each rank adds its rows to the stage's sums in microbatch order: ((m0 + m1) + ..) / replicas with
+  m0 = r0 + r1 + .., then over the copies. These bits differ from the above, but are equal under every schedule.
 """
 
 from __future__ import annotations
@@ -45,9 +40,9 @@ def scattered(
     over_ranks: Sums,
     dtype_of_rows: Callable[[str], torch.dtype],
 ) -> Iterator[tuple[list[str], PendingSums]]:
-    """Start to sum whole gradients over the ranks of `sharding`, bundle by bundle: their FQNs, and this rank's rows to come.
+    """Start to sum whole gradients over the ranks of `sharding`, bundle by bundle: their FQNs, and this rank's pending rows.
 
-    The tensors of `names` are taken out of `totals`: the memory of one goes back when its elements are packed.
+    Takes the tensors of `names` out of `totals`, so that each one is freed once its elements are packed.
     """
     for fqn in names:
         whole = totals[fqn] if totals[fqn].dim() else totals[fqn].repeat(sharding.ranks)  # every rank needs a 0-dim one
@@ -58,7 +53,7 @@ def scattered(
 
 
 class ShardedGradients:
-    """The gradients of one rank's stages, where the rank holds shards of parameters."""
+    """The gradients of one rank's stages, where the rank has shards of parameters."""
 
     def __init__(
         self,
@@ -70,22 +65,20 @@ class ShardedGradients:
         over_ranks: Sums,
         partial: PartialSums = NO_PARTIAL_SUMS,
     ) -> None:
-        """`stages`: the sums of each local stage; `replicas`: by how many they are divided; `over_ranks`: adds over ranks."""
+        """`stages`: the sums of each local stage; `replicas`: the divisor of the sums; `over_ranks` adds over ranks."""
         self._stages, self._tied, self._sharded, self._replicas = stages, tied, sharded, replicas
         self._sum_dtype, self._over_ranks, self._partial = sum_dtype, over_ranks, partial
         self._pending: deque[tuple[int, list[str], PendingSums]] = deque()  # by stage
         self._rows: dict[_Key, torch.Tensor] = {}
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Begin a step. `parameters`: those of the rank's stages, by FQN."""
         self._sharded.begin_gradients()
         precision = self._sharded.precision
         for sums in self._stages.values():
             sums.start({}, {fqn: precision.of_sums(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
 
     def reduce(self, stage: int) -> None:
-        """Start to sum the stage's gradients so far over the ranks."""
-        self._add_started()  # their memory goes back before more is taken
+        self._add_started()  # frees their memory before more is allocated
         taken = self._stages[stage].take()
         self._partial.add_up(taken)
         for sharding, names in self._by_sharding(taken):
@@ -93,7 +86,6 @@ class ShardedGradients:
             self._pending.extend((stage, fqns, pending) for fqns, pending in started)
 
     def finish(self) -> None:
-        """Add the gradients of this rank's rows to `param.grad`."""
         for stage in self._stages:
             self.reduce(stage)
         self._add_started()
@@ -127,7 +119,7 @@ class ShardedGradients:
             flat.copy_(pending()[0])
 
     def _by_sharding(self, fqns: Iterable[str]) -> list[tuple[Sharding, list[str]]]:
-        """Parameters by the ranks that share them, in one order on all replicas, which may make gradients in another."""
+        """Parameters by the ranks that share them, sorted by FQN: replicas may make gradients in another order."""
         found: dict[int, tuple[Sharding, list[str]]] = {}
         for fqn in sorted(fqns):
             sharding = self._sharded.sharding[fqn]
@@ -135,7 +127,6 @@ class ShardedGradients:
         return list(found.values())
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
-        """New memory for another rank's partial sum of the rows of a parameter's gradient."""
         elements = self._sharded.lengths(fqn)[self._sharded.sharding[fqn].rank]
         return torch.empty(elements, dtype=self._dtype_of_rows(fqn), device=self._sharded.parameters[fqn].device)
 
@@ -143,7 +134,6 @@ class ShardedGradients:
         return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
 
     def _add_started(self) -> None:
-        """Add the rows of the reductions that were started, in their order."""
         while self._pending:
             stage, fqns, pending = self._pending.popleft()
             for fqn, rows in zip(fqns, pending(), strict=True):
@@ -151,29 +141,24 @@ class ShardedGradients:
                 self._rows[stage, fqn] = rows if before is None else before.add_(rows)
 
 
-# ---------------------------------------------------------------------------------- layer by layer
-
-
 class LayerReducer:
     """Sums the gradients of single layers over the ranks, and adds this rank's rows to the sums of a stage."""
 
     def __init__(self, sharded: ShardedParameters, sum_dtype: torch.dtype | None, over_ranks: Sums) -> None:
-        """`sum_dtype`: the dtype in which gradients of narrower parameters add up; `over_ranks`: adds over ranks."""
         self._sharded, self._sum_dtype, self.over_ranks = sharded, sum_dtype, over_ranks
         self._pending: deque[tuple[LayerSink, list[str], PendingSums]] = deque()
         self._waiting: dict[tuple[LayerSink, int], dict[str, torch.Tensor]] = {}
 
     def dtype_of_rows(self, fqn: str) -> torch.dtype:
-        """The dtype in which the rows of a parameter's gradient add up."""
         return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
 
     def collect(self, sink: LayerSink, layer: int, fqn: str, gradient: torch.Tensor) -> None:
-        """Keep a gradient until the layer's others are there, then start to sum them all."""
+        """Keep a gradient until all gradients of its layer have arrived, then start to sum them."""
         waiting = self._waiting.setdefault((sink, layer), {})
         waiting[fqn] = gradient
         if len(waiting) == len(sink.layers[layer]):
             del self._waiting[sink, layer]
-            self.finish()  # the memory of messages goes back before more is taken
+            self.finish()  # frees the memory of messages before more is allocated
             totals = {each: waiting.pop(each) for each in sink.layers[layer]}
             sharding = self._sharded.sharding[fqn]  # the same ranks share all of them
             started = scattered(totals, list(totals), self._sharded, sharding, self.over_ranks, self.dtype_of_rows)
@@ -187,7 +172,7 @@ class LayerReducer:
                 sink.sums.add(sink.microbatch, fqn, rows)
 
     def check_whole(self) -> None:
-        """Raise `RuntimeError` if a layer of a microbatch lacks a gradient, so that its others were never summed."""
+        """Raise `RuntimeError` if a layer of a microbatch lacks a gradient, so that its other gradients were never summed."""
         for (sink, layer), waiting in self._waiting.items():
             lacking = [fqn for fqn in sink.layers[layer] if fqn not in waiting]
             raise RuntimeError(
@@ -196,7 +181,6 @@ class LayerReducer:
             )
 
     def drop(self) -> None:
-        """Drop the gradients of a step that failed."""
         self._pending.clear()
         self._waiting.clear()
 
@@ -236,7 +220,6 @@ class LayerGradients(ShardedGradients):
         sum_dtype: torch.dtype | None,
         reducer: LayerReducer,
     ) -> None:
-        """`stages`: the sums of each local stage, of this rank's rows; `replicas`: by how many the sums are divided."""
         super().__init__(stages, tied, sharded, replicas, sum_dtype, reducer.over_ranks)
         self._reducer = reducer
 
@@ -246,10 +229,10 @@ class LayerGradients(ShardedGradients):
             sums.start({}, {fqn: self._reducer.dtype_of_rows(fqn) for fqn in sums.fqns})
 
     def reduce(self, stage: int) -> None:
-        """Do nothing: all gradients of the stage by now are on their way."""
+        """Do nothing: the sink starts the sums during the backward."""
 
     def finish(self) -> None:
-        """Add the gradients of this rank's rows to `param.grad`. Raises `RuntimeError` if a layer lacks a gradient."""
+        """As in the base class. Raises `RuntimeError` if a layer lacks a gradient."""
         self._reducer.finish()
         self._reducer.check_whole()
         self._rows = {(stage, fqn): rows for stage, sums in self._stages.items() for fqn, rows in sums.take().items()}

@@ -1,16 +1,13 @@
-"""The sharded parameters of a rank: `DTensor`s in the place of the model's parameters, as views of flat shards.
+"""The sharded parameters of a rank: `DTensor`s in place of the model's parameters, as views of flat shards.
 
-Contract
---------
 - Each parameter of a rank's stages is an `nn.Parameter` that is a `DTensor` with the placement `Shard(0)` over the mesh of
-  `dp_shard`, `Replicate()` for a 0-dim parameter. Where ranks share layers, the mesh is that of `tp` and `dp_shard`, and the
-  rows are those of the part that `tp` gives a rank; a parameter that `tp` leaves whole is replicated over `tp`. The parameter
-  keeps its FQNs, attributes and `requires_grad`.
-- Where ranks have other experts, an expert's mesh is that of `ep` and `dp_shard`; all other parameters are sharded over the
-  ranks of both.
+  `dp_shard` (`Replicate()` if it is 0-dim). With tensor parallelism the mesh is `tp` x `dp_shard`: `dp_shard` cuts the rows of
+  the local `tp` part, and a parameter that `tp` does not cut is replicated over `tp`. The parameter keeps its FQNs, attributes
+  and `requires_grad`.
+- With expert parallelism an expert's mesh is `ep` x `dp_shard`; all other parameters are sharded over the ranks of both.
 - Parameters lie in one flat shard if the same stages of the rank read them, the same ranks share them, they have one dtype and
   one `requires_grad`, and all or none of them are vectors: optimizers often decay matrices alone.
-- A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
+- A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -34,8 +31,6 @@ from graphpp.runtime.released import forget
 
 
 class ShardedParameters:
-    """The parameters of a rank's stages after they were sharded."""
-
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -46,11 +41,11 @@ class ShardedParameters:
         frees: bool,
         precision: Precision | None = None,
     ) -> None:
-        """Make shards of parameters; `take` gives them values, and `install` puts them into the model.
+        """Make shards of parameters; `take` fills in values, and `install` puts the shards into the model.
 
-        `tensors`: the parameters of this rank by FQN, in the model's order; their values do not count. `stages`: for each of
-        them the rank's stages that read it; `sharding`: the ranks that share it. `frees`: whether the memory of whole
-        parameters goes back when their stages are put away. `precision`: the dtypes of whole parameters and of messages.
+        `tensors`: this rank's parameters by FQN, in the model's order; their values are not read. `stages`: the rank's stages
+        that read each; `sharding`: the ranks that share each. `frees`: whether whole parameters are freed when their stages are
+        resharded. `precision`: the dtypes of whole parameters and of messages.
         """
         _check(tensors)
         self.sharding, self.precision = sharding, precision or Precision()
@@ -70,18 +65,17 @@ class ShardedParameters:
 
     @torch.no_grad()
     def take(self, fqn: str, whole: torch.Tensor) -> None:
-        """Copy this rank's rows of a parameter. All ranks of the mesh have equal values."""
+        """Copy this rank's rows of a parameter, whose values are equal on all ranks of the mesh."""
         if fqn in self._scalars:
             self._scalars[fqn].copy_(whole)
         else:
             self._flat_of[fqn].take(fqn, whole)
 
     def install(self, state: ModelState) -> None:
-        """Put the sharded parameters into the model, in the places of those that it has."""
         _install(self.parameters, state, "they are sharded over dp_shard now")
 
     def check(self, state: ModelState) -> None:
-        """Raise `GraphPPError` where another object stands in the place of a parameter."""
+        """Raise `GraphPPError` if the model has another object in place of a sharded parameter."""
         if self._reader is None:
             self._reader = state.reader(self.parameters)
         for (fqn, own), found in zip(self.parameters.items(), self._reader(), strict=True):
@@ -93,7 +87,7 @@ class ShardedParameters:
 
     @property
     def layout(self) -> list[str]:
-        """Lines that all ranks of the mesh must have alike: one for each flat shard, and one about messages."""
+        """Lines that must be equal on all ranks of the mesh: one for each flat shard, and one about messages."""
         texts = (", ".join(flat.layout.regions) for flat in self.flat)
         lines = [f"{flat.values.dtype} as {flat.whole_dtype} {text}" for flat, text in zip(self.flat, texts, strict=True)]
         return [*lines, f"gradients are sent in {self.precision.reduce_dtype}"]
@@ -102,44 +96,42 @@ class ShardedParameters:
         return fqn in self.parameters
 
     def whole(self, fqn: str) -> torch.Tensor:
-        """The whole parameter, which has values while a stage that reads it is unsharded; of a 0-dim one those of now."""
+        """The whole parameter; it has values while a stage that reads it is unsharded. A 0-dim parameter is always current."""
         if fqn in self._scalars:
             own = self._scalars[fqn]
             return own.to(dtype=self.precision.of_whole(own.dtype))
         return self._flat_of[fqn].whole(fqn)
 
     def gathered_by_programs(self, fqn: str) -> torch.Tensor:
-        """What a program is given that gathers its parameters itself: the rows; a 0-dim or empty parameter whole."""
+        """The rows, for a program that gathers parameters itself; a 0-dim or empty parameter whole."""
         flat = self._flat_of.get(fqn)
         return self.whole(fqn) if flat is None or not flat.layout.regions[fqn].elements else flat.rows(fqn)
 
     def shards_of(self, fqns: Iterable[str]) -> list[FlatShard]:
-        """The flat shards with these parameters, in order."""
         found = {id(self._flat_of[fqn]) for fqn in fqns if fqn in self._flat_of}
         return [flat for flat in self.flat if id(flat) in found]
 
     def lengths(self, fqn: str) -> list[int]:
-        """The elements of a parameter that each rank holds."""
+        """The number of a parameter's elements on each rank."""
         return [1] * self.sharding[fqn].ranks if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
 
     def flat_parameters(self) -> FlatParameters:
-        """The flat parameters; from then on gradients are views of theirs."""
+        """The flat parameters, made at the first call; after it, gradients are views of the flat gradients."""
         if self._flat_parameters is None:
             self._flat_parameters = FlatParameters(self.flat, self.parameters)
         return self._flat_parameters
 
     @property
     def flat_parts(self) -> Sequence[FlatParameter]:
-        """The flat parameters that somebody has asked for."""
+        """The flat parameters, if `flat_parameters` was called."""
         return self._flat_parameters.flat if self._flat_parameters is not None else ()
 
     def begin_gradients(self) -> None:
-        """Start a step."""
         if self._flat_parameters is not None:
             self._flat_parameters.begin()
 
     def add_gradient(self, fqn: str, rows: torch.Tensor) -> None:
-        """Add the gradient of this rank's rows to `parameter.grad`. `rows`: their elements in order, taken over."""
+        """Add the gradient of this rank's rows to `parameter.grad`. Takes over `rows`, the elements in order."""
         parameter = self.parameters[fqn]
         if self._flat_parameters is not None and fqn in self._flat_parameters:
             self._flat_parameters.add(fqn, rows)
@@ -159,7 +151,7 @@ class ShardedParameters:
         local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
         part = spread_tensor(tensor)
         mesh = self.sharding[fqn].spread_mesh
-        # A mesh of one dimension has no `tp` or `ep` with several ranks: the model's own `DTensor`s are whole there.
+        # On a 1-D mesh `tp` and `ep` have one rank each, so the model's own `DTensor`s are whole.
         before = () if part is None or mesh.ndim == 1 else part.spread.placements
         spread = sharded_by_rows(mesh, tensor.shape, tensor.stride(), before)
         made = _made(tensor, local, spread)
@@ -169,10 +161,9 @@ class ShardedParameters:
 
 
 class SpreadParameters:
-    """Memory for parameters that the model itself spreads over ranks: `DTensor`s like its own, which have none."""
+    """Memory for the model's own `DTensor` parameters, which are on the meta device."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """`tensors`: `DTensor`s of the model's by FQN, on the meta device."""
         self.parameters: dict[str, nn.Parameter] = {}
         for fqn, tensor in tensors.items():
             part = spread_tensor(tensor)
@@ -185,16 +176,14 @@ class SpreadParameters:
 
     @torch.no_grad()
     def take(self, fqn: str, part: torch.Tensor) -> None:
-        """Copy this rank's part of a parameter."""
         local_tensor(self.parameters[fqn]).copy_(part)
 
     def install(self, state: ModelState) -> None:
-        """Put the parameters into the model, in the places of those that it has."""
         _install(self.parameters, state, "pipe.materialize has put others in their places")
 
 
 def _made(tensor: torch.Tensor, local: torch.Tensor, spread: Spread) -> nn.Parameter:
-    """A `DTensor` parameter with the attributes of `tensor`; it requires a gradient where `tensor` does."""
+    """A `DTensor` parameter with the attributes and `requires_grad` of `tensor`."""
     made = parameter_of(dtensor_of(local, spread), requires_grad=tensor.requires_grad)
     vars(made).update(vars(tensor))
     if tensor.requires_grad:
@@ -225,7 +214,6 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_written(written: Collection[str], sharded: Collection[str]) -> None:
-    """Raise `GraphPPError` where a forward writes a parameter that would be sharded."""
     found = sorted(set(written) & set(sharded))
     if found:
         raise GraphPPError(f"the forward writes the parameter {found[0]}, of which dp_shard keeps rows only: make it a buffer")

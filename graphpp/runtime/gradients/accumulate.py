@@ -1,22 +1,16 @@
 """Gradient accumulation over the microbatches of a step, bit-equal to a plain loop over them.
 
-Contract
---------
-- A gradient reaches the accumulator of its stage by one of two ways, and by one only.
-  Handed out: the running program calls the task's `MicrobatchSink` as soon as no other operation reads the gradient. The sink
-  answers None, so the gradient's memory is free while the program goes on.
-  Filed: a gradient that is also another result of its program (a tensor sent to the previous stage, say) is returned by the
-  program, and `Task.file` (`runtime/task.py`) passes it to the same sink when the program has finished.
-- After the step `param.grad` is ((grad + g0) + g1) + .. in microbatch order, in whatever order the schedule ran the backwards:
-  a gradient that comes before its turn is kept until then.
+- The running program calls the task's `MicrobatchSink` as soon as no other operation reads the gradient; the sink answers None,
+  so the gradient's memory is free while the program goes on. A gradient that is also another result of its program (for
+  instance a tensor sent to the previous stage) is returned, and `Task.file` (`runtime/task.py`) passes it to the same sink.
+- After the step `param.grad` is ((grad + g0) + g1) + .. in microbatch order, whatever order the schedule ran the backwards in:
+  an early gradient is kept until its turn.
 - The first gradient becomes the sum itself, as in autograd, if it is contiguous and no other tensor shares its memory; else the
   sum is a contiguous copy.
-- `FusedAccumulator` is faster: it adds each gradient at once, in the order in which the schedule makes them, and multiplies
-  products into the sum (`gemm_accumulation.py`). Its sums differ from the plain loop's by rounding; two equal steps give equal
-  bits.
-- Sums may have a wider dtype than the gradients: float32 for bfloat16 parameters, say.
-- A parameter that several stages use has one partial sum per stage; `TiedReduction` (`tied.py`) adds these at the end of the
-  step.
+- `FusedAccumulator` is faster: it adds each gradient at once, in the schedule's order, and multiplies products into the sum
+  (`gemm_accumulation.py`). Its sums differ from the plain loop's by rounding; two equal steps give equal bits.
+- Sums may have a wider dtype than the gradients, such as float32 for bfloat16 parameters.
+- A parameter that several stages use has one partial sum per stage; `TiedReduction` (`tied.py`) adds them after the step.
 """
 
 from __future__ import annotations
@@ -46,15 +40,12 @@ class Accumulator:
         self._early: dict[str, dict[int, torch.Tensor]] = {}
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Hand over the sums by now; further gradients of the step add up to new sums.
-
-        The sums are contiguous, and in the order in which the first gradients came.
-        """
+        """Remove and return the sums so far, contiguous, in the order of first gradients; later gradients start new sums."""
         taken, self.sums = self.sums, {}
         return taken
 
     def add(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
-        """Add one microbatch's gradient of a parameter, once the gradients of all microbatches before it are added."""
+        """Add one microbatch's gradient of a parameter, once the gradients of all earlier microbatches are added."""
         turn = self._next[fqn]
         if microbatch != turn:
             self._early.setdefault(fqn, {})[microbatch] = gradient
@@ -65,7 +56,6 @@ class Accumulator:
             self._add_early(fqn)
 
     def _add_early(self, fqn: str) -> None:
-        """Add the gradients that came before their turn, and whose turn has come."""
         early = self._early[fqn]
         while self._next[fqn] in early:
             self._add_now(fqn, early.pop(self._next[fqn]))
@@ -76,7 +66,6 @@ class Accumulator:
     def add_matmul(
         self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None
     ) -> None:
-        """Add the gradient `a @ b` of one microbatch."""
         self.add(microbatch, fqn, gradient_of(self._kernel, a, b, layout))
 
     def _add_now(self, fqn: str, gradient: torch.Tensor) -> None:
@@ -93,13 +82,12 @@ class FusedAccumulator(Accumulator):
     """Adds each gradient when it comes, in the schedule's order, and multiplies products into the sum."""
 
     def add(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
-        """Add a gradient."""
         self._add_now(fqn, gradient)
 
     def add_matmul(
         self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None
     ) -> None:
-        """Multiply `a @ b` into the sum; if there is no sum of its dtype yet, contiguous, make the product and add it."""
+        """Multiply `a @ b` into the sum; without a contiguous sum of its dtype, make the product and add it."""
         total = self.sums.get(fqn)
         if total is None or total.dtype != a.dtype or not total.is_contiguous():
             self._add_now(fqn, gradient_of(self._kernel, a, b, layout))
@@ -134,6 +122,6 @@ def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
-    """Whether the tensor covers only a part of its memory, is not contiguous, or is conjugated or negated when it is read."""
+    """Whether the tensor covers only a part of its memory, is not contiguous, or is a lazy conjugate or negative."""
     covers = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
     return not covers or tensor.is_conj() or tensor.is_neg()

@@ -1,14 +1,12 @@
 """Gradients that are matrix products, multiplied straight into the sum over the microbatches (fused accumulation).
 
-Contract
---------
-- A program whose gradient is a product that no other operation reads never makes the gradient. It hands out the factors,
-  `sink.matmul(index, a, b)`, with a: [m, k], b: [k, n], or batches of matrices [.., m, k], [.., k, n]; the accumulator lets the
-  multiplication write into the sum of gradients.
-- `deferred_matmul` is the node of such a gradient in a graph (`passes/stage/fuse_grad_accumulation.py` makes these nodes).
-- A product may lie in its gradient with other strides or another shape. `MatmulLayout` then says where: (the gradient's shape,
-  the product's shape, the product's strides in elements), for a contiguous gradient. None: the product is the gradient.
-- `MatmulKernel` is the multiplication, which a backend may replace (`backends/kernels.py`); `TorchMatmul` calls BLAS.
+- A program does not compute a gradient that is a product and that no other operation reads. It hands out the factors,
+  `sink.matmul(index, a, b)`, with a: [m, k], b: [k, n], or batches [.., m, k], [.., k, n]; the accumulator's multiplication
+  writes into the sum of gradients.
+- `deferred_matmul` is the node of such a gradient in a graph (made by `passes/stage/fuse_grad_accumulation.py`).
+- A product may lie in its gradient with other strides or another shape. `MatmulLayout` is (the gradient's shape, the product's
+  shape, the product's strides in elements), for a contiguous gradient. None: the product is the gradient.
+- A backend may replace the multiplication, `MatmulKernel` (`backends/kernels.py`); `TorchMatmul` calls BLAS.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class TorchMatmul:
 
 
 def gradient_of(kernel: MatmulKernel, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None) -> torch.Tensor:
-    """The gradient whose factors are `a` and `b`, in memory of its own."""
+    """The gradient with the factors `a` and `b`, in newly allocated memory."""
     if layout is None:
         return kernel.multiply(a, b)
     shape, inner, strides = layout
@@ -54,5 +52,5 @@ def gradient_of(kernel: MatmulKernel, a: torch.Tensor, b: torch.Tensor, layout: 
 
 
 def deferred_matmul(a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> torch.Tensor:
-    """The gradient whose factors are `a` and `b`: the target of graph nodes whose program hands out the factors."""
+    """The gradient with the factors `a` and `b`: the target of graph nodes whose program hands out the factors."""
     return gradient_of(TorchMatmul(), a, b, layout)

@@ -1,15 +1,13 @@
-"""Gradient sinks: the objects to which a program hands its gradients while it runs.
+"""Gradient sinks: a program hands its gradients to a sink while it runs.
 
-Contract
---------
 - A program with gradients runs as `run(arguments, sink)`. It hands each gradient to the sink as soon as no other operation of
-  the program reads the gradient, and puts the sink's answer into the gradient's place among its results. (In the text of a
-  program the sink's name is `take`.)
+  the program reads the gradient, and puts the sink's answer into the gradient's place among its results. The text of a program
+  calls the sink `take`.
 - `sink(index, value)` hands over a tensor. `sink.matmul(index, a, b, layout)` hands over the factors of a gradient that is a
   matrix product (`gemm_accumulation.py`). `index` is the gradient's position among the program's results.
-- The sinks: `MicrobatchSink` (`accumulate.py`) adds to a stage's sums; `WovenSink` (`runtime/task.py`) forwards
-  to the sinks of the overlapped programs; `RecordingSink` (`backends/cuda_graphs.py`) keeps gradients for a CUDA graph;
-  `ReturningSink` leaves every gradient among the results.
+- The sinks: `MicrobatchSink` (`accumulate.py`) adds to a stage's sums; `WovenSink` (`runtime/task.py`) forwards to the sinks of
+  the overlapped programs; `RecordingSink` (`backends/cuda_graphs.py`) keeps gradients for a CUDA graph; `ReturningSink` leaves
+  every gradient among the results.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Gradients of which several stages, or the ranks that share a layer, have parts: the parts are added up once a step.
+"""Adds up the parts of gradients that several stages, or the ranks that share a layer, compute: once a step.
 
-Contract
---------
 - `TiedReduction`: each stage sums its own gradients of a tied parameter over the microbatches (`accumulate.py`). `reduce` adds
-  these partial sums in stage order, so every rank that holds the parameter gets the same bits. A partial sum is broadcast once
-  to the ranks that hold the parameter. All these ranks call `reduce` once per step, and broadcast in the same order.
+  these partial sums in stage order, so every rank with the parameter gets the same bits. A partial sum is broadcast once to
+  these ranks, which all call `reduce` once per step and broadcast in the same order.
 - `PartialSums`: `add_up` replaces the sums of parameters whose gradients are partial over `tp` by the totals, in place. All
-  ranks that share layers call it for the same stages in the same order. Each sum is one all-reduce: the backend adds its
-  elements in the order in which it adds those of a gradient that is reduced alone.
+  ranks that share layers call it for the same stages in the same order. Each sum has its own all-reduce, so that the backend
+  adds its elements in the order of a gradient that is reduced alone.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from graphpp.parallel.groups import Subgroups
 
 
 class TiedReduction:
-    """Adds the partial sums of tied parameters, on every rank that holds one.
+    """Adds the partial sums of tied parameters, on every rank that has one.
 
-    A rank may hold a parameter without contributing to its gradient (it reads the parameter under `no_grad`): its copy needs
+    A rank may have a parameter without contributing to its gradient (it reads the parameter under `no_grad`): its copy needs
     the gradient too, to stay equal.
     """
 
@@ -34,7 +32,7 @@ class TiedReduction:
         rank_of_stage: Mapping[int, int],
         subgroups: Subgroups,
     ) -> None:
-        """By FQN: `contributors` has the stages that make a gradient of the parameter, `ranks` all ranks that hold it."""
+        """By FQN: `contributors` has the stages that make a gradient of the parameter, `ranks` all ranks that have it."""
         shared = {fqn: stages for fqn, stages in contributors.items() if len(stages) > 1 or len(ranks[fqn]) > 1}
         self.contributors = {fqn: tuple(stages) for fqn, stages in shared.items()}
         self._ranks = {fqn: tuple(ranks[fqn]) for fqn in shared}
@@ -45,10 +43,7 @@ class TiedReduction:
     def reduce(
         self, partial: Callable[[int, str], torch.Tensor], buffer: Callable[[str], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The sums of this rank's tied parameters, by FQN.
-
-        `partial(stage, fqn)` gives a local stage's partial sum, `buffer(fqn)` new memory for a remote stage's.
-        """
+        """The sums of this rank's tied parameters by FQN. `buffer` allocates memory for a remote stage's partial sum."""
         return {fqn: self._total(fqn, partial, buffer) for fqn, ranks in self._ranks.items() if self._rank in ranks}
 
     def _total(
@@ -75,7 +70,6 @@ class PartialSums:
         self.fqns, self._group = frozenset(fqns), group
 
     def add_up(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Add the parts of all ranks up, where `sums` has any."""
         works = [
             dist.all_reduce(sums[fqn], group=self._group, async_op=True) for fqn in sorted(self.fqns.intersection(sums))
         ]

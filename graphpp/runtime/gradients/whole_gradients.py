@@ -1,13 +1,11 @@
 """The gradients of whole parameters: from the sums of a rank's stages to `param.grad`.
 
-Contract
---------
-- `begin` gives each stage's accumulator the gradients that `param.grad` holds already. `reduce` starts to average a stage's
-  sums over the replicas, once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets
-  `param.grad`. The averages of tied parameters, of experts and of gradients that are partial over `tp` do not begin with
-  `param.grad`: they are added to it at the end.
-- The gradient of a `DTensor` parameter of the model's is a `DTensor` of the same placements.
-- All ranks of a pipeline call `finish` once per training step; `reduce` is called by all replicas in one order.
+- `begin` gives each stage's accumulator the present `param.grad`. `reduce` starts to average a stage's sums over the replicas,
+  once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets `param.grad`. The averages of
+  tied parameters, of experts and of gradients that are partial over `tp` do not start from `param.grad`: they are added to it
+  at the end.
+- The gradient of a `DTensor` parameter of the model is a `DTensor` of the same placements.
+- All ranks of a pipeline call `finish` once per training step; all replicas call `reduce` in one order.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedRed
 
 
 class WholeGradients:
-    """The gradients of one rank's stages, where the rank holds whole parameters, or those parts of them that the model has."""
+    """The gradients of one rank's stages with whole parameters, or with the model's own local parts."""
 
     def __init__(
         self,
@@ -36,20 +34,17 @@ class WholeGradients:
         experts: Collection[str] = (),
         partial: PartialSums = NO_PARTIAL_SUMS,
     ) -> None:
-        """`stages`: the sums of each local stage; `tensor` gives a parameter by FQN; `sum_dtype`: as in `RunnerConfig`.
-
-        `experts`: FQNs of the parameters of experts, of which other replicas have other ones.
-        """
+        """`stages`: the sums of each local stage; `tensor` gives a parameter by FQN; `experts`: FQNs of experts' parameters."""
         self._stages, self._tied, self._replicas, self._experts = stages, tied, replicas, frozenset(experts)
         self._tensor, self._sum_dtype, self._partial = tensor, sum_dtype, partial
-        # `param.grad` of these stays out of the sums of a step, and the average of the step is added to it.
+        # The sums of these start at 0, and the average of the step is added to `param.grad`.
         self._added_at_end = self._experts.union(tied.contributors, partial.fqns)
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._plain = True  # whether no parameter is a `DTensor`
         self._reduced = set[int]()
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Begin a step. `parameters`: those of the rank's stages, by FQN."""
+        """Begin a step. `parameters`: of the rank's stages, by FQN."""
         self._reduced.clear()
         self._parameters, self._plain = parameters, are_plain(parameters.values())
         for sums in self._stages.values():
@@ -65,11 +60,10 @@ class WholeGradients:
             self._reduced.add(stage)
             sums = self._stages[stage].sums
             self._partial.add_up(sums)
-            # Sorted: replicas may make them in another order.
+            # sorted: replicas may make them in another order
             self._average(sorted(sums.keys() - self._tied.contributors.keys()) if self._replicas.several else [], sums)
 
     def finish(self) -> None:
-        """Set `param.grad` of all parameters that have a gradient."""
         for stage in self._stages:
             self.reduce(stage)
         tied = self._tied.reduce(lambda stage, fqn: self._stages[stage].sums[fqn], self._buffer_for_sum)
@@ -86,7 +80,6 @@ class WholeGradients:
         self._end()
 
     def drop(self) -> None:
-        """Drop the gradients of a step that failed."""
         self._replicas.drop()
         self._end()
 
@@ -96,7 +89,7 @@ class WholeGradients:
             sums.start({})
 
     def _set(self, parameter: torch.Tensor, total: torch.Tensor) -> None:
-        """Set `param.grad` to a sum that includes the gradient which was there; that gradient keeps its memory."""
+        """Set `param.grad` to a sum that includes the present gradient, which keeps its memory."""
         before = parameter.grad
         if before is None:
             wanted = parameter.grad_dtype
@@ -106,14 +99,12 @@ class WholeGradients:
             local_tensor(before).copy_(total)
 
     def _add(self, fqn: str, total: torch.Tensor) -> None:
-        """Add the gradient of a step to `param.grad`."""
         parameter = self._tensor(fqn)
         before = local_gradient(fqn, parameter)
         added = total.to(dtype=parameter.grad_dtype) if before is None else before.add_(total)
         parameter.grad = with_local(parameter, added)
 
     def _average(self, fqns: Sequence[str], sums: MutableMapping[str, torch.Tensor]) -> None:
-        """Start to average some of the sums over the replicas."""
         if not self._experts:
             self._replicas.start(sums, fqns)
             return
@@ -121,6 +112,5 @@ class WholeGradients:
         self._replicas.start_of_experts(sums, [fqn for fqn in fqns if fqn in self._experts])
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
-        """New memory for another rank's partial sum of a parameter's gradients."""
         own = local_tensor(self._tensor(fqn))
         return torch.empty(own.shape, dtype=dtype_of_sum(own, self._sum_dtype), device=own.device)

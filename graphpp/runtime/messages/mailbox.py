@@ -1,19 +1,16 @@
 """Point-to-point messages: tensors to and from the ranks of the neighbouring stages.
 
-Contract
---------
-- Shape, strides and dtype of each tensor are known before the step (`wire_layout.py`), so no message carries them. A receive
-  buffer is allocated when its receive is posted.
-- Both ranks of a pair post their messages in the order of the action table, which is one total order of (send, receive) pairs.
-  So two neighbours that send to each other cannot deadlock.
-- A batch (P2P) is posted in one call. Each of its messages has handles of its own, or shares the batch's handle where the
-  backend returns one for all (NCCL). On NCCL a batch uses another communicator than a single message, so with `batched=True`
-  every message is posted as a batch, if only of one.
-- At most `DEPTH` messages to one rank are in flight. A further send first waits for the oldest: an earlier event of the total
-  order, so this wait cannot deadlock either. A sent tensor is released as soon as its send is known to be complete. Where the
-  transport copies the tensors of a send, the send is complete at once.
+- Shape, strides and dtype of each tensor are known before the step (`wire_layout.py`), so no message carries them. Posting a
+  receive allocates its buffer.
+- Both ranks of a pair post their messages in the order of the action table, one total order of (send, receive) pairs, so two
+  neighbours that send to each other cannot deadlock.
+- A batch (P2P) is posted in one call. NCCL returns one handle for a whole batch, other backends one for each message. On NCCL a
+  batch uses another communicator than a single message, so with `batched=True` a single message is posted as a batch too.
+- At most `DEPTH` messages to one rank are in flight. A further send first waits for the oldest, which is earlier in the total
+  order, so this wait cannot deadlock. A sent tensor is released once its send is complete: at once where the transport copies
+  sent tensors.
 - On CUDA messages run on NCCL's streams: a posted send waits for the current stream's work so far, and `wait` makes the current
-  stream wait, never the host. `Message.done` asks without waiting.
+  stream wait, never the host.
 - A lost connection raises `PeerLost`, which names the peer.
 """
 
@@ -36,10 +33,9 @@ from graphpp.schedules.table.costs import DEPTH, MessageFlow
 
 @dataclass(slots=True)
 class Message:
-    """A message to or from `peer`, a rank within the group.
+    """A message to or from `peer`, a rank within the group. `works`: handles to wait for, once posted.
 
-    `tensors`: the tensors that are sent, or that stay on this rank; `buffers`: where tensors from another rank arrive. `works`:
-    handles to wait for, once the message is posted.
+    `tensors`: sent tensors, or tensors that stay on this rank; `buffers`: where tensors from another rank arrive.
     """
 
     peer: int
@@ -50,7 +46,7 @@ class Message:
 
     @property
     def elements(self) -> list[torch.Tensor]:
-        """The tensors on the wire: the memory that a send reads, or a receive writes."""
+        """The memory that a send reads, or a receive writes."""
         return self.tensors if self.outgoing else [buffer.elements for buffer in self.buffers]
 
     def done(self) -> bool:
@@ -68,7 +64,7 @@ class Message:
 
 
 def message_flow(group: dist.ProcessGroup | None, device: torch.device) -> MessageFlow:
-    """How early receives of a pipeline are posted, and how long its messages take memory.
+    """How early receives of a pipeline are posted, and how long messages take memory.
 
     `group`: None where one process plans a table for several ranks, which then count as ranks of one host.
     """
@@ -87,19 +83,16 @@ class Mailbox:
         self.on_wait: Callable[[], None] | None = None  # called before and after each wait, while a step is recorded
 
     def outgoing(self, values: Sequence[torch.Tensor], layouts: Sequence[WireLayout], peer: int) -> Message:
-        """A message with these values for `peer`, packed; not posted yet."""
+        """A packed message for `peer`, not posted yet."""
         packed = [layout.pack(value) for value, layout in zip(values, layouts, strict=True)]
         return Message(peer, packed, outgoing=True)
 
     def incoming(self, layouts: Sequence[WireLayout], peer: int) -> Message:
-        """A message from `peer` with newly allocated receive buffers; not posted yet."""
+        """A message from `peer` with newly allocated receive buffers, not posted yet."""
         return Message(peer, buffers=[layout.buffer(self.device) for layout in layouts])
 
     def start(self, messages: Sequence[Message]) -> None:
-        """Post messages; the tensors of a send are held until it is complete.
-
-        With `batched` all are posted in one call. Waits only where more than `DEPTH` messages to a rank would be in flight.
-        """
+        """Post messages, with `batched` in one call. Waits only to keep at most `DEPTH` messages to a rank in flight."""
         sends = [] if self.transport.copies else [message for message in messages if message.outgoing]
         for peer, count in Counter([message.peer for message in sends]).items() if sends else ():
             self._make_room(peer, count)
@@ -130,20 +123,18 @@ class Mailbox:
         return tensors
 
     def flush(self) -> None:
-        """Wait until all sends are complete."""
         for outgoing in self._outgoing.values():
             while outgoing:
                 self.wait(outgoing.popleft())
         self.transport.settle()
 
     def drop(self) -> None:
-        """Forget the messages in flight, after a failure."""
         self._outgoing.clear()
         self.transport.drop()
 
 
 def post(message: Message, transport: Transport) -> Sequence[Work]:
-    """Post a message; returns its handles. Raises `PeerLost`."""
+    """Post a message and return its handles. Raises `PeerLost`."""
     start = transport.send if message.outgoing else transport.receive
     try:
         return start(message.elements, message.peer)
@@ -152,7 +143,7 @@ def post(message: Message, transport: Transport) -> Sequence[Work]:
 
 
 def post_together(messages: Sequence[Message], group: dist.ProcessGroup | None) -> None:
-    """Post all messages in one call and give each its handles. Raises `PeerLost`."""
+    """Post all messages in one call and set each one's handles. Raises `PeerLost`."""
     each = [[_operation(message, value, group) for value in message.elements] for message in messages]
     ops = [op for own in each for op in own]
     peers = {message.peer for message, own in zip(messages, each, strict=True) if own}

@@ -1,11 +1,9 @@
-"""How the elements of a tensor lie in memory, in which order they travel in a message, and copies with the same strides.
+"""The memory layout of tensors, the order in which their elements travel in a message, and copies with the same strides.
 
-Contract
---------
-- A tensor travels as its stored elements in memory order, and arrives with the strides with which the graph was captured,
-  gaps and expanded dimensions included: a kernel computes the same bits from it as in one process. (Elements of overlapping
-  windows are an exception: each travels once for every window that it is in.) Copies within a rank are made alike.
-- A layout is resolved once for each `TensorMeta` (`layout_of`), before the step.
+- A tensor travels as its stored elements in memory order, and arrives with the strides with which the graph was captured, gaps
+  and expanded dimensions included: a kernel computes the same bits from it as in one process. (Elements of overlapping windows
+  travel once for every window.) Copies within a rank are made by the same rules.
+- `layout_of` resolves a layout once for each `TensorMeta`, before the step.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ class WireLayout:
     """The memory of a tensor of `shape` and `dtype`, and the order in which its elements travel.
 
     `stored`: the shape, with 1 for each expanded dimension. `order`: the dimensions, largest stride first. `dense`: in that
-    order the elements fill their memory without gaps, so they travel from and into the value's own memory. `plain`: dense, in
-    the dimensions' usual order, and nothing expanded. `windows`: elements overlap, and travel one copy for each window.
+    order the elements fill their memory without gaps, so no packed copy is needed. `plain`: dense, in the usual order of
+    dimensions, nothing expanded. `windows`: elements overlap, and travel once for each window.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +55,6 @@ class WireLayout:
         return value.permute(self.order).contiguous()
 
     def buffer(self, device: torch.device) -> ReceiveBuffer:
-        """New memory for one value."""
         strided = torch.empty_strided(self.stored, self.stride, dtype=self.dtype, device=device)
         if self.plain:
             return ReceiveBuffer(strided, strided, self)
@@ -68,7 +65,6 @@ class WireLayout:
 
 @lru_cache(maxsize=2**14)
 def layout_of(meta: TensorMeta) -> WireLayout:
-    """The layout of a value."""
     pairs = list(zip(meta.shape, meta.stride, strict=True))
     stored = tuple(min(size, 1) if stride == 0 else size for size, stride in pairs)
     order = tuple(sorted(range(len(pairs)), key=lambda dim: (-meta.stride[dim], -stored[dim], dim)))
@@ -94,7 +90,7 @@ class ReceiveBuffer:
 
     @staticmethod
     def nbytes(meta: TensorMeta) -> int:
-        """The bytes that the memory of a value takes until the value is read: gaps, and a packed copy where there are any."""
+        """The bytes that a value takes in the buffer until it is read, including gaps, and a packed copy if there are gaps."""
         known = replace(meta, shape=tuple(map(hint, meta.shape)), stride=tuple(map(hint, meta.stride)))
         layout = layout_of(known)
         sizes = zip(layout.stored, layout.stride, strict=True)
@@ -115,27 +111,22 @@ class ReceiveBuffer:
 
 
 def _write_windows(strided: torch.Tensor, elements: torch.Tensor) -> None:
-    """Write elements into overlapping windows; elements that share memory have the same value."""
+    """Write elements into overlapping windows; elements that share memory have equal values."""
     flat = strided.as_strided((strided.untyped_storage().nbytes() // strided.element_size(),), (1,))
     index = torch.arange(len(flat), device=strided.device).as_strided(strided.shape, strided.stride())
     flat.index_copy_(0, index.reshape(-1), elements.reshape(-1))
 
 
-# ---------------------------------------------------------------------------------- copies
-
-
 def meta_of(value: torch.Tensor) -> TensorMeta:
-    """Shape, strides and dtype of a value, without a name."""
     return TensorMeta("", tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 def elements_of(value: torch.Tensor) -> torch.Tensor:
-    """The stored elements of a value, without gaps: a view of the value if it has none, else a copy."""
+    """The stored elements of a value without gaps: a view if the value has none, else a copy."""
     return layout_of(meta_of(value)).pack(value)
 
 
 def buffer_like(value: torch.Tensor) -> ReceiveBuffer:
-    """New memory for a copy of a value, on the value's device."""
     return layout_of(meta_of(value)).buffer(value.device)
 
 

@@ -1,16 +1,14 @@
-"""Prove, before the first action runs, that a schedule computes everything once and cannot hang.
+"""Prove, before the first action runs, that a schedule computes everything once and cannot hang. After `check`:
 
-Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
-    each (stage, microbatch) has one F, then one B, or one I and then one W, all on the stage's one rank; no action is out
-    of range, doubled or left over; with `training=False` each has F alone;
-    parameters are unsharded wherever a computation reads them, and REDUCE_GRAD stands after its stage's last backward
-    (`order.py`);
-    if the table has communication: sends and receives stand exactly where neighbouring stages are on different ranks,
-    a SEND after and a RECV before its computation, and both ends of a channel (rank -> rank) have one order (`order.py`);
-    no cycle of waits exists, with batched or unbatched point-to-point messages (`deadlock.py`). An overlap waits for the
-    inputs of all its parts, so no part may depend on another part, not even by way of other ranks;
-    if a memory cap is given: no rank ever has more bytes of activations alive than the cap (`step_memory.py`).
-The proof takes about 15 µs a cell.
+- Each (stage, microbatch) has one F, then one B, or one I and then one W, all on the stage's one rank. No action is out of
+  range, doubled or left over. With `training=False` each has F alone.
+- Parameters are unsharded wherever a computation reads them, and REDUCE_GRAD comes after its stage's last backward
+  (`order.py`).
+- If the table has communication: sends and receives stand exactly where neighbouring stages are on different ranks, a SEND
+  after and a RECV before its computation, and both ends of a channel (rank -> rank) have one order (`order.py`).
+- No cycle of waits exists, with batched or unbatched point-to-point messages (`deadlock.py`). An overlap waits for the inputs
+  of all its parts, so no part may depend on another part, not even through other ranks.
+- If a memory cap is given: no rank ever has more bytes of activations alive than the cap (`step_memory.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +42,11 @@ def check(
 ) -> None:
     """Accept the schedule, with or without communication, or raise `ScheduleError`.
 
-    `training=False` is for a table of forwards only. `memory_cap`: the most bytes of activations alive on a rank, one number
-    for all ranks or one for each. It needs `costs` with the bytes of each stage, for all microbatches or one per microbatch;
-    `offloaded` are the activations that spend a while in the host's memory.
-
-    The error names rank, column, the actions around the fault and a remedy; for a deadlock, the cycle of waits. Refuses
-    tables that torch's `_validate_schedule` accepts: doubled actions, microbatches out of range, B together with I and W,
-    deadlocks, missing or misordered receives.
+    `training=False` is for a table of forwards only. `memory_cap`: the most bytes of activations alive on a rank, for all ranks
+    or one for each; needs `costs`, for all microbatches or one per microbatch. `offloaded`: activations that are evicted to the
+    host for a while. The error names rank, column, the actions around the fault and a remedy; for a deadlock, the cycle of
+    waits. Refuses tables that torch's `_validate_schedule` accepts: doubled actions, microbatches out of range, B together with
+    I and W, deadlocks, missing or misordered receives.
     """
     if schedule.ranks != ranks:
         raise ScheduleError(
@@ -90,9 +86,6 @@ def _check_made_for(subject: ScheduleUnderCheck) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------- each action by itself
-
-
 def _place_all(subject: ScheduleUnderCheck) -> None:
     """Fill `subject.where`. Afterwards no action is out of range or doubled, and each stage has one rank."""
     for rank, column, action in subject.schedule.cells():
@@ -126,9 +119,6 @@ def _check_leaf(subject: ScheduleUnderCheck, place: Position, leaf: Action) -> N
         raise subject.refusal(place, what, f"put all of stage {leaf.stage} on one rank")
 
 
-# ---------------------------------------------------------------------------------- each (stage, microbatch)
-
-
 def _check_complete(subject: ScheduleUnderCheck) -> None:
     """Each (stage, microbatch) has F, and either B, or I and W."""
     for stage in range(subject.stages):
@@ -142,7 +132,7 @@ def _check_complete(subject: ScheduleUnderCheck) -> None:
 
 
 def _check_counts(subject: ScheduleUnderCheck) -> None:
-    """Raise if the schedule's own counts differ from the pipeline's: rewrites and recomputation go by the schedule's counts."""
+    """Raise if the schedule's own counts differ from the pipeline's: rewrites and recomputation use the schedule's counts."""
     made_for = (subject.schedule.stages, subject.schedule.microbatches)
     if made_for != (subject.stages, subject.microbatches):
         raise ScheduleError(

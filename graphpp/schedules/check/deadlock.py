@@ -1,18 +1,15 @@
 """Prove that a table runs to its end: no action waits, through others, for itself.
 
-Contract
-    in    a `ScheduleUnderCheck` with `where` filled, with either all of its sends and receives or none
-    out   nothing; or `ScheduleError` with the cycle of waits, one wait a line
-
-The proof is one graph of the computations and the messages. A message, with its send and its receive, is one node: it ends
-when both ranks have reached it. A computation waits for the computation before it on its rank and for its inputs. A message
-waits, on both of its ranks, for the computation before it and for the messages before it. The messages of a batch (P2P) run and
-end together: a computation that reads one of them, or a message after the batch, waits for all of them.
-
-This models the strictest transport: NCCL's batched point-to-point, one communicator and stream per rank, no buffering. Every
-laxer transport has fewer waits (a communicator per pair of ranks, receives posted early, sends in flight, buffers), so a table
-without a cycle hangs on none of them. UNSHARD, RESHARD and REDUCE_GRAD wait for the replicas of the same stage, which run the
-same table, and so for no other rank of this table.
+- In: a `ScheduleUnderCheck` with `where` filled, with all of its sends and receives or none. `ScheduleError` shows the cycle of
+  waits.
+- The proof is one graph of the computations and the messages. A message, with its send and its receive, is one node: it ends
+  when both ranks have reached it. A computation waits for the previous computation on its rank and for its inputs. A message
+  waits, on both of its ranks, for the previous computation and messages. The messages of a batch (P2P) run and end together: a
+  computation that reads one of them, or a message after the batch, waits for all of them.
+- This models the strictest transport: NCCL's batched point-to-point, one communicator and stream per rank, no buffering. Every
+  other transport has fewer waits (a communicator per pair of ranks, receives posted early, sends in flight, buffers), so a
+  table without a cycle hangs on none of them. UNSHARD, RESHARD and REDUCE_GRAD wait for the replicas of the same stage, which
+  run the same table, and so for no other rank of this table.
 """
 
 from __future__ import annotations
@@ -50,9 +47,6 @@ def find_cycle(subject: ScheduleUnderCheck) -> list[WaitNode]:
     return []
 
 
-# ---------------------------------------------------------------------------------- the graph of waits
-
-
 def waits(subject: ScheduleUnderCheck) -> dict[WaitNode, set[WaitNode]]:
     """The graph of waits: each node -> the nodes that must have ended before it."""
     graph: dict[WaitNode, set[WaitNode]] = {}
@@ -84,16 +78,13 @@ def _nodes_read(subject: ScheduleUnderCheck, action: Action) -> Iterator[WaitNod
                     yield from map(send_of, batch.leaves if batch else ())
 
 
-# ---------------------------------------------------------------------------------- a cycle, as text
-
-
 def _cells(subject: ScheduleUnderCheck, node: WaitNode) -> tuple[Position, ...]:
     """The cell of a computation; of a message, the cells of its send and its receive."""
     return (node,) if isinstance(node, Position) else (subject.where[node], subject.where[peer(node)])
 
 
 def _without_steps(subject: ScheduleUnderCheck, cycle: list[WaitNode]) -> list[WaitNode]:
-    """Drop the nodes between the ends of a run of waits that only walks back along one rank's row."""
+    """Drop the inner nodes of a run of waits that only walks back along one rank's row."""
 
     def passed_by(around: Iterable[WaitNode]) -> bool:
         before, node, after = (_cells(subject, each)[0] for each in around)

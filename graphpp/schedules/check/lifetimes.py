@@ -1,25 +1,20 @@
 """Lifetimes on a rank as its row runs: the values of microbatches, and the state of the model.
 
-Contract
-    `LiveValues`: `start(leaf)` and `end(leaf)` are called for all parts of a row in order; `counts` says how many of each
-    `Item` are alive then. `item_bytes` gives the bytes of an item.
-    `RankState`: the same calls for all leaves whose kind is in `CHANGES_STATE`; between the two `make_sums(leaf)`, if
-    `makes_sums(leaf)`; `gather_layers(leaves)` for all actions where computations gather single layers. `state` is the rank's
-    state then, and `state_bytes` gives the bytes of a state.
-
-The activations of a stage's microbatch live from the start of its F to the end of its B, or to the end of its I and in part to
-the end of its W. A forward without a backward keeps nothing.
-
-A value for the neighbouring stage lives from the end of the computation that made it until the computation that reads it
-starts, if both are on one rank; else until its SEND ends, or while its transport keeps it (`MessageFlow.kept`). On the other
-rank it has a buffer from the RECV until the computation that reads it starts. In a table without messages a value for another
-rank takes no bytes between the two computations.
-
-Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD. Its sums of gradients are made while its first B or
-W runs, and stand until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, rows that leave and as
-many that arrive, stay until the rank's next reduction. Parts of averages (`HeldBytes.averaged`) stay to the end. A gradient
-whose microbatch is not the next one of its stage waits (`HeldBytes.waiting`). Computations that gather single layers hold the
-most of whole parameters and gradients while they run, and leave the messages of a reduction behind.
+- `LiveValues`: `start(leaf)` and `end(leaf)` are called for all parts of a row in order; `counts` has the number of each `Item`
+  alive. `item_bytes` gives the bytes of an item.
+- `RankState`: the same calls for all leaves whose kind is in `CHANGES_STATE`, with `make_sums(leaf)` between them if
+  `makes_sums(leaf)`; `gather_layers(leaves)` for all actions if computations gather single layers. `state_bytes` gives the
+  bytes of `state`.
+- The activations of a stage's microbatch live from the start of its F to the end of its B, or to the end of its I and in part
+  to the end of its W. A forward without a backward keeps nothing.
+- A value for the neighbouring stage lives from the end of its computation until its reader starts, if both are on one rank;
+  else until its SEND ends, or while its transport keeps it (`MessageFlow.kept`). On the other rank it has a buffer from the
+  RECV until its reader starts. In a table without messages a value for another rank takes no bytes in between.
+- Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD. Its sums of gradients are allocated while its
+  first B or W runs, and live until REDUCE_GRAD, or a RESHARD after a B or W. That reduction's messages, sent rows and as many
+  received, live until the rank's next reduction. Parts of averages (`HeldBytes.averaged`) live to the end. A gradient waits
+  until its microbatch is the next of its stage (`HeldBytes.waiting`). Computations that gather single layers take the most
+  bytes of whole parameters and gradients while they run; the messages of their reduction stay.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ def item_bytes(stage: StageCosts) -> list[int]:
 
 
 class LiveValues:
-    """The values on one rank. `counts`: by costs, by stage of `stages`, by item. `key`: a number that stands for the counts."""
+    """The values on one rank. `counts`: by costs, by stage of `stages`, by item. `key`: a number that identifies the counts."""
 
     def __init__(self, leaves: Sequence[Action], table: Schedule, costs_of: Sequence[int], kept: int) -> None:
         """`leaves`: of the rank's row; `costs_of`: by microbatch, the number of its costs; `kept`: `MessageFlow.kept`."""
@@ -77,12 +72,11 @@ class LiveValues:
 
     @property
     def messages(self) -> list[bool]:
-        """For each of `counts`, whether it is a message from or to another rank; else it belongs to the activations."""
+        """For each of `counts`, whether it is a message from or to another rank; all others are activations."""
         one = [item in _MESSAGES and stage + _MESSAGES[item] not in self._at for stage in self.stages for item in Item]
         return one * (len(self.counts) // max(self._width, 1))
 
     def start(self, leaf: Action) -> None:
-        """An action starts, or a part of one."""
         stage, kind, microbatch, _ = leaf
         if kind in _RUNS:
             first = self._first(stage, microbatch)
@@ -96,11 +90,10 @@ class LiveValues:
             self._make_room(self._sent_to(leaf), self._most - 1)
 
     def count_as_read(self, leaf: Action, change: int) -> None:
-        """Count the saved values that a computation frees as gone while it runs (`change` -1), or as alive again (1)."""
+        """Count the saved values that a computation frees as freed while it runs (`change` -1), or as alive again (1)."""
         self._count(self._first(leaf.stage, leaf.microbatch) + _TAKEN[leaf.kind], change)
 
     def end(self, leaf: Action) -> None:
-        """An action ends."""
         stage, kind, microbatch, _ = leaf
         if kind in _RUNS:
             first = self._first(stage, microbatch)
@@ -135,7 +128,7 @@ class LiveValues:
             self._count(self._first(stage, microbatch) + item, -1)
 
     def _take_arriving(self, reader: Action) -> None:
-        """Values from a neighbouring stage belong to the computation that reads them, from its start on."""
+        """Count values from a neighbouring stage as the reader's from its start on."""
         for maker in upstream(reader, self._table.stages):
             if maker.stage in self._at:
                 self._remove((maker.stage, _SENT[maker.kind], maker.microbatch))
@@ -143,7 +136,7 @@ class LiveValues:
             self._remove((reader.stage, _READ[reader.kind], reader.microbatch))
 
     def _make_room(self, kept: deque[_Value], most: int) -> None:
-        """Drop the oldest values sent to a rank, until at most so many are left."""
+        """Drop the oldest values sent to a rank, until at most `most` are left."""
         while len(kept) > max(most, 0):
             self._remove(kept.popleft())
 
@@ -155,15 +148,13 @@ class LiveValues:
         return found
 
 
-# ---------------------------------------------------------------------------------- the state of the model
-
 KINDS = ("weights", "gradients", "messages")
 """The kinds of bytes that a state has."""
 
 _GRADIENTS = (Kind.B, Kind.W)
 CHANGES_STATE = frozenset({*_GRADIENTS, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """The kinds of all leaves whose start or end changes a state."""
-_IN_MESSAGES = 2  # a reduction holds the bytes that it sends, and receives as many
+_IN_MESSAGES = 2  # a reduction has the bytes that it sends, and as many received
 
 Running = tuple[tuple[int, Kind], ...]
 """Computations that gather single layers, by stage and kind."""
@@ -172,9 +163,9 @@ Running = tuple[tuple[int, Kind], ...]
 class State(NamedTuple):
     """The whole parameters and the gradients on a rank.
 
-    `whole`: the stages with whole parameters; `unreduced`: those with gradients that are not reduced; `reduced`: those that
-    were reduced, and computations that reduced single layers, the last ones first. `early`: by stage, how many microbatches
-    have gradients that wait for their turn. `layers`: the computations that gather single layers now.
+    `whole`: the stages with whole parameters; `unreduced`: stages with gradients not reduced yet; `reduced`: reduced stages,
+    and computations that reduced single layers, latest first. `early`: by stage, how many microbatches have gradients that wait
+    for their turn. `layers`: the running computations that gather single layers.
     """
 
     whole: frozenset[int] = frozenset()
@@ -185,14 +176,11 @@ class State(NamedTuple):
 
 
 class RankState:
-    """The state of one rank."""
-
     def __init__(self) -> None:
         self.state = State()
         self._turn, self._early = Counter[int](), defaultdict[int, set[int | None]](set)  # microbatches, by stage
 
     def start(self, leaf: Action) -> None:
-        """An action starts, or a part of one."""
         state = self.state
         if leaf.kind in _GRADIENTS:
             if leaf.microbatch != self._turn[leaf.stage]:
@@ -208,11 +196,10 @@ class RankState:
         return leaf.kind in _GRADIENTS and leaf.stage not in self.state.unreduced
 
     def make_sums(self, leaf: Action) -> None:
-        """The sums of the stage of an action are there."""
+        """Count the sums of the action's stage as allocated."""
         self.state = self.state._replace(unreduced=self.state.unreduced | {leaf.stage})
 
     def end(self, leaf: Action) -> None:
-        """An action ends."""
         if leaf.kind is Kind.RESHARD:
             self.state = self.state._replace(whole=self.state.whole - {leaf.stage})
         elif leaf.kind in _GRADIENTS and leaf.microbatch == self._turn[leaf.stage]:
@@ -224,7 +211,7 @@ class RankState:
             self._count_early()
 
     def gather_layers(self, leaves: Sequence[Action]) -> None:
-        """These gather their layers now, and those before have ended."""
+        """The previous computations have ended, and these leaves gather their layers now."""
         running = tuple((leaf.stage, leaf.kind) for leaf in leaves if leaf.is_compute)
         reduced = _first(running, self.state.reduced) if running else self.state.reduced
         self.state = self.state._replace(layers=running, reduced=reduced)
@@ -240,7 +227,7 @@ def _first(last: int | Running, others: tuple[int | Running, ...]) -> tuple[int 
 
 
 def state_bytes(state: State, held: HeldBytes) -> tuple[int, int, int]:
-    """The bytes that come and go, by `KINDS`."""
+    """The bytes of a state, by `KINDS`."""
     running = [held.layers[key] for key in state.layers if key in held.layers]  # parts of an action run one after the other
     whole = sum(nbytes for stages, nbytes in held.whole if not stages.isdisjoint(state.whole))
     whole += max((each.whole for each in running), default=0)
@@ -253,7 +240,7 @@ def state_bytes(state: State, held: HeldBytes) -> tuple[int, int, int]:
 
 
 def _sent(last: int | Running, held: HeldBytes) -> int | None:
-    """The bytes that a reduction sends: of a stage, or of the largest layer of computations; None: there was none."""
+    """The bytes that a reduction sends: of a stage, or of the largest layer of computations; None if nothing is reduced."""
     if isinstance(last, int):
         return held.sent.get(last, held.gradients[last]) if last in held.gradients else None
     return max((held.layers[key].sent for key in last if key in held.layers), default=0) or None

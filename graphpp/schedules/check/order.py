@@ -1,16 +1,13 @@
 """Check the messages of a table, and UNSHARD, RESHARD and REDUCE_GRAD: none missing or left over, each in its place.
 
-Contract
-    in    a `ScheduleUnderCheck` with `where` filled, complete and in order; for messages: of a schedule with communication
-    out   nothing; or `ScheduleError` at the action that is missing, left over or misplaced
-
-A channel is an ordered pair of ranks. Its messages arrive in the order in which they are posted, whatever their kind and
-stage, so both ends must list them in the same order. The parts of a batch (P2P) are posted in the order they are written.
-
-A stage with any UNSHARD or RESHARD has them alternate, UNSHARD first and RESHARD last, and each of its computations stands
-between an UNSHARD and the next RESHARD. A stage without either keeps its parameters unsharded. REDUCE_GRAD stands at most once
-per stage, after its last B or W; without one the runner reduces at the end of the step. The tables of torch's
-`_add_unshard_reshard` and `_add_reduce_grad` are accepted.
+- In: a `ScheduleUnderCheck` with `where` filled, complete and in order. `ScheduleError` is raised at the action that is
+  missing, left over or misplaced.
+- A channel is an ordered pair of ranks. Its messages arrive in the order in which they are posted, whatever their kind and
+  stage, so both ends must list them in the same order. The parts of a batch (P2P) are posted in the order they are written.
+- A stage with any UNSHARD or RESHARD alternates them, UNSHARD first and RESHARD last, and each of its computations is between
+  an UNSHARD and the next RESHARD. A stage without either stays unsharded. REDUCE_GRAD comes at most once per stage, after its
+  last B or W; without one the runner reduces at the end of the step. The tables of torch's `_add_unshard_reshard` and
+  `_add_reduce_grad` are accepted.
 """
 
 from __future__ import annotations
@@ -101,7 +98,7 @@ def _follow(subject: ScheduleUnderCheck, whole: dict[int, Position], here: Posit
 
 
 def check_reductions(subject: ScheduleUnderCheck) -> None:
-    """Raise unless REDUCE_GRAD stands after its stage's last backward."""
+    """Raise unless REDUCE_GRAD comes after its stage's last backward."""
     last = {leaf.stage: leaf for leaf in subject.where if leaf.kind in BACKWARDS}
     for leaf in (leaf for leaf in subject.where if leaf.kind is Kind.REDUCE_GRAD):
         subject.check_before(last[leaf.stage], leaf)

@@ -1,11 +1,7 @@
 """The distinct moments of a rank's row: before it, while each action runs, and after it.
 
-Contract
-    in    a row of a table, and a `Reading`: all that lifetimes depend on beside the table
-    out   `RowMoments`: what is alive at each distinct moment, and which moments each column has
-
-Lifetimes are those of `lifetimes.py`. Offloaded bytes are not alive from the end of a window's
-`evict_after` to the start of its `prefetch_at`. A table of a thousand actions has some dozens of distinct moments on each rank.
+Lifetimes are those of `lifetimes.py`. Offloaded bytes are not alive from the end of a window's `evict_after` to the start of
+its `prefetch_at`. A table of a thousand actions has some dozens of distinct moments on each rank.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Reading:
-    """All that lifetimes depend on beside the table: `MessageFlow.kept`, `Costs.woven`, offloaded values.
+    """The inputs of lifetimes other than the table: `MessageFlow.kept`, `Costs.woven`, offloaded values.
 
     `costs_of`: by microbatch, the number of its costs among the distinct ones. `layers`: computations gather single layers.
     """
@@ -48,7 +44,7 @@ class RowMoments:
     """The distinct moments of a row; number 0 is before the row.
 
     `live`: [moments, entries], how many values are alive: `LiveValues.counts`, with `stages` and `messages`. `states`: the
-    distinct states, `state`: which of them a moment has. `away`: the bytes that are offloaded.
+    distinct states, `state`: the number of each moment's state. `away`: the offloaded bytes.
     """
 
     def __init__(self, row: Row, table: Schedule, reading: Reading) -> None:
@@ -63,7 +59,7 @@ class RowMoments:
 
     @cached_property
     def places(self) -> tuple[Integers, Integers]:
-        """The columns and the numbers of all moments in order, repeated ones too; the moment before the row is in column 0."""
+        """The columns and numbers of all moments in order, with repetitions; the moment before the row is in column 0."""
         columns, moments = [0], [0]
         for at, (during, after) in enumerate(self.columns):
             columns += [at] * (len(during) + 1)
@@ -77,10 +73,10 @@ class RowMoments:
 
 
 class _Walk:
-    """A rank on its way along its row.
+    """A rank's walk along its row.
 
-    `moments`, `states`: the numbers of the distinct ones so far, moments by `LiveValues.key`, the number of the state and the
-    offloaded bytes. `live`: the counts at each moment.
+    `moments`: numbers by `LiveValues.key`, the number of the state and the offloaded bytes; `states`: distinct states. `live`:
+    counts by moment.
     """
 
     def __init__(self, row: Row, table: Schedule, reading: Reading) -> None:
@@ -95,7 +91,6 @@ class _Walk:
         self._number()
 
     def _number(self) -> int:
-        """The number of the present moment."""
         state = self._model.state
         if state is not self._last[0] or not self.states:  # a hash of a state takes longer than this comparison
             self._last = state, self.states.setdefault(state, len(self.states))
@@ -105,7 +100,7 @@ class _Walk:
         return number
 
     def run(self, action: Action) -> Column:
-        """The moments while an action runs, and the one when it has ended."""
+        """The moments while an action runs, and the moment when it has ended."""
         values, model, during = self.values, self._model, list[int]()
         self._away -= self._prefetched.get(action, 0)
         together = self._woven or not action.is_compute
@@ -129,7 +124,7 @@ class _Walk:
         return tuple(during), self._number()
 
     def _with_sums(self, first: Sequence[Action]) -> int:
-        """The moment near the end of first computations that make gradients: saved values go layer by layer, gradients come."""
+        """The moment near the end of the first computations that make gradients: saved values are freed layer by layer."""
         for leaf in first:
             self._model.make_sums(leaf)
             self.values.count_as_read(leaf, -1)
@@ -140,7 +135,7 @@ class _Walk:
 
 
 def _moved(offloaded: Sequence[OffloadWindow]) -> tuple[Mapping[Action, int], Mapping[Action, int]]:
-    """The bytes evicted at the end of an action, and those prefetched at the start of one."""
+    """The bytes evicted at the end of an action, and prefetched at the start of one."""
     evicted, prefetched = Counter[Action](), Counter[Action]()
     for window in offloaded:
         evicted[window.evict_after] += window.nbytes

@@ -1,8 +1,7 @@
 """A schedule while it is checked: the counts it must fit, the cell of each action, and how an error shows a fault.
 
-Contract: `where` maps every single action to its cell, a part of an overlap or of a batch to the cell of the whole, in the
-order of the ranks' rows. The first step of `checker.py` fills it and every later step reads it. Ranks and columns in error
-messages count from 0, like the rows and cells of the printed table without its labels.
+`where` maps every single action to its cell (a part of an overlap or batch to the cell of the whole), in row order. The first
+step of `checker.py` fills it and every later step reads it. Ranks and columns in error messages count from 0.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleUnderCheck:
-    """A schedule, the counts of the pipeline that will run it, and the cell of each single action.
-
-    `training`: True for a table with backwards, False for a table of forwards only.
-    """
+    """A schedule, the counts of the pipeline that will run it, and the cell of each single action."""
 
     schedule: Schedule
     stages: int
@@ -52,12 +48,11 @@ class ScheduleUnderCheck:
         return subject
 
     def at(self, place: Position) -> Action | None:
-        """The action in a cell; None where the rank is idle."""
         return self.schedule.table[place.rank][place.column]
 
     @cached_property
     def messages(self) -> tuple[Crossing, ...]:
-        """Every result that crosses to another rank, in the order of the ranks' rows. Read it only after `where` is filled."""
+        """Every result that crosses to another rank, in row order. Read it only after `where` is filled."""
         rank_of = self.schedule.rank_of_stage
         pairs = ((leaf, message(leaf, self.stages)) for leaf in self.where)
         return tuple(Crossing(made, *ends) for made, ends in pairs if ends and rank_of[ends[0].stage] != rank_of[ends[1].stage])
@@ -74,7 +69,7 @@ class ScheduleUnderCheck:
         )
 
     def check_before(self, first: Action, then: Action) -> None:
-        """Raise `ScheduleError` unless `first` stands in an earlier column than `then`; both are on one rank."""
+        """Raise `ScheduleError` unless `first` is in an earlier column than `then`; both are on one rank."""
         earlier, later = self.where[first], self.where[then]
         if earlier.column >= later.column:
             what = f"{then} needs {first}, which stands in column {earlier.column}"

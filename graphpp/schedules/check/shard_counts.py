@@ -1,7 +1,6 @@
 """How often a rank gathers and reduces its sharded stages in a step of a table (`rewrite/place_shards.py`).
 
-Contract: a stage is gathered at each UNSHARD. Its gradients stand from its first B or W on until they are reduced: at
-REDUCE_GRAD, and at each RESHARD that follows a B or W.
+A stage is gathered at each UNSHARD. Its gradients, made by a B or W, are reduced at the next REDUCE_GRAD or RESHARD.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class ShardCounts:
 
 
 def shard_counts(table: Schedule) -> tuple[ShardCounts, ...]:
-    """The counts of each rank."""
     return tuple(map(_of_row, table.table))
 
 

@@ -1,14 +1,10 @@
 """The peak of all bytes on each rank in a step: parameters, gradients, optimizer, buffers, messages, activations.
 
-Contract
---------
-    in    the table that the ranks run (sharded stages have UNSHARD, RESHARD and REDUCE_GRAD), the costs of its microbatches,
-          the state that each rank holds (`table/state_bytes.py`; none: activations and messages between stages alone)
-    out   for each rank the column at which most bytes are alive together, and these bytes by kind; `check_memory` refuses a
-          table under which they are more than a cap
-
-Lifetimes are those of `lifetimes.py`. The finish of the gradients counts at the last column. A table that
-is read once (`StepMemory`) answers for further costs in microseconds: the bytes of all moments are one product of integers.
+- In: the table that the ranks run (sharded stages have UNSHARD, RESHARD and REDUCE_GRAD), the costs of its microbatches, and
+  each rank's state (`table/state_bytes.py`; without it only activations and messages between stages count).
+- Out: for each rank the column with the most bytes alive, and these bytes by kind; `check_memory` refuses a table that takes
+  more than a cap. Lifetimes are those of `lifetimes.py`; the gradients are finished at the last column.
+- A table that is read once (`StepMemory`) answers for further costs in microseconds: its bytes are one matrix product.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
-_LARGE = 2**62  # from here on integers are those of Python
+_LARGE = 2**62  # from here on Python's integers are used
 
 MicrobatchCosts = Costs | Sequence[Costs]
 """The costs of all microbatches, or one for each microbatch."""
@@ -48,7 +44,7 @@ WINDOWS = Accepted(
 class StepPeak(NamedTuple):
     """The most bytes alive at once on a rank: the first column with so many, and the bytes by kind there.
 
-    `most`: by kind, the most bytes at any time before the finish of the gradients, not all at the same time.
+    `most`: by kind, the most bytes at any time before the gradients are finished, not all at the same time.
     """
 
     rank: int
@@ -58,7 +54,6 @@ class StepPeak(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """All bytes at the peak."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -70,10 +65,8 @@ class StepPeak(NamedTuple):
 
 
 class StepMemory:
-    """A table, read once."""
-
     def __init__(self, table: Schedule, reading: Reading | None = None) -> None:
-        """`reading`: None: all microbatches have the same costs, sent values are not kept, overlapped parts are woven."""
+        """Without `reading`, all microbatches have the same costs, sent values are not kept, and overlapped parts are woven."""
         self._table, self._reading = table, reading or Reading([0] * table.microbatches)
         self._rows = [RowMoments(row, table, self._reading) for row in table.table]
 
@@ -88,7 +81,7 @@ class StepMemory:
     def bytes_by_column(
         self, costs: Sequence[Costs], held: Sequence[HeldBytes] = ()
     ) -> tuple[Iterator[tuple[int, dict[str, int]]], ...]:
-        """For each rank (column, bytes by kind) before the row, while each action runs and after it, and in the finish."""
+        """Per rank (column, bytes by kind): before the row, during and after each action, and at the end of the step."""
         return tuple(each.by_column() for each in self._ranks(costs, held))
 
     def _ranks(self, costs: Sequence[Costs], held: Sequence[HeldBytes]) -> list[_RankBytes]:
@@ -116,13 +109,11 @@ def step_peaks(
 def step_bytes(
     table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes] = (), offloaded: Sequence[OffloadWindow] = ()
 ) -> tuple[Iterator[tuple[int, dict[str, int]]], ...]:
-    """`StepMemory.bytes_by_column` of a table."""
     memory, distinct = _read(table, costs, held, offloaded)
     return memory.bytes_by_column(distinct, held)
 
 
 def step_totals(table: Schedule, costs: Costs) -> tuple[list[int], ...]:
-    """`StepMemory.totals` of a table."""
     memory, distinct = _read(table, costs, (), ())
     return memory.totals(distinct)
 
@@ -145,7 +136,7 @@ def check_memory(
 
 
 def _remedy(peak: StepPeak) -> str:
-    """The changes that would take fewer bytes: of activations, and of the state where there is any."""
+    """The changes that take fewer bytes of activations, and of the state if there is any."""
     if not any(nbytes for kind, nbytes in peak.parts.items() if kind != "activations"):
         return "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
     return (
@@ -164,7 +155,7 @@ def peak_bytes(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[O
 def _read(
     table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes], offloaded: Sequence[OffloadWindow]
 ) -> tuple[StepMemory, list[Costs]]:
-    """The table, read for these costs, and the distinct ones of them."""
+    """The table, read for these costs, and the distinct costs."""
     each = [costs] * table.microbatches if isinstance(costs, Costs) else list(costs)
     if len(each) != table.microbatches:
         raise ScheduleError(f"schedule {table.name!r} has {table.microbatches} microbatches, the costs {len(each)}")
@@ -200,7 +191,6 @@ class _RankBytes:
         self._together = self._changing.sum(axis=1) + self._activations
 
     def peak(self, rank: int) -> StepPeak:
-        """The peak of the rank."""
         columns, moments = self._row.places
         first = int(self._together[moments].argmax())
         column, moment = int(columns[first]), int(moments[first])
@@ -217,12 +207,12 @@ class _RankBytes:
         return [together[moment] for _, moment in self._by_column()]
 
     def by_column(self) -> Iterator[tuple[int, dict[str, int]]]:
-        """(column, bytes by kind) before the row, twice for each column, and in the finish."""
+        """(column, bytes by kind) before the row, twice for each column, and at the end of the step."""
         yield from ((column, self._parts(moment)) for column, moment in self._by_column())
         yield max(len(self._row.columns) - 1, 0), self._at_end()
 
     def _by_column(self) -> Iterator[tuple[int, int]]:
-        """(column, moment) before the row; for each column the moment with most bytes while its action runs, and that after."""
+        """(column, moment): the start; for each column the moment with most bytes while its action runs, then the end."""
         yield 0, 0
         for column, (during, after) in enumerate(self._row.columns):
             yield column, during[0] if len(during) == 1 else max(during, key=self._together.__getitem__)
@@ -233,7 +223,7 @@ class _RankBytes:
         return self._with(map(int, self._changing[moment])) | {"activations": int(self._activations[moment])}
 
     def _at_end(self) -> dict[str, int]:
-        """All bytes alive while the gradients of the step are finished, when all messages between stages have arrived."""
+        """All bytes alive while the gradients of the step are finished, after all messages between stages."""
         found = self._with(state_bytes(self._row.states[self._row.state[self._row.last]], self._held))
         found["gradients"] += self._held.at_end
         if self._held.averaged:  # all of them are under way

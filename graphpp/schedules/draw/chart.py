@@ -1,10 +1,9 @@
 """The pipeline chart as data: the rectangles of each event of a timeline, before any file format.
 
-Contract
-    A `Rect` spans `start` to `end` in the timeline's own time, and `top` to `bottom` (0 to 1) of its rank's row.
-    Computations and the idle time between them fill a rank's row exactly, from 0 to the makespan. The parts of an overlap
-    lie one above the other in the box of their action. Sends, receives and collectives that occupy their rank are a strip
-    at the foot of the row, over the other rectangles; events that take no time are left out.
+A `Rect` spans `start` to `end` in the timeline's own time, and `top` to `bottom` (0 to 1) of its rank's row. Computations and
+the idle time between them fill a rank's row exactly, from 0 to the makespan. The parts of an overlap lie one above the other in
+the box of their action. Sends, receives and collectives that occupy their rank are a strip at the foot of the row, over the
+other rectangles; events that take no time are left out.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ STRIP = 0.8  # top of the strip of messages
 
 @dataclass(frozen=True)
 class Rect:
-    """Part of a rank's row. `part` gives the colour and `event` the times; both are None for idle time.
+    """Part of a rank's row; `part` and `event` are None for idle time.
 
-    `chunk`: the position of the part's stage among its rank's stages, from 0.
+    `chunk`: the position of the stage among the rank's stages.
     """
 
     rank: int
@@ -46,7 +45,6 @@ class Chart:
 
     @classmethod
     def of(cls, timeline: Timeline) -> Chart:
-        """The chart of a timeline."""
         stages = stages_of_ranks(timeline.schedule)
         chunks = {stage: chunk for row in stages for chunk, stage in enumerate(row)}
         by_rank: list[list[Event]] = [[] for _ in stages]
@@ -67,7 +65,6 @@ def _parts(event: Event, chunks: Mapping[int, int]) -> Iterator[Rect]:
 
 
 def _idle(rank: int, events: Sequence[Event], makespan: float) -> Iterator[Rect]:
-    """The gaps between a rank's computations."""
     since = 0.0
     for event in sorted((event for event in events if event.action.is_compute), key=lambda event: event.start):
         if event.start > since:

@@ -1,9 +1,8 @@
-"""Timelines in the trace format that chrome://tracing and Perfetto load.
+"""Timelines in the trace format that chrome://tracing and Perfetto load (Chromium's "Trace Event Format").
 
-Contract
-    JSON with `traceEvents`: one complete event ("X") per event of a timeline, named as its action, in microseconds (1000 for
-    a unit other than seconds); a process per rank of each timeline, with a thread for computation and one for communication;
-    a counter ("C") with the bytes alive on each rank, if the timeline has memory curves. (Chromium's "Trace Event Format".)
+JSON with `traceEvents`: one complete event ("X") per event of a timeline, named as its action, in microseconds (1000 for a unit
+other than seconds); a process per rank of each timeline, with a thread for computation and one for communication; a counter
+("C") with the bytes alive on each rank, if the timeline has memory curves.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def chrome_trace(*drawn: Schedule | Timeline, costs: Costs | None = None) -> str
 
 
 def _microseconds(timeline: Timeline) -> float:
-    """Microseconds in one unit of the timeline's time."""
     return 1e6 if timeline.unit == "s" else 1e3
 
 

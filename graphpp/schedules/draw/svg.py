@@ -1,11 +1,8 @@
-"""The pipeline chart as one SVG: ranks down, time across, several timelines one above the other on one axis.
+"""The pipeline chart as one standalone SVG: ranks down, time across, several timelines one above the other on one axis.
 
-Contract
-    in   schedules and timelines; a `Schedule` is simulated first: with `costs`, else with F = I = W = 1 for each rank and
-         microbatch
-    out  a standalone picture. Each timeline has a title, a row per rank with the microbatch numbers that fit into their boxes,
-         and, if it has memory curves, the bytes alive on each rank below, all on one scale. A box shows its action and times
-         when the pointer rests on it. For steps of many thousand actions `graphpp.html` makes the smaller file
+A `Schedule` is simulated first: with `costs`, else with F = I = W = 1 for each rank and microbatch. Each timeline has a title,
+a row per rank with the microbatch numbers that fit, and its memory curves below, all on one scale. A box shows its action and
+times on hover. For many thousand actions `graphpp.html` makes the smaller file.
 """
 
 from __future__ import annotations
@@ -99,7 +96,6 @@ class _ChartLayout:
     y: float
 
     def legend(self, charts: Sequence[Chart], memory: bool) -> None:
-        """The meaning of the colours that occur in the charts."""
         x, end = _MARGIN, self.scale.left + self.scale.width + _RIGHT - _MARGIN
         for fills, text in _legend(charts, memory):
             width = 16.0 * len(fills) + 4 + text_width(text, 11) + 14
@@ -112,7 +108,6 @@ class _ChartLayout:
         self.y += 24
 
     def title(self, timeline: Timeline) -> None:
-        """The name of a timeline, its counts, its makespan and its idle share."""
         schedule = timeline.schedule
         counts = f"{schedule.stages} stages on {schedule.ranks} ranks, {schedule.microbatches} microbatches"
         idle = f", {mean(map(timeline.bubble, range(schedule.ranks))):.1%} idle" if schedule.ranks else ""
@@ -126,7 +121,6 @@ class _ChartLayout:
         self.y += _LINE
 
     def rows(self, timeline: Timeline, chart: Chart) -> None:
-        """A row of boxes per rank."""
         for rank, stages in enumerate(chart.stages_of_rank):
             y = self.y + rank * (_ROW + _GAP)
             several = len(stages) > 1
@@ -153,7 +147,6 @@ class _ChartLayout:
             self.writer.rect(box, message_colour(rect.part), self._said(rect.event), class_="message")
 
     def _number(self, box: tuple[float, float, float, float], text: str, fill: str) -> None:
-        """A microbatch number, if it fits into its box."""
         x, y, width, height = box
         size = min(11.0, height - 2, (width - 2) / (0.58 * len(text)))
         if size >= _SMALLEST:
@@ -164,7 +157,6 @@ class _ChartLayout:
         return "{} on rank {}\nstart {}\nend {}\nduration {}".format(event.action, event.rank, *times)
 
     def memory(self, timeline: Timeline, most: int) -> None:
-        """The bytes alive on each rank, as a step curve."""
         for rank, points in enumerate(timeline.memory):
             base = self.y + rank * (_STRIP + _GAP) + _STRIP
             peak = spell_bytes(timeline.peak_bytes(rank))

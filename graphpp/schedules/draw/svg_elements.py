@@ -1,8 +1,7 @@
 """Write SVG elements with short numbers and escaped text, scale times to pixels, and colour actions.
 
-Contract: the output is well-formed XML in ASCII for any text; it refers to nothing outside of itself, and all style is in
-attributes, so that several pictures can stand in one page. One hue per kind of action; the stages of one rank are shades of it,
-the first stage the darkest.
+The output is well-formed ASCII XML without external references; style is in attributes, so that pictures can share a page. Each
+kind of action has one hue; the stages of one rank are shades of it, the first the darkest.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ class Scale:
     span: float
 
     def x(self, time: float) -> float:
-        """The x position of a time, in pixels."""
         return self.left + self.length(time)
 
     def length(self, duration: float) -> float:
-        """The width of a duration, in pixels."""
         return duration / self.span * self.width if self.span else 0.0
 
 
 class SvgWriter:
-    """An SVG document under construction."""
-
     def __init__(self) -> None:
         font = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
         self.root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "font-family": font, "role": "img"})
@@ -50,7 +45,7 @@ class SvgWriter:
         return element
 
     def rect(self, box: tuple[float, float, float, float], fill: str, title: str = "", **attributes: object) -> None:
-        """A rectangle (x, y, width, height); `title` shows when the pointer rests on the rectangle."""
+        """A rectangle (x, y, width, height); `title` shows on hover."""
         x, y, width, height = box
         element = self.add("rect", "", x=x, y=y, width=width, height=height, fill=fill, **attributes)
         if title:
@@ -58,7 +53,7 @@ class SvgWriter:
 
     def text(self, x: float, y: float, text: str, size: float = 11, fill: str = INK, **attributes: object) -> None:
         """A line of text, vertically centred at `y`."""
-        # Some viewers ignore dominant-baseline, so the position of the baseline is computed here.
+        # some viewers ignore dominant-baseline, so the baseline is computed here
         self.add("text", text, x=x, y=y + 0.36 * size, font_size=size, fill=fill, pointer_events="none", **attributes)
 
     def finish(self, width: float, height: float) -> str:
@@ -76,7 +71,6 @@ def printable(text: str) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """The approximate width of a text in pixels."""
     return 0.55 * size * len(text)
 
 
@@ -86,13 +80,10 @@ def _attribute_text(value: object) -> str:
     return printable(str(value))
 
 
-# ---------------------------------------------------------------------------------- colours
-
-
 IDLE = "#e4e6e8"
 _OF_KIND = {Kind.F: "#2a6fbb", Kind.B: "#2f8f5b", Kind.I: "#c8641b", Kind.W: "#7d55a8"}
 SEND, RECEIVE, COLLECTIVE = "#b3261e", "#e58a84", "#8a6d1a"
-_LIGHTEST = 0.55  # share of white in the shade of a rank's last stage
+_LIGHTEST = 0.55  # fraction of white in the shade of a rank's last stage
 _MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 
@@ -116,7 +107,6 @@ def ink_on(colour: str) -> str:
 
 
 def legend_text(kind: Kind) -> str:
-    """The name of a kind of computation in a legend."""
     return f"{kind.value} {_MEANINGS[kind]}"
 
 

@@ -1,9 +1,8 @@
 """The schedules with whole backwards: GPipe, 1F1B, interleaved 1F1B, breadth first, the plain loop.
 
-Contract
-    Every function returns a compute-only `Schedule` that `check` accepts, or raises `ScheduleError` naming numbers that would
-    fit. In the pictures time runs to the right, one unit for any F or B, and `.` is a rank that waits. Stages are placed in a
-    loop: rank r holds r, r + ranks, r + 2 ranks, ...
+Every function returns a compute-only `Schedule` that `check` accepts, or raises `ScheduleError` naming numbers that would fit.
+In the pictures time runs to the right, one unit for any F or B, and `.` is a rank that waits. Stages are placed in a loop: rank
+r has r, r + ranks, r + 2 ranks, ...
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ def gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
     r1 .   1F0 1F1 1F2 .   .   1B0 1B1 1B2
     r2 .   .   2F0 2F1 2F2 2B0 2B1 2B2
 
-    One stage per rank; on a single rank any number of stages, the picture's columns one after another. The order is
-    that of torch's `ScheduleGPipe`.
+    One stage per rank; on a single rank any number of stages, column after column. The order of torch's `ScheduleGPipe`.
     """
     if all_on_one_rank("GPipe", ranks, stages, microbatches, SEVERAL):
         return one_after_another(gpipe(stages, stages, microbatches))
@@ -46,13 +44,12 @@ def one_f_one_b(ranks: int, stages: int, microbatches: int) -> Schedule:
     r1 .   1F0 .   1F1 1B0 1F2 1B1 1F3 1B2 .   1B3
     r2 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
 
-    Rank r warms up with w = min(microbatches, ranks-1-r) forwards, so at most w + 1 microbatches are alive on it. The
-    last rank sets the beat: F, B, F, B, ... from column ranks-1 on. Seen from there, rank r runs
+    Rank r warms up with w = min(microbatches, ranks-1-r) forwards, so at most w + 1 microbatches are alive on it.
+    The last rank runs F, B, F, B, ... from column ranks-1 on, and rank r runs
         B of microbatch m in column 2 ranks - 1 - r + 2m
         F of microbatch m in column r + 2m, but the first w without pause from column r on
 
-    One stage per rank; on a single rank any number of stages, the columns one after another. torch has the same order except
-    on the last rank, where torch is off by one.
+    One stage per rank; on a single rank any number of stages, column after column. torch is off by one on the last rank.
     """
     if all_on_one_rank("1F1B", ranks, stages, microbatches, SEVERAL):
         return one_after_another(one_f_one_b(stages, stages, microbatches))
@@ -108,8 +105,8 @@ def looped_bfs(ranks: int, stages: int, microbatches: int) -> Schedule:
     r0 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
     r1 .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
 
-    Any number of microbatches. Torch runs the backwards of a stage in descending order of the microbatches: as fast, but
-    gradients that add up in ascending order would all wait for that of the first microbatch.
+    Torch runs the backwards of a stage in descending order of the microbatches: as fast, but gradients that add up in
+    ascending order would all wait for the first microbatch's.
     """
     per_rank("LoopedBFS", ranks, stages, microbatches)
 
@@ -140,11 +137,10 @@ def plain_loop(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def one_per_microbatch(kind: Kind, stage: int, microbatches: int) -> Row:
-    """One action of a stage for each microbatch, in ascending order."""
     return tuple(Action(stage, kind, m) for m in range(microbatches))
 
 
 def one_after_another(schedule: Schedule) -> Schedule:
-    """All stages on one rank, column by column: each stage keeps its own order, and no value is read before it is computed."""
+    """All stages on one rank, column by column: each stage keeps its order, and no value is read before it is computed."""
     row = tuple(cell for column in zip_longest(*schedule.table) for cell in column if cell is not None)
     return Schedule((row,), schedule.stages, schedule.microbatches, schedule.name)

@@ -1,10 +1,9 @@
 """Megatron-Core's interleaved schedule: its helper functions, with the same results, and the schedules made with them.
 
-Contract
-    Megatron numbers a rank's stages as *chunks* 0, 1, ...; chunk c of rank r is stage c ranks + r. A rank runs `group`
-    microbatches through one chunk before the next chunk (`microbatch_group_size_per_vp_stage`). An *order* is one rank's
-    list of signed chunk numbers from 1: +c a forward, -c a backward. Where weight gradients are separate, -c is the input
-    gradients of the chunk and -c - 0.5 its weight gradients. Results equal those of megatron-core 0.16.
+Megatron numbers a rank's stages as *chunks* 0, 1, ...; chunk c of rank r is stage c ranks + r. A rank runs `group` microbatches
+through one chunk before the next chunk (`microbatch_group_size_per_vp_stage`). An *order* is one rank's list of signed chunk
+numbers from 1: +c is a forward, -c a backward. With separate weight gradients, -c is the input gradients of the chunk and -c -
+0.5 its weight gradients. Results equal those of megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ _STEPS = Accepted(
 
 @checked(ScheduleError, microbatches=COUNT, chunks=COUNT, group=COUNT)
 def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
-    """The forwards of a rank as (microbatch, chunk): `group` microbatches through each chunk, then the next group.
+    """The forwards of a rank as (microbatch, chunk), Megatron's `get_schedule_table`. Raises `ScheduleError` for `group` < 1.
 
-    `schedule_table(5, 2, 3)`: (0,0) (1,0) (2,0) (0,1) (1,1) (2,1), (3,0) (4,0) (3,1) (4,1). Megatron's
-    `get_schedule_table`. Raises `ScheduleError` for a group of less than one microbatch.
+    `schedule_table(5, 2, 3)`: (0,0) (1,0) (2,0) (0,1) (1,1) (2,1), (3,0) (4,0) (3,1) (4,1).
     """
     check_counts(1, chunks, microbatches)
     if group < 1:
@@ -54,12 +52,11 @@ def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
 
 @checked(ScheduleError, microbatches=COUNT, chunks=COUNT, group=or_none(COUNT), ranks=COUNT, rank=INDEX)
 def rank_microbatches(microbatches: int, chunks: int, group: int | None, ranks: int, rank: int) -> tuple[int, bool, int, int]:
-    """The forwards of a rank: (in total, True if all of them are warm-up, in the warm-up, after the warm-up).
+    """The forwards of a rank: (in total, whether all are warm-up, in the warm-up, after the warm-up).
 
-    With one chunk (no virtual pipeline) the warm-up has one forward for each later rank. With several chunks it has two for
-    each later rank, and (chunks - 1) groups; `group` is unused for one chunk.
-    4 ranks, 2 chunks, 8 microbatches in groups of 4: 10, 8, 6, 4 of 16. Megatron's `get_pp_rank_microbatches`. Raises
-    `ScheduleError` for a rank that does not exist.
+    With one chunk (no virtual pipeline) the warm-up has one forward for each later rank, and `group` is unused. With several
+    chunks it has two for each later rank, and (chunks - 1) groups: for 4 ranks, 2 chunks, 8 microbatches in groups of 4: 10, 8,
+    6, 4 of 16. Megatron's `get_pp_rank_microbatches`. Raises `ScheduleError` for a rank that does not exist.
     """
     if not 0 <= rank < ranks:
         raise ScheduleError(f"rank {rank} does not exist among {ranks}; take 0..{ranks - 1}")
@@ -75,10 +72,7 @@ def rank_microbatches(microbatches: int, chunks: int, group: int | None, ranks: 
 
 @checked(ScheduleError, warm_up=INDEX, chunks=COUNT, table=_STEPS)
 def table_to_order(warm_up: int, chunks: int, table: Sequence[tuple[int, int]]) -> list[int]:
-    """The order of a rank: `warm_up` forwards, then a forward and a backward in turn, then the backwards left.
-
-    Megatron's `convert_schedule_table_to_order`.
-    """
+    """A rank's order: `warm_up` forwards, then forward and backward in turn (Megatron's `convert_schedule_table_to_order`)."""
     forwards = [chunk + 1 for _, chunk in table]
     backwards = [chunk - chunks for _, chunk in table]
     pairs = zip_longest(forwards[warm_up:], backwards, fillvalue=0)
@@ -87,20 +81,20 @@ def table_to_order(warm_up: int, chunks: int, table: Sequence[tuple[int, int]]) 
 
 @checked(ScheduleError, microbatch=INDEX, warm_up=INDEX, n=INDEX)
 def is_recomputed(microbatch: int, warm_up: int, n: int) -> bool:
-    """True if a microbatch is fully recomputed under `num_microbatches_with_partial_activation_checkpoints=n`.
+    """Whether a microbatch is fully recomputed under `num_microbatches_with_partial_activation_checkpoints=n`.
 
-    In each window of `warm_up` + 1 microbatches, as many as are alive at a time, all but the first n are recomputed.
-    `microbatch` counts a rank's forwards, through all of its chunks (Korthikanti et al. 2022, arXiv:2205.05198, appendix C).
+    In each window of `warm_up` + 1 microbatches, as many as are alive at once, all but the first n are recomputed. `microbatch`
+    counts a rank's forwards over all chunks (Korthikanti et al. 2022, arXiv:2205.05198, appendix C).
     """
     return microbatch % (warm_up + 1) >= n
 
 
 @checked(ScheduleError, schedule=SCHEDULE, n=INDEX)
 def recompute_partially(schedule: Schedule, n: int) -> Schedule:
-    """The schedule with `recomputed` set by `is_recomputed`: on each rank, of every window of forwards all but the first n.
+    """The schedule with `recomputed` set by `is_recomputed`: on each rank, in every window of forwards all but the first n.
 
-    A window has as many forwards as the rank runs before its first backward. 1F1B on 2 ranks, 4 microbatches, n = 1: rank 0,
-    with windows of 2, recomputes microbatches 1 and 3; rank 1, with windows of 1, recomputes none.
+    A window has as many forwards as the rank runs before its first backward. 1F1B on 2 ranks, 4 microbatches, n = 1: rank 0
+    (windows of 2) recomputes microbatches 1 and 3; rank 1 (windows of 1) recomputes none.
     """
     pairs = set()
     for row in schedule.table:
@@ -120,8 +114,8 @@ def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: i
     r0 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 .   0B2 .   2B3 2B4 0B3 0B4
     r1 .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4
 
-    Above: 5 microbatches in groups of 3. Every group, the last one included, has at least `ranks` microbatches, or all of
-    them; None takes the smallest such group. With one stage per rank groups do not matter, and the result is 1F1B.
+    Above: 5 microbatches in groups of 3. Every group has at least `ranks` microbatches, or all of them; None takes the
+    smallest such group. With one stage per rank the result is 1F1B.
     """
     chunks = per_rank("MegatronInterleaved", ranks, stages, microbatches)
     group = least_group("MegatronInterleaved", ranks, microbatches, group)
@@ -136,13 +130,13 @@ def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: i
 
 @stages_per_rank(2, alone=1)
 def combined_1f1b(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
-    """1F1B in which the forward of one microbatch overlaps with the backward of another, so that each hides the other's waits.
+    """1F1B in which the forward of one microbatch overlaps with the backward of another, and each hides the other's waits.
 
     r0 0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2
 
     The expert all-to-all of one part runs under the attention and the MLP of the other (Megatron-Core,
-    `overlap_moe_expert_parallel_comm`). Several stages on one rank: the forward goes down the stages while the backward comes
-    up. On several ranks this is Megatron's interleaved 1F1B with one more forward in the warm-up; with the usual warm-up the
+    `overlap_moe_expert_parallel_comm`). With several stages on one rank, the forward goes down while the backward
+    goes up. On several ranks this is Megatron's interleaved 1F1B with one more forward in the warm-up: with the usual one the
     first pair on the last rank would be the forward and the backward of one microbatch. `group` as in `megatron_interleaved`.
     """
     chunks = per_rank("Combined1F1B", ranks, stages, microbatches)
@@ -169,7 +163,7 @@ def forward_only(ranks: int, stages: int, microbatches: int) -> Schedule:
     r0 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
     r1 .   1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
 
-    Any number of stages per rank, placed in a loop. The order is that of Megatron-Core's schedule with `forward_only`.
+    Any number of stages per rank, placed in a loop; the order of Megatron-Core's schedule with `forward_only`.
     """
     chunks = per_rank("ForwardOnly", ranks, stages, microbatches)
     steps = schedule_table(microbatches, chunks, ranks)
@@ -179,10 +173,10 @@ def forward_only(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 @checked(ScheduleError, orders=_ORDERS)
 def from_orders(orders: Sequence[Sequence[float]], *, name: str = "Megatron order") -> Schedule:
-    """The schedule of one order per rank, on the clock: a chunk's n-th forward or backward is that of microbatch n.
+    """The schedule of one order per rank, with idle cells: a chunk's n-th forward or backward belongs to microbatch n.
 
-    All ranks have the same chunks. -c - 0.5 is the W of chunk c; then -c is an I, otherwise a B. Raises `ScheduleError` for a
-    number that is no chunk, and for orders that deadlock or leave a forward or backward out.
+    All ranks have the same chunks. If a chunk c has -c - 0.5 (W), -c is an I, otherwise a B. Raises `ScheduleError` for a
+    number that is no chunk, and for orders that deadlock or omit a forward or backward.
     """
     chunks = max((int(abs(step)) for order in orders for step in order), default=0)
     rows = [_row(rank, len(orders), order) for rank, order in enumerate(orders)]
@@ -208,13 +202,13 @@ def _row(rank: int, ranks: int, order: Sequence[float]) -> Row:
 
 
 def legal_groups(ranks: int, microbatches: int) -> list[int]:
-    """The sizes of groups of microbatches that the schedule admits, ascending."""
+    """The group sizes that the schedule admits, ascending."""
     least = min(ranks, microbatches)
     return [size for size in range(least, microbatches + 1) if microbatches % size == 0 or microbatches % size >= least]
 
 
 def least_group(name: str, ranks: int, microbatches: int, group: int | None) -> int:
-    """The group asked for, or the smallest legal one for None. Raises `ScheduleError` if the group asked for is not legal.
+    """`group`, or the smallest legal one for None. Raises `ScheduleError` if `group` is not legal.
 
     The conditions are Megatron's, except that fewer microbatches than ranks form one group.
     """

@@ -1,8 +1,7 @@
-"""The schedules known by name: functions from (ranks, stages, microbatches) to a table.
+"""The schedules known by name: functions from (ranks, stages, microbatches) to a compute-only `Schedule` that `check` accepts.
 
-Every function returns a compute-only `Schedule` that `check` accepts, or raises `ScheduleError` naming numbers that would fit.
-To add a schedule: write its generator in the file of its family, decorated with `placement.stages_per_rank` if it takes
-several stages per rank, and enter it in `SCHEDULES`. `graphpp.schedules` exports the function itself to users.
+To add a schedule: write its generator in the file of its family, decorated with `placement.stages_per_rank` if it takes several
+stages per rank, and enter it in `SCHEDULES`. `graphpp.schedules` exports the function itself to users.
 """
 
 from __future__ import annotations

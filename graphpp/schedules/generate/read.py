@@ -6,9 +6,7 @@
     a function                 (ranks, stages, microbatches) -> a `Schedule` or a table, `functools.partial` included
     a `Schedule`
 
-Contract
-    A file and a table have their own counts: the highest stage and microbatch in them plus one. `ScheduleError` says which
-    input cannot be read: an unknown name with similar names, a file with its path, a table with rank and cell.
+A file and a table have their own counts: the highest stage and microbatch in them plus one.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ ScheduleLike = Schedule | str | os.PathLike[str] | ScheduleFunction | TableLike
 def load_schedule(source: ScheduleLike) -> Schedule | str | ScheduleFunction:
     """Turn a file or a table into its `Schedule`; return a `Schedule`, a known name or a function unchanged.
 
-    A file or an iterator over rows is read once, here; later changes of it have no effect. Raises `ScheduleError` for an
-    unknown name and for a file or table that cannot be read.
+    A file or an iterator over rows is read once, here. Raises `ScheduleError` for an unknown name, file or table.
     """
     if isinstance(source, Schedule):
         return source
@@ -55,8 +52,8 @@ def load_schedule(source: ScheduleLike) -> Schedule | str | ScheduleFunction:
 def make_table(source: ScheduleLike, ranks: int, stages: int, microbatches: int) -> Schedule:
     """Make the schedule of `source` for these counts; a file, a table or a `Schedule` keeps its own counts.
 
-    Raises `ScheduleError` for a source that `load_schedule` cannot read, for a named schedule that does not fit the counts,
-    and for a function that does not take three counts, raises, or returns no table.
+    Raises `ScheduleError` for a source that `load_schedule` cannot read, for a named schedule that does not fit the counts, and
+    for a function that does not take three counts, raises, or returns no table.
     """
     known = load_schedule(source)
     if isinstance(known, Schedule):
@@ -72,11 +69,11 @@ def make_table(source: ScheduleLike, ranks: int, stages: int, microbatches: int)
 
 
 def default_stages(source: ScheduleLike, ranks: int) -> int:
-    """The number of stages to make if the user leaves it open.
+    """The number of stages to make if the user gives none.
 
-    A file, a table or a `Schedule` has its own number. A named schedule gets as many stages per rank as its generator declares
-    (`placement.stages_per_rank`), else one; a generator in a `functools.partial` counts as its name. Any other function makes
-    its table for any number of stages and gets one per rank. Raises the errors of `load_schedule`.
+    A file, a table or a `Schedule` has its own number. A named schedule has the number of its generator
+    (`placement.stages_per_rank`), also inside a `functools.partial`. Any other function gets one per rank. Raises as
+    `load_schedule`.
     """
     known = load_schedule(source)
     if isinstance(known, Schedule):

@@ -1,15 +1,12 @@
 """V-Half and V-Min: zero bubble on a V with a half and a third of the activations of 1F1B (arXiv:2405.15362).
 
-Contract
-    Rank r holds stages r and 2 ranks - 1 - r; the last stage is on rank 0. A column of the tables, and of the pictures, is
-    one unit of time for any F, I or W of one stage; `.` is a rank that waits. At no time are more activations alive on a
-    rank than `V_HALF` or `V_MIN` allows; an activation lives from its F to the end of its W.
-
-A *building block* gives the times at which each rank runs the four passes of one microbatch: F down, F up, I down, I up.
-Blocks repeated every six columns interlock, since a rank has six actions for each microbatch; the Ws fill the columns that
-remain. The lifetime of a microbatch in the block bounds the memory. At both ends of the table, where neighbouring blocks are
-missing, a rank may run ahead of the blocks' order. How much memory it must then leave free is tried with a few values, and the
-shortest table wins.
+- Rank r has stages r and 2 ranks - 1 - r; the last stage is on rank 0. A column of the tables and pictures is one unit of time
+  for any F, I or W of one stage; `.` is a rank that waits. A rank never has more activations alive than `V_HALF` or `V_MIN`
+  allows; an activation lives from its F to the end of its W.
+- A *building block* gives the times at which each rank runs the four passes of one microbatch: F down, F up, I down, I up.
+  Blocks repeated every six columns interlock, since a rank has six actions for each microbatch; the Ws fill the remaining
+  columns. The lifetime of a microbatch in the block bounds the memory. At both ends of the table, where neighbouring blocks are
+  missing, a rank may run ahead of the blocks' order; several margins of free memory are tried, and the shortest table wins.
 """
 
 from __future__ import annotations
@@ -105,8 +102,8 @@ class _RankProgress:
 class _Squeeze:
     """Run all ranks column by column, in the order of the blocks, with Ws wherever no pass can run.
 
-    `room` None: in the blocks' order throughout. A number: before its first and after its last whole block a rank may run
-    ahead of that order, and a forward down that does so must leave room for that many more activations.
+    `room` None: in the blocks' order throughout. A number: before its first and after its last whole block a rank may run ahead
+    of that order, if a forward down that does so leaves room for `room` more activations.
     """
 
     block: Block
@@ -134,12 +131,12 @@ class _Squeeze:
         return tuple(tuple(rank.row) for rank in ranks)
 
     def _too_long(self, rank: _RankProgress, column: int, actions: int) -> bool:
-        """Whether the row of a rank, with its waits so far, is no shorter than `shorter_than`."""
+        """Whether a rank's row, with its waits so far, is no shorter than `shorter_than`."""
         assert self.shorter_than is not None
         return column - rank.waited < actions and rank.waited + actions >= self.shorter_than
 
     def _choose(self, number: int, rank: _RankProgress) -> int | None:
-        """The pass to run now: by the blocks' order the first one that can run; None if none can."""
+        """The pass to run now: the first in the blocks' order that can run; None if none can."""
         turns = enumerate(zip(rank.offsets, rank.next, strict=True))
         due = sorted([(offset + _PERIOD * m, step) for step, (offset, m) in turns if m < self.microbatches])
         strict = self.room is None or (rank.next[_LAST] > 0 and rank.next[_UP] < self.microbatches)

@@ -1,9 +1,7 @@
-"""ZB-V and DualPipeV, on a V: rank r holds stages r and 2 ranks - 1 - r, so a microbatch turns round on the last rank.
+"""ZB-V and DualPipeV, on a V: rank r has stages r and 2 ranks - 1 - r, so a microbatch turns round on the last rank.
 
-Contract
-    Exactly two stages per rank: in the step lists 0 is stage r on the way down, and 1 is the stage on the way up. The last
-    stage, with the loss, is on rank 0. In the pictures a column is one unit of time for any F, I or W of one stage,
-    wherever the rank does not wait. Tables equal torch's, idle cells included.
+In the step lists 0 is stage r on the way down, and 1 is the stage on the way up. The last stage, with the loss, is on rank 0.
+In the pictures a column is one unit of time for any F, I or W of one stage. Tables equal torch's, idle cells included.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ def zbv_zero_bubble(ranks: int, stages: int, microbatches: int) -> Schedule:
     r0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
     r1 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 
-    Any number of microbatches; fewer than 2 ranks - 1 leave holes in the table for that many. Equal to torch's
-    `ScheduleZBVZeroBubble`.
+    Fewer than 2 ranks - 1 microbatches leave holes in the table for that many. Equal to torch's `ScheduleZBVZeroBubble`.
     """
     two_per_rank("ZBVZeroBubble", ranks, stages, microbatches)
     full = max(microbatches, 2 * ranks - 1)
@@ -105,7 +102,7 @@ class _Script:
 
     def _take(self, step: str) -> Action:
         kind, chunk = Kind(step[0]), int(step[1])
-        # B is I and W together, and takes its turn among the Is.
+        # B is I and W together, and counts with the Is
         turn = (Kind.I if kind is Kind.B else kind), chunk
         microbatch = self._next.get(turn, 0)
         self._next[turn] = microbatch + 1

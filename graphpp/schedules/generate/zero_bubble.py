@@ -1,13 +1,10 @@
 """Zero bubble with the stages in a loop: weight gradients, for which no other rank waits, fill the bubbles.
 
-Contract
-    Every backward is an I (input gradients, for which the stage below waits) and a W (weight gradients). In the pictures
-    time runs to the right, one unit for any F, I or W, and `.` is a rank that waits. Counts that do not fit raise
-    `ScheduleError` naming counts that would.
-
-One rule makes all three schedules (Qi et al. 2023, arXiv:2401.10241). A rank warms up with some forwards, more of them the
-further it is from the last rank. Then F and I alternate, and W follows `lag` microbatches behind I; `lag` grows with the
-distance from the first rank. The delayed Ws run at the end; under ZB1P and ZB2P also wherever the rank would wait.
+- Every backward is an I (input gradients, for which the stage below waits) and a W (weight gradients). In the pictures time
+  runs to the right, one unit for any F, I or W, and `.` is a rank that waits.
+- One rule makes all three schedules (Qi et al. 2023, arXiv:2401.10241). A rank warms up with some forwards, the more the
+  further it is from the last rank. Then F and I alternate, and W follows `lag` microbatches behind I; `lag` grows with the
+  distance from the first rank. The delayed Ws run at the end; under ZB1P and ZB2P also wherever the rank would wait.
 """
 
 from __future__ import annotations
@@ -58,8 +55,7 @@ def zb1p(ranks: int, stages: int, microbatches: int) -> Schedule:
     r2 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Rank r warms up with ranks-1-r forwards and delays r weight gradients. With at least as many microbatches as
-    ranks, unit costs give 3 microbatches + ranks - 1, and `ranks` activations at most. One stage per rank; on a single
-    rank any number of stages, the columns one after another.
+    ranks, unit costs give 3 microbatches + ranks - 1, and `ranks` activations at most. One stage per rank, or all on one rank.
     """
     return _one_stage_per_rank("ZB1P", 1, ranks, stages, microbatches)
 
@@ -73,7 +69,7 @@ def zb2p(ranks: int, stages: int, microbatches: int) -> Schedule:
 
     Twice ZB1P's warm-up and twice its delayed weight gradients, so up to 2 ranks - 1 activations at a time. A rank
     that starts later also ends later: free of bubbles over several steps if no rank waits for the others between
-    them. One stage per rank; on a single rank any number of stages, the columns one after another.
+    them. One stage per rank, or all on one rank.
     """
     return _one_stage_per_rank("ZB2P", 2, ranks, stages, microbatches)
 

@@ -1,12 +1,9 @@
-"""Put rows on the clock: add idle cells wherever a rank waits for its inputs.
+"""Add idle cells (None) wherever a rank waits for its inputs, so that columns are units of time. Rows keep their order.
 
-Contract
-    `add_idle_cells(rows, ...)` keeps the order of every rank and adds None, so that each action stands in the first column
-    after those of its inputs, and after the action before it. A column is one unit of time, the same for every action;
-    messages take no time. Idle cells that a row already has are kept and take a column each.
-
-        r0 0F0 0B0            r0 0F0 .   .   0B0
-        r1 1F0 1B0     ->     r1 .   1F0 1B0
+Each action is in the first column after its inputs and after the previous action of its row. A column is one unit of time, the
+same for every action; messages take no time. Idle cells that a row already has are kept and take a column each.
+    r0 0F0 0B0            r0 0F0 .   .   0B0
+    r1 1F0 1B0     ->     r1 .   1F0 1B0
 """
 
 from __future__ import annotations
@@ -43,8 +40,7 @@ def add_idle_cells(
 ) -> tuple[Row, ...]:
     """The rows with idle cells; only actions of the kinds in `waiting` wait for their inputs.
 
-    `fill`: a rank that would wait runs its next W instead, if the I of that W is done. Raises `ScheduleError` if the ranks
-    wait for each other.
+    `fill`: a rank that would wait runs its next W instead, if that W's I is done. Raises `ScheduleError` for a deadlock.
     """
     rows = [list(row) for row in rows]
     clock = _Clock(stages, waiting)
@@ -54,7 +50,7 @@ def add_idle_cells(
         early, before = weights[rank], timed[rank]
         if fill and _is_weight(cell):
             if not early or early[0] != cell:
-                continue  # this W stands in an earlier wait
+                continue  # this W ran in an earlier wait
             early.popleft()
         while len(before) < (clock.start(cell) or 0):
             before.append(early.popleft() if early and early[0]._replace(kind=Kind.I) in clock.column else None)
@@ -76,7 +72,7 @@ class _Clock:
     column: dict[Action, int] = field(default_factory=dict)
 
     def start(self, cell: Action | None) -> int | None:
-        """The first column in which all inputs of a cell are there; None while one of them has not run."""
+        """The first column in which all inputs of a cell have arrived; None while one of them has not run."""
         first = 0
         for leaf in cell.leaves if cell else ():
             makers = upstream(leaf, self.stages) if leaf.kind in self.waiting else ()

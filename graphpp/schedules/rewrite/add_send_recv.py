@@ -1,15 +1,11 @@
-"""Add the sends and receives to a compute-only schedule.
+"""Add the sends and receives to a compute-only schedule. The result equals that of torch's `_add_send_recv`.
 
-Contract
-    Where neighbouring stages stand on different ranks, each F is followed by its SEND_F and each B or I by its SEND_B, and
-    at that same moment the RECV is appended to the other rank's row. So all messages have one total order, and no two ranks
-    can wait for each other, even where a send blocks until it is received. The order of computations does not change; idle
-    cells are dropped, since columns are no longer time.
-
-        r0 0F0 0F1 .   0B0 0B1          r0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
-        r1 .   1F0 1B0 1F1 1B1   ->     r1 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
-
-    The result equals that of torch's `_add_send_recv` on the same rows.
+If neighbouring stages are on different ranks, each F is followed by its SEND_F and each B or I by its SEND_B, and at the same
+moment the RECV is appended to the other rank's row. So all messages have one total order, and no two ranks can wait for each
+other, even if a send blocks until it is received. Computations keep their order; idle cells are dropped, since columns are no
+longer time.
+    r0 0F0 0F1 .   0B0 0B1          r0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    r1 .   1F0 1B0 1F1 1B1   ->     r1 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 def add_send_recv(schedule: Schedule) -> Schedule:
     """The schedule with SEND_F, RECV_F, SEND_B and RECV_B; a single rank needs none and only loses its idle cells.
 
-    Raises `ScheduleError` if the schedule has sends or receives already, or if the ranks wait for each other (then
-    `checker.check` names the cycle).
+    Raises `ScheduleError` if the schedule has communication already, or deadlocks (then `checker.check` names the cycle).
     """
     if schedule.has_communication:
         raise ScheduleError(f"{schedule.name} has sends and receives already; run it as it is, or take them out")

@@ -1,18 +1,12 @@
-"""Fuse sends and receives of a rank into batches (P2P), each posted in one call.
+"""Fuse sends and receives of a rank into batches (P2P), each posted in one call. `check` accepts the result.
 
-Contract
-    in    a schedule with communication that `graphpp.schedules.check.checker.check` accepts; the verbs to use
-    out   the same actions, some sends and receives of a rank now the parts of one P2P; `check` accepts it
-
-    A verb is named as in Megatron-LM's `p2p_communication`. It lists the kinds that may be in one batch, each at most once,
-    and says whether all of them must have the same peer rank. In the steady state of 1F1B one call replaces two:
-
-        1RECV_F2 1B1 1SEND_B1 1F2   ->   1B1 (1RECV_F2;1SEND_B1)P2P 1F2
-
-    A receive may be delayed up to the computation that reads it, to join a send. A send may pass other messages, but no
-    computation. Under the verb `all` a send may also pass computations to join another send, and receives up to the next send
-    may be hoisted to it. Messages of one channel never pass each other. Batches are made rank by rank from left to right: each
-    one that fits and closes no cycle of waits (`graphpp.schedules.check.deadlock`).
+A verb is named as in Megatron-LM's `p2p_communication`. It lists the kinds that may be in one batch, each at most once, and
+says whether all of them must have the same peer rank. In the steady state of 1F1B one call replaces two:
+    1RECV_F2 1B1 1SEND_B1 1F2   ->   1B1 (1RECV_F2;1SEND_B1)P2P 1F2
+A receive may be delayed up to the computation that reads it, to join a send. A send may pass other messages, but no
+computation. Under the verb `all` a send may also pass computations to join another send, and receives up to the next send may
+be hoisted to it. Messages of one channel never pass each other. Batches are made rank by rank from left to right: each one that
+fits and closes no cycle of waits (`graphpp.schedules.check.deadlock`).
 """
 
 from __future__ import annotations
@@ -72,7 +66,6 @@ def batch_p2p(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
 
 
 def _fuse(rank: Batches, verb: Verb, order: DynamicTopologicalOrder[BatchNode]) -> None:
-    """Make the batches of one verb on one rank, from left to right."""
     for start in list(rank.places):
         at: int | None = start
         while at is not None and at in rank.columns:
@@ -109,7 +102,7 @@ def _reachable(rank: Batches, at: int, verb: Verb) -> Iterator[tuple[int, int]]:
 
 
 def _fit(rank: Batches, leaves: Sequence[Action], verb: Verb) -> bool:
-    """True if these messages may form one batch under the verb."""
+    """Whether these messages may form one batch under the verb."""
     kinds = {leaf.kind for leaf in leaves}
     fit = len(kinds) == len(leaves) and kinds <= verb.kinds and bool(kinds & SENDS)
     return fit and (not verb.one_peer or len({rank.peer(leaf) for leaf in leaves}) == 1)
@@ -120,6 +113,6 @@ def _sends(leaves: Sequence[Action]) -> bool:
 
 
 def _may_pass(messages: Sequence[Action], computation: Action, verb: Verb) -> bool:
-    """True if the messages may be delayed past the computation."""
+    """Whether the messages may be delayed past the computation."""
     read = {reader for leaf in messages for reader in readers(leaf)}
     return (verb.wide or not _sends(messages)) and read.isdisjoint(computation.leaves)

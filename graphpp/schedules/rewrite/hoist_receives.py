@@ -1,13 +1,10 @@
-"""Post receives before their place in the table, so that values travel while the rank computes.
+"""Post receives before their place in the table, so that messages travel while the rank computes.
 
-Contract
-    in    a checked table, and how many messages from one rank may be posted ahead (`MessageFlow.ahead`)
-    out   rows with the same actions. A receive stands right before the computation that reads the `ahead`-th receive before it
-          from the same rank, or at its old place if that is earlier. No other action moves, and batches (P2P) stay in place
-
-Receives from one rank keep their order, so each message still meets its buffer; there are at most `ahead` more buffers for each
-sending rank. On gloo an early irecv never blocks, so the deadlock proof of the original table still holds. On NCCL the messages
-of a pair of ranks, both ways, run in the order in which they are posted, so a receive posted before a send delays that send.
+A receive comes right before the computation that reads the `ahead`-th previous receive from the same rank
+(`MessageFlow.ahead`), or stays if its place is earlier. No other action moves, and batches (P2P) stay. Receives from one rank
+keep their order, so each message meets its buffer; each sending rank has at most `ahead` more buffers. On gloo an early irecv
+never blocks, so the deadlock proof of the original table holds. On NCCL the messages of a pair of ranks, both ways, run in the
+order in which they are posted, so a receive posted before a send delays that send.
 """
 
 from __future__ import annotations
@@ -24,10 +21,9 @@ _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 @dataclass
 class _Channel:
-    """The receives from one rank so far.
+    """The receives from one rank so far. `readers`: the columns of the computations that read them.
 
-    `readers`: the columns of the computations that read them. `earliest`: the lowest column to which the next receive may be
-    hoisted without overtaking a receive that stays in place.
+    `earliest`: the lowest column to which the next receive may be hoisted without overtaking a receive that stays in place.
     """
 
     readers: list[int] = field(default_factory=list)

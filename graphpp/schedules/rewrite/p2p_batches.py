@@ -1,10 +1,9 @@
 """One rank's row while its sends and receives are joined into batches, and the graph of waits between its events.
 
-Contract
-    At first every send and receive is a batch by itself. `join` moves the batch at one column into the batch at another
-    column, unless some event would then wait for itself. The waits are those of `graphpp.schedules.check.deadlock`, in one
-    `DynamicTopologicalOrder` for all ranks: a batch is posted after the computation before it and after the end of the batch
-    before it; its messages run once it is posted; it ends, and the readers of its messages go on, when all have ended.
+At first every send and receive is a batch by itself. `join` moves the batch at one column into the batch at another column,
+unless some event would then wait for itself. The waits are those of `graphpp.schedules.check.deadlock`, in one
+`DynamicTopologicalOrder` for all ranks: a batch is posted after the computation before it and after the end of the previous
+batch; its messages run once it is posted; it ends, and the readers of its messages go on, when all messages have ended.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ class Batches:
                 last = Position(rank, column)
                 self._reader.update(dict.fromkeys(action.leaves, last))
 
-    # ------------------------------------------------------------------------------ the graph of waits
-
     def edges(self) -> Iterator[Edge]:
         """(before, after) pairs of this rank's events: computations, messages (as sends), batches posted and ended."""
         for column, action in enumerate(self.row):
@@ -66,11 +63,11 @@ class Batches:
         yield from self._chain(self.places)
 
     def _chain(self, places: Sequence[int]) -> Iterator[Edge]:
-        """Each batch is posted after the end of the batch before it."""
+        """Each batch is posted after the end of the previous batch."""
         return ((self._post(one, over=True), self._post(other)) for one, other in pairwise(places))
 
     def _own(self, at: int) -> Iterator[Edge]:
-        """The edges of the batch at `at`, without its edges to the batches before and after it."""
+        """The edges of the batch at `at`, without its edges to neighbouring batches."""
         before = self._before[at]
         if before is not None:
             yield before, self._post(at)
@@ -78,7 +75,7 @@ class Batches:
         yield from self._parts(at, at)
 
     def _parts(self, of: int, at: int) -> Iterator[Edge]:
-        """The edges that the messages of the batch at `of` bring along when they stand at `at`."""
+        """The edges of the messages of the batch at `of`, if they are placed at `at`."""
         for leaf in self.leaves(of):
             yield self._post(at), send_of(leaf)
             yield send_of(leaf), self._post(at, over=True)
@@ -99,10 +96,7 @@ class Batches:
         del self.places[where]
         return True
 
-    # ------------------------------------------------------------------------------ the list
-
     def cells(self) -> Row:
-        """The row with the batches joined so far."""
         found: list[Action | None] = []
         for at, action in enumerate(self.row):
             if action is None or not action.is_communication:
@@ -118,11 +112,9 @@ class Batches:
         return tuple(leaf for action in actions if action is not None for leaf in action.leaves)
 
     def channels(self, leaves: Sequence[Action]) -> set[Channel]:
-        """The channels of these messages."""
         return {(leaf.kind in SENDS, self.peer(leaf)) for leaf in leaves}
 
     def peer(self, leaf: Action) -> int:
-        """The rank at the other end of a message."""
         return self._rank_of[peer(leaf).stage]
 
 
@@ -163,11 +155,9 @@ class DynamicTopologicalOrder(Generic[N]):
         self._place = {node: place for place, node in enumerate(order)}
 
     def has(self, one: N, other: N) -> bool:
-        """True if the edge is in the graph."""
         return other in self._after[one]
 
     def remove(self, one: N, other: N) -> None:
-        """Remove an edge."""
         self._after[one].remove(other)
         self._before[other].remove(one)
 

@@ -1,16 +1,12 @@
 """Place UNSHARD, RESHARD and REDUCE_GRAD in a table, for stages whose parameters are sharded over the ranks.
 
-Contract
---------
-    in    a checked table, and how many whole stages a rank may hold at once (None: all of its stages; 0: none, so that
-          computations gather and reduce single layers themselves, and the table stays as it is)
-    out   the same actions in the same order, with UNSHARD before the first computation of a stage, and again after each
-          RESHARD; RESHARD where another stage needs the room, and after the stage's last computation; REDUCE_GRAD after its
-          last backward. Where the table has some of these already, only the stages without any get theirs, and keep theirs.
-
-The stage whose next computation is farthest away makes room (Belady's replacement: no choice has fewer gathers). RESHARD stands
-right after the last computation that reads the stage, and the UNSHARD of the stage that takes its room right behind it, so that
-the parameters travel while other stages compute.
+- `keep`: how many whole stages a rank may have at once (None: all; 0: none: computations gather and reduce single layers, and
+  the table stays unchanged). UNSHARD comes before the first computation of a stage, and again after each RESHARD; RESHARD where
+  another stage needs the room, and after the stage's last computation; REDUCE_GRAD after its last backward. Stages that have
+  some of these already keep them.
+- The stage whose next computation is farthest away makes room (Belady's replacement: no choice has fewer gathers). RESHARD
+  comes right after the last computation that reads the stage, directly followed by the UNSHARD of the stage that takes its
+  room, so that the gather overlaps with other stages' computations.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 class _Held(NamedTuple):
-    """A whole stage: the column of its latest computation so far, and that of its next one (infinite: none)."""
+    """A whole stage: the column of its latest computation so far, and of its next one (infinite: none)."""
 
     latest: int
     next: float
@@ -37,8 +33,7 @@ class _Held(NamedTuple):
 def place_shards(table: Schedule, keep: int | None) -> Schedule:
     """The table with the actions of sharded stages.
 
-    Raises `ScheduleError` where `keep` is less than the stages of one overlapped action, and for a `keep` beside a table that
-    says itself when stages are whole.
+    Raises `ScheduleError` if `keep` is less than the stages of one overlapped action, or if the table already has UNSHARDs.
     """
     shards = {(action.stage, action.kind) for _, _, action in table.cells() if action.kind in PER_STAGE}
     placed = {stage for stage, kind in shards if kind is not Kind.REDUCE_GRAD}
@@ -83,7 +78,7 @@ def _moves(uses: Mapping[int, Sequence[int]], keep: int | None, rank: int) -> tu
     room = len(columns) if keep is None else keep
     following = {stage: iter([*each[1:], inf]) for stage, each in columns.items()}
     held: dict[int, _Held] = {}
-    left: dict[int, int] = {}  # stage -> the column behind which it was put away
+    left: dict[int, int] = {}  # stage -> the column behind which it was resharded
     for at, stages in uses.items():
         for stage in (stage for stage in stages if stage not in held):
             if len(held) < room:
@@ -102,7 +97,7 @@ def _moves(uses: Mapping[int, Sequence[int]], keep: int | None, rank: int) -> tu
 
 
 def _farthest(held: Mapping[int, _Held], needed: Sequence[int], room: int, rank: int) -> int:
-    """The stage to put away: of those that are not needed now, the one whose next computation comes last."""
+    """The stage to reshard: of the stages not needed now, the one whose next computation comes last."""
     free = [stage for stage in held if stage not in needed]
     if not free:
         raise ScheduleError(

@@ -1,11 +1,8 @@
 """Split backwards: a whole backward B becomes I, in its place, and W, later. And the inverse: merge I and W to B.
 
-Contract of `split_backward` and `defer_weight_grads`
-    in    a table, compute-only or with communication; backwards inside overlaps are split too
-    out   the same table with I in the place of B; the Ws that were split off or delayed stand elsewhere on their rank, in
-          the order of their Is. `graphpp.schedules.check.checker.check` accepts the result if it accepted the input, since
-          no other rank ever waits for a W
-`merge_backward` and `without_overlaps` leave out messages and idle cells. A table that runs to its end still does, since every
+`split_backward` and `defer_weight_grads` take tables with or without communication, and split backwards inside overlaps too. A
+rank's Ws keep the order of their Is. `check` accepts the result if it accepted the input, since no other rank waits for a W.
+`merge_backward` and `without_overlaps` drop messages and idle cells; a table that runs to its end still does, since every
 computation that another rank reads keeps its place in the row or moves ahead.
 """
 
@@ -60,10 +57,10 @@ def defer_weight_grads(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     r0 0F0 0F1 0B0 .   0B1      ->     r0 0F0 0F1 0I0 0W0 0I1 0W1
     r1 .   1F0 1B0 1F1 1B1             r1 .   1F0 1B0 1F1 1B1
 
-    Above: stage 0. A W takes the first idle cell after the rank's last forward and after its I; the Ws that find no idle cell
-    come after the rank's last action. Megatron-Core's `defer_embedding_wgrad_compute` is the stage with the LM head.
+    Above: stage 0. A W takes the first idle cell after the rank's last forward and after its I, else a cell after the rank's
+    last action. Megatron-Core's `defer_embedding_wgrad_compute` is the stage with the LM head.
 
-    Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that does not exist, and for a table
+    Raises `ScheduleError` for a stage that does not exist, and for a table
     whose REDUCE_GRAD or RESHARD would come before a delayed W.
     """
     chosen = frozenset(stages)

@@ -1,17 +1,12 @@
 """Split batches (P2P) into single sends and receives, for a transport that posts messages, or blocks on them, one by one.
 
-Contract
-    in    a schedule whose batches (P2P) `graphpp.schedules.check.checker.check` accepts
-    out   the same schedule without batches, which `check` accepts too: no order of the ranks' calls hangs, even if each
-          send blocks until it is received
-
-        r0 (0SEND_F1;0RECV_B0)P2P        r0 0SEND_F1 0RECV_B0
-        r1 (1RECV_F1;1SEND_B0)P2P   ->   r1 1RECV_F1 1SEND_B0
-
-    Even ranks post a batch's sends before its receives, odd ranks its receives before its sends, so that of two neighbours
-    one receives while the other sends. That order can hang if two ranks that exchange are both even or both odd, or if the
-    other end of a message is in a batch of other messages. Then all ranks follow one total order of the messages instead:
-    an order in which the batched table can run, with messages of even ranks first where there is a choice.
+`check` accepts the result if it accepted the batches: no order of calls hangs, even if each send blocks until it is received.
+    r0 (0SEND_F1;0RECV_B0)P2P        r0 0SEND_F1 0RECV_B0
+    r1 (1RECV_F1;1SEND_B0)P2P   ->   r1 1RECV_F1 1SEND_B0
+Even ranks post a batch's sends before its receives, odd ranks its receives before its sends, so that of two neighbours one
+receives while the other sends. That order can hang if two ranks that exchange are both even or both odd, or if the other end of
+a message is in a batch of other messages. Then all ranks follow one total order of the messages: an order in which the batched
+table can run, with messages of even ranks first if there is a choice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Read the arguments of the scheduler: counts, bytes per rank, and the placements of stages to try.
-
-Contract
-    Every function returns the numbers that the search needs, or raises `ScheduleError` naming numbers that would fit.
-"""
+"""Read the arguments of the scheduler: counts, bytes per rank, and the placements of stages to try. Raises `ScheduleError`."""
 
 from __future__ import annotations
 
@@ -78,7 +74,7 @@ def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Sched
 
 
 def too_tight(costs: Costs, homes: Sequence[Home], caps: Sequence[float]) -> ScheduleError:
-    """The error for caps under which not even one microbatch runs; it names caps that would do."""
+    """The error for caps under which not even one microbatch runs; it names sufficient caps."""
     needs = [peak_bytes(one_by_one(costs, home, len(caps), 1), costs) for home in homes]
     least = min(needs, key=max)
     given = [int(cap) if cap < inf else None for cap in caps]

@@ -1,10 +1,4 @@
-"""An order of operations that the search evaluates, and the times and bytes of its operations.
-
-Contract
-    `Candidate` has the order of forwards and backwards of each rank, and the forms of its backwards; `EvaluatedOrder` adds the
-    times, and the rows with the weight gradients in place. `operation_costs` gives times and bytes of each operation in the
-    forms that the candidate chose. Every solution of the search is `Timed`.
-"""
+"""An order of operations that the search evaluates, and the times and bytes of its operations."""
 
 from __future__ import annotations
 
@@ -23,11 +17,10 @@ Fill = tuple[int, int]
 
 @dataclass(frozen=True)
 class Candidate:
-    """An order to evaluate. `whole[x]`: 1 where operation N + x is a whole backward.
+    """An order of each rank's forwards and backwards. `whole[x]`: 1 if operation N + x is a whole backward.
 
-    `patience[rank]`: a pending weight gradient fills a wait of at least this share of its own time, so 1 never delays the next
-    operation. `beside[x]`: 1 where the backward N + x runs together with the forward that follows it in the order, if one
-    follows; empty where no pair is allowed.
+    `patience[rank]`: a pending weight gradient fills a wait of at least this fraction of its own time, so 1 never delays the
+    next operation. `beside[x]`: 1 if the backward N + x runs together with a following forward; empty: no pairs.
     """
 
     orders: list[list[int]]
@@ -36,7 +29,7 @@ class Candidate:
     beside: bytearray = field(default_factory=bytearray)
 
     def mate(self, op: int, following: int) -> bool:
-        """True if the backward `op` runs together with `following`, the next operation of its order."""
+        """Whether the backward `op` runs together with `following`, the next operation of its order."""
         count = len(self.whole)
         return bool(self.beside) and count <= op < 2 * count and following < count and bool(self.beside[op - count])
 
@@ -57,16 +50,15 @@ class Timed:
 
     @property
     def is_optimal(self) -> bool:
-        """True if no table can end sooner."""
+        """Whether no table can end sooner."""
         return self.makespan <= self.problem.bound() * (1 + 1e-9)
 
 
 @dataclass(frozen=True)
 class EvaluatedOrder(Timed):
-    """A candidate with its times. `orders`: those of the candidate, or complete rows.
+    """A candidate with its times. `orders`: the candidate's, or complete rows; `ends[op]`: the end of each operation in them.
 
-    `ends[op]`: the end of each operation of `orders`; `weights[rank]`: the weight gradients that stand in no order, as they
-    run, and `fills[rank]` where.
+    `weights[rank]`: the weight gradients that are in no order, as they run, and `fills[rank]`: their places.
     """
 
     orders: Sequence[list[int]]
@@ -92,8 +84,7 @@ def _row(order: Sequence[int], weights: Sequence[int], fills: Sequence[Fill]) ->
 class OperationCosts(NamedTuple):
     """By operation: its time, the bytes that its rank needs while it runs, and the change of the rank's bytes at its end.
 
-    `leaves[op]`: 1 where an input gradient leaves a weight gradient that stands in no order; `busy[rank]`: the sum of the
-    times of the rank's operations.
+    `leaves[op]`: 1 if an input gradient leaves a weight gradient that is in no order; `busy[rank]`: the sum of its times.
     """
 
     took: Sequence[float]
@@ -105,7 +96,7 @@ class OperationCosts(NamedTuple):
 
 @lru_cache(maxsize=32)
 def operation_costs(problem: Problem, whole: bytes) -> OperationCosts:
-    """The costs of all operations that run alone, where `whole` says which backwards are whole."""
+    """The costs of all operations that run alone; `whole` says which backwards are whole."""
     each, count = problem.microbatches, problem.count
     took, more, change = list(problem.took), [0] * len(problem.took), [0] * len(problem.took)
     busy = [0.0] * problem.ranks
@@ -130,7 +121,7 @@ def operation_costs(problem: Problem, whole: bytes) -> OperationCosts:
 def pair_costs(
     problem: Problem, candidate: Candidate, orders: Sequence[Sequence[int]]
 ) -> tuple[OperationCosts, Mapping[int, int]]:
-    """The costs where some operations run in pairs, all of a pair's with its backward; the forward of each such backward."""
+    """The costs if some operations run in pairs, a pair's costs on its backward; the forward of each such backward."""
     alone = operation_costs(problem, bytes(candidate.whole))
     took, busy, more, change = list(alone.took), list(alone.busy), list(alone.more), list(alone.change)
     mates: dict[int, int] = {}
@@ -164,14 +155,12 @@ def operation_time(problem: Problem, candidate: Candidate, op: int) -> float:
 
 
 def pair_time(problem: Problem, candidate: Candidate, backward: int, forward: int) -> float:
-    """The time of a backward and a forward that run together."""
     x = backward - problem.count
     pair = problem.beside[x // problem.microbatches, forward // problem.microbatches]
     return pair.whole if candidate.whole[x] else pair.split
 
 
 def _bytes_of_pair(problem: Problem, candidate: Candidate, backward: int, forward: int) -> int:
-    """The bytes that a rank needs while a pair runs."""
     x = backward - problem.count
     needs = problem.needs[x // problem.microbatches]
     return (needs.whole if candidate.whole[x] else needs.inputs) + problem.needs[forward // problem.microbatches].forward

@@ -1,13 +1,9 @@
 """Compute the times of an order of operations, and the places of the weight gradients that it leaves open.
 
-Contract
-    in    a `Candidate`: per rank the order of its operations, which backwards are whole, and how long a wait must be for a
-          weight gradient to fill it
-    out   an `EvaluatedOrder`; None if the order needs more memory than a rank has, or deadlocks, or its total is above `limit`
-
-`evaluate_order` is for orders of forwards and backwards: a weight gradient runs where its rank would wait long enough, where an
-operation needs its bytes, or at the end. `evaluate_rows` is for complete rows, in which all operations have their places. The
-times equal the simulator's, except for an order without messages where messages occupy ranks.
+- The result is None if the order needs more memory than a rank has, or deadlocks, or its total is above `limit`. Times equal
+  the simulator's, except for an order without messages if messages occupy ranks.
+- `evaluate_order` takes orders of forwards and backwards: a weight gradient runs where its rank would wait long enough, where
+  an operation needs its bytes, or at the end. `evaluate_rows` takes complete rows, in which all operations have their places.
 """
 
 from __future__ import annotations
@@ -31,14 +27,13 @@ _NEVER = -1e300
 
 
 def evaluate_order(problem: Problem, candidate: Candidate, limit: float = inf) -> EvaluatedOrder | None:
-    """Evaluate an order of forwards and backwards."""
     return _evaluate(problem, candidate, candidate.orders, limit, fill=True)
 
 
 def evaluate_rows(
     problem: Problem, candidate: Candidate, rows: Sequence[list[int]], limit: float = inf
 ) -> EvaluatedOrder | None:
-    """Evaluate complete rows; of the candidate, the forms of its backwards and its pairs count."""
+    """Evaluate complete rows; only the forms of backwards and the pairs of the candidate are read."""
     return _evaluate(problem, candidate, rows, limit, fill=False)
 
 
@@ -61,7 +56,7 @@ def _evaluate(
 class _Walk:
     """One pass over all rows. `at`, `free`, `live`: each rank's next position, the end of its last operation, its bytes alive.
 
-    `weights[rank]`: the weight gradients whose place is open, of which the first `done[rank]` have run.
+    `weights[rank]`: the weight gradients whose place is open; the first `done[rank]` of them have run.
     """
 
     def __init__(
@@ -76,7 +71,7 @@ class _Walk:
         self.fills: list[list[Fill]] = [[] for _ in ranks]
 
     def run(self, mates: Mapping[int, int], limit: float) -> bool:  # noqa: C901
-        """Run each row as far as its inputs are there; False if the order is refused. The search spends its time here."""
+        """Run each row as far as its inputs have arrived; False if the order is refused. The search spends its time here."""
         took, more, change, _, busy = self.costs
         ends, reads, lag, leaves, ranks = self.ends, self.problem.reads, self.problem.lag, self.leaves, self.problem.ranks
         least, longest, mean, count = list(busy), max(busy), sum(busy) / ranks, self.problem.count
@@ -137,7 +132,7 @@ class _Walk:
         return now, live
 
     def finish(self) -> bool:
-        """Run the weight gradients that are left; False if one does not fit into memory."""
+        """Run the remaining weight gradients; False if one does not fit into memory."""
         took, more, change, _, _ = self.costs
         for rank, weights in enumerate(self.weights):
             for weight in weights[self.done[rank] :]:

@@ -1,11 +1,8 @@
 """Compute the times of a sequence, only from the place where it differs from another one.
 
-Contract
-    in    a sequence of a problem's elements, the forms of its backwards, and optionally a `Sequenced` that begins alike
-    out   a `Sequenced`; None if a rank needs more bytes than it has, or if the total of the sequence is above `limit`
-
-One pass gives all times. `Sequenced.states` has the state of the ranks before every `Elements.every`th element, from which a
-sequence that begins alike goes on. Sequences with pairs are evaluated as rows.
+One pass gives all times. `Sequenced.states` has the state of the ranks before every `Elements.every`th element, where a
+sequence with an equal beginning continues. Sequences with pairs are evaluated as rows. The result is None if a rank needs more
+bytes than it has, or if the total is above `limit`.
 """
 
 from __future__ import annotations
@@ -35,8 +32,6 @@ _Operation = tuple[int, int, int, float, float, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Sequenced(Timed):
-    """A sequence with its times. `ends[op]`: the end of each operation."""
-
     elements: Elements
     sequence: list[int]
     ends: list[float]
@@ -44,7 +39,6 @@ class Sequenced(Timed):
 
     @cached_property
     def solution(self) -> EvaluatedOrder:
-        """The sequence as rows."""
         rows = self.elements.rows(self.sequence)
         weights: list[list[int]] = [[] for _ in rows]
         fills: list[list[Fill]] = [[] for _ in rows]
@@ -52,7 +46,7 @@ class Sequenced(Timed):
 
 
 def sequences(elements: Elements, candidate: Candidate, rows: Sequence[list[int]]) -> Iterator[Sequenced]:
-    """The sequences of rows of computations: messages stand as `add_send_recv` has them, and by time early and late."""
+    """The sequences of rows of computations: messages placed by `add_send_recv`, and as early and as late as possible."""
     problem, first = elements.problem, elements.sequence(rows, candidate)
     found = evaluate_sequence(elements, candidate, first)
     if found is None:
@@ -72,7 +66,7 @@ def sequences(elements: Elements, candidate: Candidate, rows: Sequence[list[int]
 def evaluate_sequence(
     elements: Elements, candidate: Candidate, sequence: list[int], limit: float = inf, like: Sequenced | None = None
 ) -> Sequenced | None:
-    """The times of a sequence. `like`: a sequence whose results are taken as far as it has the same elements and forms."""
+    """The times of a sequence. `like`: a sequence whose results are reused as far as it has the same elements and forms."""
     if any(candidate.beside):
         found = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
         if found is None:
@@ -91,7 +85,7 @@ def evaluate_sequence(
 def _passed(
     elements: Elements, candidate: Candidate, sequence: list[int], limit: float, ends: list[float], states: list[_State]
 ) -> Sequenced | None:
-    """Go on from the last of `states`; `ends`: the ends of the operations before it."""
+    """Continue from the last of `states`; `ends`: the ends of the earlier operations."""
     ranks, cap = elements.problem.ranks, elements.problem.cap
     operations, busy = _operations(elements, bytes(candidate.whole))
     if not states:
@@ -135,7 +129,7 @@ def _operations(elements: Elements, whole: bytes) -> tuple[Sequence[tuple[_Opera
 
 @lru_cache(maxsize=4)
 def _in_form(elements: Elements, form: int) -> Sequence[tuple[_Operation, ...]]:
-    """The operations of each element, where all backwards have one form: one, or the send and the receive of a message."""
+    """The operations of each element if all backwards have one form: one, or the send and the receive of a message."""
     problem, messages = elements.problem, 3 * elements.problem.count
     costs = operation_costs(problem, bytes([form]) * problem.count)
     sends = [ranks or (-1, -1) for ranks in elements.ranks[messages:]]

@@ -1,15 +1,10 @@
-"""Fill the waits of an order: operations whose inputs are there overtake the operation for which their rank would wait.
+"""Fill the waits of an order: operations whose inputs have arrived overtake the operation for which their rank would wait.
 
-Contract
-    in    a `Candidate` whose order can run, and how many operations of each rank's order to look at
-    out   a `Candidate` with another order that can run, within the same memory
-
-The ranks run in the order of time, as in a list scheduler. If the input of a rank's next operation is not there, the rank
-takes the first later operation whose input is there and which overtakes no operation of its own stage and kind. The memory
-must suffice for that operation together with all the operations that it overtakes, so an order that fits still fits.
-
-Where pairs are allowed, the pairs of the candidate are chosen anew: an operation takes with it the first later one of the other
-kind whose input is there, or is there so soon that the pair saves more time than the rank waits.
+- The ranks run in the order of time, as in a list scheduler. If the input of a rank's next operation has not arrived, the rank
+  takes the first later operation whose input has arrived and which overtakes no operation of its own stage and kind. The memory
+  must suffice for that operation together with all operations that it overtakes, so an order that fits still fits.
+- If pairs are allowed, they are chosen anew: an operation is paired with the first later one of the other kind whose input has
+  arrived, or arrives so soon that the pair saves more time than the rank waits.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from graphpp.schedules.search.problem import Problem
 
 
 def fill_waits(problem: Problem, candidate: Candidate, window: int) -> Candidate:
-    """The candidate with its waits filled, looking at `window` operations on each rank."""
+    """The candidate with its waits filled, looking at `window` operations per rank; the result can run in the same memory."""
     ranks = _Ranks(problem, candidate, window)
     while ranks.events:
         now, rank = heapq.heappop(ranks.events)
@@ -32,7 +27,7 @@ def fill_waits(problem: Problem, candidate: Candidate, window: int) -> Candidate
 
 
 class _Ranks:
-    """All ranks. `live`: the bytes alive on each; `base`: these if all weight gradients that can run had run."""
+    """All ranks. `live`: the bytes alive on each; `base`: the bytes if all weight gradients that can run had run."""
 
     def __init__(self, problem: Problem, candidate: Candidate, window: int) -> None:
         self.problem, self.candidate, self.whole, self.window = problem, candidate, candidate.whole, window
@@ -46,13 +41,13 @@ class _Ranks:
         self.events = [(0.0, rank) for rank in range(problem.ranks)]
 
     def act(self, rank: int, now: float) -> None:
-        """Start an operation of the rank at this time, if one can run, and note the time at which to look at the rank again."""
+        """Start an operation of the rank now, if one can run, and schedule the next event of the rank."""
         problem, order, at = self.problem, self.orders[rank], self.at[rank]
         there = self._there(order[at])
         place = at if 0 <= there <= now + 1e-9 else self._ahead(rank, now)
         if place is None:
             first = self.weights[rank][0] if self.weights[rank] else None
-            # If `there` is unknown the maker of the input has not started, so its whole time is still to come.
+            # unknown `there`: the maker of the input has not started, so its whole time is still to come
             until = there if there >= 0 else now + self._time(problem.reads[order[at]])
             if first is not None and until - now >= problem.took[first] - 1e-9:
                 self._weight(rank, now)
@@ -120,11 +115,10 @@ class _Ranks:
             yield place, op, size if op < problem.count else -size
 
     def _fits(self, rank: int, op: int) -> bool:
-        """True if the operation fits into memory now, or if no pending weight gradient is left that could free memory."""
+        """Whether the operation fits into memory now, or no pending weight gradient is left that could free memory."""
         return self.live[rank] + self._needs(op) <= self.problem.cap[rank] or not self.weights[rank]
 
     def _needs(self, op: int) -> int:
-        """The bytes that a forward or a backward needs while it runs."""
         count, needs = self.problem.count, self.problem.needs[op % self.problem.count // self.problem.microbatches]
         if op < count:
             return needs.forward
@@ -140,7 +134,6 @@ class _Ranks:
         heapq.heappush(self.events, (self.free[rank], rank))
 
     def _run(self, rank: int, ops: Sequence[int], end: float) -> None:
-        """Run one operation or a pair until `end`."""
         self.free[rank] = end
         for op in ops:
             self.ends[op] = end

@@ -1,17 +1,13 @@
 """Improve solutions by local search; and the steps that shift a piece of one microbatch on all its ranks at once.
 
-Contract
-    in    solutions, how many steps to take, and a source of randomness
-    out   the best solutions found; equal for equal arguments on every machine (only +, - and * decide)
-
-A result that is not much worse is accepted, less and less so over the search (threshold accepting, Dueck and Scheuer 1990).
-There are two kinds of steps, and both are needed: `Shifts` moves orders whose weight gradients are placed by a rule,
-`move_elements.Moves` moves single operations and messages. Of 28 problems whose optima are known (`tests/schedules/search`) the
-worst table is 24.8 % behind without `Moves` (4.6 % where messages occupy no rank), 2.5 % without `Shifts`, 1.4 % with both.
-
-A step of `Shifts` takes the end times of the current solution, shifts those of some successive operations of one microbatch
-(or of a few microbatches in a row), sorts each rank by the end times again and evaluates the order. Exchanging two operations
-of one rank alone nearly always only adds a wait; shifting a piece on all its ranks together gets past such plateaus.
+- A result that is not much worse is accepted, with a limit that falls during the search (threshold accepting, Dueck and Scheuer
+  1990). Results are equal for equal arguments on every machine (only +, - and * decide).
+- Both kinds of steps are needed: `Shifts` moves orders whose weight gradients are placed by a rule, `move_elements.Moves` moves
+  single operations and messages. Of 28 problems with known optima (`tests/schedules/search`) the worst table is 24.8 % slower
+  than the optimum without `Moves` (4.6 % if messages occupy no rank), 2.5 % without `Shifts`, 1.4 % with both.
+- A step of `Shifts` shifts the end times of successive operations of one microbatch (or of a few successive microbatches),
+  sorts each rank by end times and evaluates the order. Exchanging two operations of one rank alone nearly always only adds a
+  wait; shifting a piece on all its ranks together escapes such plateaus.
 """
 
 from __future__ import annotations
@@ -36,8 +32,6 @@ M = TypeVar("M", bound=Timed)
 
 
 class Steps(Protocol[M]):
-    """One kind of steps."""
-
     random: Random
 
     def step(self, current: M, limit: float) -> M | None:
@@ -45,7 +39,7 @@ class Steps(Protocol[M]):
 
 
 def search_in_rounds(solutions: Iterable[S], steps: float, moves: Callable[[S], Steps[S]]) -> list[S]:
-    """In every round fewer solutions are searched, each for longer, until one is optimal. The best comes first."""
+    """Search fewer solutions in every round, each for longer, until one is optimal. The best comes first."""
     best = distinct(solutions)
     for width in _ROUNDS:
         if not best or best[0].is_optimal:
@@ -56,7 +50,7 @@ def search_in_rounds(solutions: Iterable[S], steps: float, moves: Callable[[S], 
 
 
 def distinct(solutions: Iterable[S]) -> list[S]:
-    """The solutions, the best first, one for each makespan and total; solutions equal in both are most often the same table."""
+    """The solutions, best first, one for each makespan and total: solutions equal in both are most often the same table."""
     kept = {tuple(float(f"{time:.9g}") for time in solution.end): solution for solution in solutions}
     return [kept[key] for key in sorted(kept)]
 
@@ -79,15 +73,12 @@ def local_search(start: S, steps: int, moves: Steps[S]) -> S:
 
 
 class Shifts:
-    """The steps that shift pieces of microbatches."""
-
     def __init__(self, problem: Problem, random: Random) -> None:
         self.problem, self.random = problem, random
         self.unit = problem.operation_length()
         self.flips = [stage for stage in range(problem.stages) if problem.prefers_whole(stage)]
 
     def step(self, current: EvaluatedOrder, limit: float) -> EvaluatedOrder | None:
-        """A neighbour of an order."""
         candidate = self._neighbour(current)
         order = evaluate_order(self.problem, candidate, limit) if candidate else None
         return order if order and order.total <= limit else None
@@ -115,7 +106,7 @@ class Shifts:
         return replace(old, whole=whole)
 
     def _pair(self, old: Candidate) -> Candidate | None:
-        """Put a backward directly before a forward of its rank, as a pair; or take a pair apart."""
+        """Put a backward directly before a forward of its rank, as a pair; or split a pair."""
         problem, beside = self.problem, bytearray(old.beside or self.problem.count)
         rank = self.random.randrange(problem.ranks)
         order = list(old.orders[rank])
@@ -149,7 +140,7 @@ class Shifts:
         return range(first, min(self.problem.microbatches, first + self.random.randint(1, 5)))
 
     def _piece(self) -> list[int]:
-        """Some successive operations of microbatch 0: a single one, the rest of one way through the ranks, or any number."""
+        """Successive operations of microbatch 0: one, the rest of one pass through the ranks, or any number."""
         stages, ranks = self.problem.stages, self.problem.ranks
         first, luck = self.random.randrange(2 * stages), self.random.random()
         last = first

@@ -1,13 +1,9 @@
 """The steps of local search that move single computations and messages of a sequence; and steps towards fewer bytes.
 
-Contract
-    A step moves one element behind or before another one of its rank, with the elements between them that depend on it; or it
-    shifts some successive elements of a microbatch on all their ranks; or it makes a backward whole or split, or pairs a
-    backward with a forward. Weight gradients and messages have places of their own.
-
-`save_bytes` moves elements so that the ranks need fewer bytes, and the sequence ends as soon as before. Few steps make a
-rank's peak lower, so of sequences with equal peaks one that has fewer bytes alive after its operations is taken: it is on the
-way to lower peaks.
+A step moves one element behind or before another one of its rank, with the elements between them that depend on it; or it
+shifts successive elements of a microbatch on all their ranks; or it makes a backward whole or split, or pairs a backward with a
+forward. `save_bytes` keeps the makespan and lowers the ranks' bytes. Few steps lower a rank's peak, so among equal peaks the
+sequence with fewer bytes alive after its operations is taken.
 """
 
 from __future__ import annotations
@@ -49,14 +45,11 @@ def _bytes(solution: Sequenced) -> tuple[int, int]:
 
 
 class Moves:
-    """The steps that move elements."""
-
     def __init__(self, elements: Elements, random: Random) -> None:
         self.elements, self.problem, self.random = elements, elements.problem, random
         self.flips = [stage for stage in range(self.problem.stages) if self.problem.prefers_whole(stage)]
 
     def step(self, current: Sequenced, limit: float) -> Sequenced | None:
-        """A neighbour of a sequence."""
         neighbour = self.neighbour(current)
         return evaluate_sequence(self.elements, *neighbour, limit, current) if neighbour else None
 
@@ -95,14 +88,14 @@ class Moves:
         return replace(old.candidate, whole=whole), sequence
 
     def _single(self, sequence: list[int]) -> list[int]:
-        """Move an element by some places in a rank's row, and the elements on its way that depend on it."""
+        """Move an element by some places in a rank's row, with the elements in between that depend on it."""
         at = self.random.randrange(len(sequence))
         rank = self.random.choice(self.elements.ranks[sequence[at]])
         left = 1 + int(_FARTHEST * self.random.random() * self.random.random())
         return _moved(self.elements, sequence, at, rank, left if self.random.random() < 0.5 else -left)
 
     def _exchange(self, sequence: list[int]) -> list[int]:
-        """Exchange two elements of a rank's row, which may stand where neither of them alone could go."""
+        """Exchange two elements of a rank's row, which may reach places that neither could reach alone."""
         at = self.random.randrange(len(sequence))
         rank = self.random.choice(self.elements.ranks[sequence[at]])
         apart = 1 + int(_FARTHEST * self.random.random() * self.random.random())
@@ -119,7 +112,7 @@ class Moves:
         return sequence
 
     def _pair(self, old: Sequenced) -> _Neighbour | None:
-        """Take a pair apart, or put a forward directly behind a backward of its rank, as a pair."""
+        """Split a pair, or put a forward directly behind a backward of its rank, as a pair."""
         problem, candidate = self.problem, old.candidate
         rank = self.random.randrange(problem.ranks)
         row = old.solution.orders[rank]
@@ -140,7 +133,7 @@ class Moves:
         return replace(candidate, beside=beside), sequence
 
     def _piece(self, sequence: list[int]) -> list[int]:
-        """Shift successive elements of one microbatch, or of some microbatches in a row, by one distance."""
+        """Shift successive elements of one microbatch, or of successive microbatches, by one distance."""
         problem, random = self.problem, self.random
         by = len(sequence) / problem.microbatches * random.random() * random.random()
         first = random.randrange(problem.microbatches)
@@ -172,7 +165,7 @@ def _exchanged(elements: Elements, sequence: list[int], first: int, second: int,
 
 
 def _moved(elements: Elements, sequence: list[int], at: int, rank: int, by: int) -> list[int]:
-    """The sequence with an element moved over `by` of the rank's, back if negative; those that depend on its order go along."""
+    """The sequence with an element moved over `by` of the rank's elements (back if negative), with its dependent elements."""
     if by < 0:
         return _carried(sequence[::-1], len(sequence) - 1 - at, elements.after, elements.ranks, rank, -by)[::-1]
     return _carried(sequence, at, elements.before, elements.ranks, rank, by)

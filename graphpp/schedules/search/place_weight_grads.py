@@ -1,13 +1,9 @@
-"""Place the weight gradients of a table anew: each in a wait of its rank, or where an operation needs its bytes.
+"""Move the weight gradients of a table: each into a wait of its rank, or where an operation needs its bytes.
 
-Contract
-    in    a complete training table, its costs, and the bytes that a rank may have alive
-    out   a table that ends sooner within the bytes, and in which every rank runs its forwards and backwards in the given order;
-          the given table where none ends sooner. `ScheduleError` where neither fits
-
-Backwards are whole as they were, split behind a rank's last forward or only towards its end, or all split; a split one whose
-halves need not be apart becomes whole again. `evaluate.py` places the weight gradients, with several answers to how long a wait
-must be for one.
+The result ends sooner within the bytes, and every rank runs its forwards and backwards in the given order; it is the given
+table if none ends sooner. `ScheduleError` if neither fits. Backwards are whole as given, split behind a rank's last forward or
+only towards its end, or all split; a split one whose halves need not be apart becomes whole again. `evaluate.py` places the
+weight gradients, with several thresholds for the length of a wait.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
 _PATIENCE = (1.0, 0.5, 0.0)
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the backwards behind the last forward: where bytes lack, only the last ones have room
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the backwards after the last forward; with few bytes, only the last ones fit
 _KEPT = 3  # placements whose exact ends are compared
 
 
@@ -52,7 +48,6 @@ def place_weight_grads(
 
 
 def _placed(problem: Problem, given: Numbered) -> Iterator[Numbered]:
-    """The soonest placements."""
     solutions = filter(None, (evaluate_order(problem, candidate) for candidate in _candidates(problem, given)))
     for solution in sorted(solutions, key=lambda solution: solution.end)[:_KEPT]:
         yield from (numbered(solution, join=join) for join in (True, False))
@@ -68,7 +63,7 @@ def _candidates(problem: Problem, given: Numbered) -> Iterator[Candidate]:
 
 
 def _split_at_the_end(problem: Problem, order: Candidate, share: float) -> bytearray:
-    """The backwards that stay whole if each rank splits so much of those behind its last forward, the last ones."""
+    """The backwards that stay whole if each rank splits this share of the backwards behind its last forward, the last ones."""
     whole = bytearray(problem.count)
     for row in order.orders:
         last = max((at for at, op in enumerate(row) if op < problem.count), default=0)

@@ -1,17 +1,16 @@
 """The scheduler's problem in numbers: operations are integers, and their properties are tuples indexed by them.
 
-Contract
-    With S stages, M microbatches and N = S M, operation x = stage * M + microbatch is a forward, N + x its input gradients
-    (or its whole backward, if a candidate says so), 2 N + x its weight gradients. Times are shares of the longest
-    operation's time, so that one tolerance fits all problems. `reads[op]` is the operation whose result `op` needs, -1 for
-    forwards of the first stage; `lag[op]` is the time from the end of that operation until its result is on the rank of
-    `op`. A rank has `saved` bytes more from the end of a forward to the end of its backward; a split backward leaves `kept`
-    bytes until the end of its weight gradients. While an operation runs, its rank has `needs` bytes more than before. A rank
-    never has more than `cap` bytes alive.
-
-The runner's overhead and messages that occupy ranks are part of an operation's time here. A forward and a backward of one rank
-may run together, as one OVERLAP_F_B; `beside[b, f]` has the times of the backward of stage b with the forward of stage f. The
-search makes pairs if they take less time than their parts (`pairs`).
+- With S stages, M microbatches and N = S M, operation x = stage * M + microbatch is a forward, N + x its input gradients (or
+  its whole backward, if a candidate says so), 2 N + x its weight gradients.
+- Times are fractions of the longest operation's time, so that one tolerance fits all problems. `reads[op]` is the operation
+  whose result `op` needs, -1 for forwards of the first stage; `lag[op]` is the time from its end until the result is on the
+  rank of `op`.
+- A rank has `saved` bytes more from the end of a forward to the end of its backward; a split backward leaves `kept` bytes until
+  the end of its weight gradients. While an operation runs, its rank has `needs` bytes more than before. A rank never has more
+  than `cap` bytes alive.
+- The runner's overhead and messages that occupy ranks are part of an operation's time. A forward and a backward of one rank may
+  run together, as one OVERLAP_F_B; `beside[b, f]` has the times of the backward of stage b with the forward of stage f. The
+  search makes pairs if they take less time than their parts (`pairs`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Pair(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """The bytes that an operation of a stage needs while it runs, in addition to those that are alive before it."""
+    """The bytes that an operation of a stage needs while it runs, in addition to the bytes alive before it."""
 
     forward: int
     inputs: int
@@ -42,7 +41,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The operations to be ordered: times and lags by operation, bytes by stage, caps by rank. `home[stage]`: its rank."""
+    """The operations to order: times and lags by operation, bytes by stage, caps by rank. `home[stage]`: its rank."""
 
     ranks: int
     stages: int
@@ -58,7 +57,7 @@ class Problem:
     cap: tuple[float, ...]
     count: int  # N, the number of forwards
     unit: float  # the longest operation's time, in the units of the costs
-    overlap: float  # the time of a pair as a share of the sum of its parts' times; 1: there are no pairs
+    overlap: float  # the time of a pair as a fraction of the sum of its parts' times; 1: no pairs
     overhead: float
     blocking: bool  # messages occupy ranks, so the times are estimates
     beside: Mapping[tuple[int, int], Pair]
@@ -96,15 +95,13 @@ class Problem:
 
     @property
     def pairs(self) -> bool:
-        """True if an operation takes less time beside another one."""
+        """Whether overlapping a forward and a backward saves time."""
         return self.overlap < 1
 
     def rank_of(self, op: int) -> int:
-        """The rank of a computation."""
         return self.home[op % self.count // self.microbatches]
 
     def on(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
         return [stage for stage in range(self.stages) if self.home[stage] == rank]
 
     def stage_times(self, stage: int) -> tuple[float, float, float]:
@@ -118,7 +115,7 @@ class Problem:
         apart = forward + min(inputs + weights, self.whole[stage])
         if not self.pairs:
             return apart
-        # A pair has one overhead, and each of its parts' times has one.
+        # a pair has one overhead, and the times of its parts have one each
         share, once = self.overlap, self.overhead * max(0.0, 2 * self.overlap - 1)
         return max(0.0, min(apart, share * (forward + inputs) + weights - once, share * (forward + self.whole[stage]) - once))
 
@@ -127,17 +124,16 @@ class Problem:
         return max(sum(map(self.least, self.on(rank))) for rank in range(self.ranks))
 
     def operation_length(self) -> float:
-        """The mean time of an F, I or W."""
         return self.period() * self.ranks / (3 * self.stages)
 
     def prefers_whole(self, stage: int) -> bool:
-        """True if a whole backward has an advantage: less time, or fewer bytes."""
+        """Whether a whole backward takes less time, or fewer bytes."""
         _, inputs, weights = self.stage_times(stage)
         faster = self.whole[stage] < inputs + weights - 1e-9
         return self.pairs or faster or self.kept[stage] > self.saved[stage] or self.needs_less_whole(stage)
 
     def needs_less_whole(self, stage: int) -> bool:
-        """True if a whole backward runs within fewer bytes than an I and its W."""
+        """Whether a whole backward runs within fewer bytes than an I and its W."""
         needs, saved, kept = self.needs[stage], self.saved[stage], self.kept[stage]
         return saved + needs.whole < max(saved + needs.inputs, kept + needs.weights, kept)
 
@@ -168,11 +164,11 @@ def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
 
 
 def _beside(costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]], unit: float) -> dict[tuple[int, int], Pair]:
-    """The times of each rank's pairs; `times`: by `_times`, in shares of `unit`."""
+    """The times of each rank's pairs; `times`: from `_times`, in fractions of `unit`."""
     found, stages = {}, range(len(home))
     for b, f in ((b, f) for b in stages for f in stages if home[b] == home[f]):
         forward, inputs, whole = costs.stages[f].forward, costs.stages[b].input_grad, costs.stages[b].of(Kind.B)
-        # Messages that occupy the rank, and one overhead, are not shared.
+        # messages that occupy the rank, and one overhead, do not overlap
         apart = times[0][f] * unit - forward + times[1][b] * unit - inputs - costs.overhead
         split, together = (costs.overlap * (forward + backward) + apart for backward in (inputs, whole))
         found[b, f] = Pair(split / unit, together / unit)
@@ -189,7 +185,7 @@ def _messages(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[floa
 
 
 def _occupied(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:
-    """The time for which the messages of each stage's forward, and of its backward, occupy the stage's rank."""
+    """The time for which messages of each stage's forward, and of its backward, occupy the stage's rank."""
     if not costs.blocking:
         return [0.0] * len(home), [0.0] * len(home)
     up, down = _messages(costs, home)
@@ -200,8 +196,8 @@ def _occupied(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[floa
 def _lags(costs: Costs, home: Sequence[int]) -> list[list[float]]:
     """Per stage, for forward, input and weight gradients: the time from the end of an input's maker until the reader can start.
 
-    A blocking receive is part of its reader's time, its send of its maker's time, and both begin together; so the reader can
-    start one message time before the end of the maker. A rank that waits spends the overhead of its next action while it waits.
+    A blocking receive is part of its reader's time, the send of its maker's, and both begin together: the reader can start one
+    message time before the end of the maker. A rank spends the overhead of its next action while it waits.
     """
     sign = -1 if costs.blocking else 1
     up, down = _messages(costs, home)

@@ -1,23 +1,15 @@
 """Find a schedule: the order of F, B, I and W that ends soonest within the memory of each rank.
 
-Contract
-    in    the costs of each stage, the bytes that a rank may have alive, the numbers of ranks and microbatches, and
-          optionally the placement of the stages
-    out   a `Schedule` that `graphpp.schedules.check.checker.check` accepts: compute-only, or with sends and receives where they
-          occupy ranks; `ScheduleError` if not even one microbatch fits, naming the smallest cap that would do
-
-    1. start orders: stable patterns (`start_patterns.py`) and every named schedule, each also with its waits filled
-       (`fill_waits.py`)
-    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest: first by shifting
-       pieces of microbatches, then by moving single operations, weight gradients included (`move_elements.py`). Where messages
-       occupy ranks (`Costs.blocking`), the second search alone has sends and receives, each at a place of its own; the first
-       one estimates them. The best result is also moved towards fewer bytes
-    3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
-       with such pairs; the tables without pairs are starts there, so the result is never behind them
-    4. the exact times of the results and of the named schedules are compared (`tables.py`); the one that ends soonest
-       wins
-
-Equal arguments give an equal table on every machine: the search counts steps, not seconds.
+- Start orders are stable patterns (`start_patterns.py`) and every named schedule, each also with its waits filled
+  (`fill_waits.py`).
+- Local search improves the best of them (`local_search.py`), the most promising ones longest: first by shifting pieces of
+  microbatches, then by moving single operations, weight gradients included (`move_elements.py`). If messages occupy ranks
+  (`Costs.blocking`), the first search estimates them, and the second gives sends and receives places of their own. The best
+  result is also moved towards fewer bytes.
+- If overlapping a forward and a backward saves time (`Costs.overlap` < 1), both searches run again with such pairs, starting
+  from the tables without pairs too, so the result is never worse.
+- The table with the least exact time wins, named schedules included (`tables.py`). The result passes `check`; it has sends and
+  receives only if they occupy ranks. Equal arguments give an equal table: the search counts steps, not seconds.
 """
 
 from __future__ import annotations
@@ -50,9 +42,9 @@ from graphpp.schedules.table.schedule import Schedule
 _EFFORT, _MOST_STEPS = 1_000_000, 20_000
 """Steps of the first search times forwards, which take a few seconds; and the most steps, since small problems need fewer."""
 _MORE_MOVES, _MOST_MOVED = 2, 3_333
-"""The second search takes so many times as many steps, if a problem has at most so many forwards: else they are too few."""
+"""The second search takes twice as many steps, but only for at most this many forwards: else the steps are too few."""
 _RESULTS, _SAVING = 3, 0.05
-"""The number of its sequences that become tables, and the steps that save bytes as a share of the others."""
+"""The number of the second search's sequences that become tables; its extra steps that save bytes, as a fraction."""
 _STARTS = 6
 """The number of solutions from which the first search starts."""
 _FILLED, _WINDOWS = 16, (3, 8)
@@ -78,12 +70,11 @@ def schedule_auto(
 ) -> Schedule:
     """Search the best order of F, B, I and W for these costs under `memory_cap` bytes, for all ranks or one per rank.
 
-    `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None:
-    the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several
-    tables that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result.
-    With `costs.overlap` < 1 the table may have OVERLAP_F_B; with `costs.blocking` it has its sends and receives, else none.
-
-    Raises `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
+    `placement`: "loop" (rank r has r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None: the
+    better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several tables
+    that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result. With
+    `costs.overlap` < 1 the table may have OVERLAP_F_B; with `costs.blocking` it has sends and receives, else none. Raises
+    `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
     """
     check_size(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
@@ -103,7 +94,7 @@ def schedule_auto(
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Run the body without collections of reference cycles: the search makes millions of tuples and hardly any cycle."""
+    """Pause the collection of reference cycles: the search makes millions of tuples and hardly any cycle."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -111,9 +102,6 @@ def paused_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-# ---------------------------------------------------------------------------------- the search
 
 
 def _searched(
@@ -136,7 +124,7 @@ def _searched(
 def _as_sequences(
     problems: Sequence[Problem], orders: Sequence[EvaluatedOrder], given: Sequence[Numbered], costs: Costs
 ) -> Iterator[Sequenced]:
-    """The solutions as sequences; where messages occupy ranks the given tables too, since solutions only estimate messages."""
+    """The solutions as sequences; if messages occupy ranks, the given tables too, since solutions only estimate messages."""
     for problem in problems:
         if not costs.blocking and problem.count > _MOST_MOVED:
             continue
@@ -149,7 +137,7 @@ def _as_sequences(
 
 
 def _starts(problem: Problem, given: Sequence[Numbered], random: Random) -> list[EvaluatedOrder]:
-    """Solutions to start the search from, with different values, the best first."""
+    """Solutions to start the search from, with different makespans or totals, the best first."""
     most = max(2, _FILL_EFFORT // problem.count)
     keep = min(_FILLED, max(_STARTS, most))
     known = _best(problem, (candidate_of(problem, each) for each in given), keep)
@@ -161,7 +149,7 @@ def _starts(problem: Problem, given: Sequence[Numbered], random: Random) -> list
 
 
 def _wholes(problem: Problem) -> list[bytearray]:
-    """The backwards that are whole at the start: those that need fewer bytes so; in a second choice also the faster ones."""
+    """The choices of whole backwards at the start: those that need fewer bytes, and also the faster ones."""
     stages = range(problem.stages)
     choices = {tuple(problem.kept[stage] > problem.saved[stage] for stage in stages)}
     choices.add(tuple(problem.prefers_whole(stage) for stage in stages))
@@ -170,7 +158,7 @@ def _wholes(problem: Problem) -> list[bytearray]:
 
 
 def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[EvaluatedOrder]:
-    """The best of the candidates that can run; one that reaches the lower bound is enough."""
+    """The best of the candidates that can run; stops at one that reaches the lower bound."""
     found: list[EvaluatedOrder] = []
     for candidate in candidates:
         limit = 1.02 * found[-1].total if len(found) == most else inf

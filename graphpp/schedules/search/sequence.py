@@ -1,10 +1,9 @@
 """One order of the operations of all ranks: the form in which the search moves single operations and messages.
 
-Contract
-    A sequence has the computations of all ranks, and the messages between them where they occupy ranks (`with_messages`).
-    Each element stands after the elements that it reads. A message stands there once, by the number of its SEND: the rows of
-    both its ranks have the message at that place. So no two ranks wait for each other, even where a send waits for its
-    receive. Every table that `check` accepts has such a sequence, unless it has batches of messages.
+A sequence has the computations of all ranks, and the messages between them if they occupy ranks (`with_messages`). Each element
+comes after the elements that it reads. A message is one element, with the number of its SEND, at the same place in the rows of
+both its ranks. So no two ranks wait for each other, even if a send waits for its receive. Every table that `check` accepts has
+such a sequence, unless it has batches of messages.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from graphpp.schedules.table.in_order import in_order
 class Elements:
     """The elements of a sequence. `ranks[element]`: its rank, or the ranks of its SEND and its RECV.
 
-    `before[element]`: the elements that stand before it in every sequence, next to it in the data flow or in the order of
-    microbatches; `after` is its inverse. The W of a backward that is taken apart may come before that of an earlier microbatch.
+    `before[element]`: the nearest elements that precede it in every sequence, in the data flow or in the order of microbatches;
+    `after` is the inverse. The W of a split backward may precede the W of an earlier microbatch.
     """
 
     problem: Problem
@@ -41,7 +40,7 @@ class Elements:
             needs = problem.reads[element]
             if element >= 3 * count:
                 ranks.append((problem.rank_of(needs), problem.rank_of(element - 3 * count)) if needs >= 0 else ())
-            needs -= 2 * count * (needs >= 5 * count)  # a RECV stands where its SEND does
+            needs -= 2 * count * (needs >= 5 * count)  # a RECV is at the place of its SEND
             earlier = [element - 1] if element % step else []
             before.append((*earlier, *([needs] if needs >= 0 else [])))
         after: list[list[int]] = [[] for _ in before]
@@ -56,7 +55,6 @@ class Elements:
         return max(16, len(self.ranks) // 40)
 
     def rows(self, sequence: Iterable[int]) -> list[list[int]]:
-        """The operations of each rank."""
         rows: list[list[int]] = [[] for _ in range(self.problem.ranks)]
         receive = 2 * self.problem.count
         for element in sequence:
@@ -84,14 +82,14 @@ class Elements:
 
     @cached_property
     def sends(self) -> Mapping[int, int]:
-        """The message with an operation's result, of each operation whose result another rank reads."""
+        """By operation, the message with its result, if another rank reads the result."""
         messages = range(3 * self.problem.count, len(self.before))
         return {self.problem.reads[message]: message for message in messages if self.ranks[message]}
 
     def sorted(self, sequence: Iterable[int], key: Callable[[int], float], *, late: bool = False) -> list[int]:
-        """The elements by their keys; an element before which another one must stand comes after that one.
+        """The elements by their keys; an element comes after the elements that must precede it.
 
-        Where keys and data flow disagree, the others come earlier than their keys say; if `late`, the element comes later.
+        If keys and data flow disagree, the preceding elements move earlier; with `late`, the element moves later.
         """
         needs = self.after if late else self.before
         todo = sorted(sequence, key=key, reverse=not late)

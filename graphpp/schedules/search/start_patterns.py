@@ -1,13 +1,9 @@
-"""Start orders: stable patterns, in which every microbatch takes the same path, one period after the microbatch before it.
+"""Start orders: stable patterns, in which every microbatch takes the same path, one period after the previous microbatch.
 
-Contract
-    in    a `Problem`, which backwards are whole, and a source of randomness
-    out   candidates of many kinds, the first of which runs one microbatch after the other
-
-A pattern gives a time to each forward and backward, and a rank's order is the order of these times. The times of
-microbatch m are those of microbatch 0 plus m periods. Within a microbatch each step follows the step before it after a
-delay that is equal for all steps of a leg; a leg is one way through all ranks. The delays decide how long activations live
-and where each rank has gaps (Qi et al., arXiv:2405.15362). 1F1B, ZB-H1, ZBV, V-Half and V-Min are among the patterns.
+A pattern gives a time to each forward and backward, and a rank's order is the order of these times. The times of microbatch m
+are those of microbatch 0 plus m periods. Within a microbatch each step follows the previous one after a delay that is equal for
+all steps of a leg; a leg is one pass through all ranks. The delays decide how long activations live and where each rank has
+gaps (Qi et al., arXiv:2405.15362). 1F1B, ZB-H1, ZBV, V-Half and V-Min are among the patterns.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ _EFFORT, _FEWEST = 120_000, 8
 
 
 def start_patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Candidate]:
-    """Candidates of all kinds; one of them runs a microbatch after the other, and so fits into memory if any order does."""
+    """Candidates of all kinds; the first runs one microbatch after the other, and so fits into memory if any order does."""
     chunks = -(-problem.stages // problem.ranks)
     unit = problem.period() / (3 * chunks)
     streams = [problem.on(rank) for rank in range(problem.ranks)]
@@ -66,7 +62,7 @@ def _path(problem: Problem) -> list[int]:
 
 
 def _too_much(problem: Problem, ends: Sequence[float], period: float) -> bool:
-    """True if the activations of a pattern with one microbatch every period cannot fit into memory."""
+    """Whether the activations of a pattern with one microbatch every period cannot fit into memory."""
     alive = [0.0] * problem.ranks
     for stage in range(problem.stages):
         at = stage * problem.microbatches
@@ -76,7 +72,7 @@ def _too_much(problem: Problem, ends: Sequence[float], period: float) -> bool:
 
 
 def _delays(legs: int, random: Random) -> list[tuple[float, ...]]:
-    """All combinations of delays in a random order, or 2000 random ones where there are too many; equal delays come first."""
+    """Equal delays first; then all combinations in random order, or 2000 random ones if there are too many."""
     alike = [(slack,) * legs for slack in _SLACKS]
     if legs <= 4:
         every = list(product(_SLACKS, repeat=legs))
@@ -86,7 +82,7 @@ def _delays(legs: int, random: Random) -> list[tuple[float, ...]]:
 
 
 def _longer(problem: Problem) -> Iterator[float]:
-    """Longer periods: first the one that runs a microbatch after the other, then those in between."""
+    """Longer periods: first the one that runs one microbatch after the other, then shorter ones."""
     way = sum(problem.took[:: problem.microbatches]) + sum(map(abs, problem.lag[:: problem.microbatches]))
     yield way + 1
     period = 1.2 * problem.period()

@@ -1,13 +1,9 @@
-"""Tables of the search: between tables of actions and numbered operations, the tables to start from, and the best of several.
+"""Tables of the search: conversion between actions and numbered operations, start tables, and the best of several tables.
 
-Contract
-    `rows_of` takes a complete table, whose overlaps are of one forward and one backward, and leaves out its sends and receives;
-    `numbered` takes a solution of the search, and `schedule_of` makes the table of either. Operations are numbered as in
-    `problem.py`, and as in `with_messages` where messages are operations.
-
-    `Tables` knows the costs and the caps. `Tables.named` returns the named schedules that take the counts and fit.
-    `Tables.soonest` chooses the table that ends first, and of several the one with the fewest bytes. The makespans are the
-    simulator's; where messages occupy ranks and a table has none, they are those of the table that `add_send_recv` makes.
+`rows_of` takes a complete table, whose overlaps have one forward and one backward, and drops its sends and receives; `numbered`
+takes a solution of the search; `schedule_of` makes the table of either. Operations are numbered as in `problem.py`, and as in
+`with_messages` if messages are operations. Makespans are the simulator's; if messages occupy ranks and a table has none,
+`add_send_recv` adds them first.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _NUMBERS = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
 
 
 class Numbered(NamedTuple):
-    """The numbered operations of a table: all of each rank, and which backwards are whole or run beside a forward.
+    """A table in numbers: the operations of each rank, and which backwards are whole or run with a forward.
 
     `home[stage]`: the stage's rank. The rows have sends and receives only where a search has placed them.
     """
@@ -47,7 +43,7 @@ class Numbered(NamedTuple):
 
     @property
     def actions(self) -> int:
-        """The number of actions, where a pair is one."""
+        """The number of actions; a pair counts as one."""
         pairs = sum(self.candidate.mate(*ops) for row in self.rows for ops in pairwise(row)) if self.candidate.beside else 0
         return sum(map(len, self.rows)) - pairs
 
@@ -58,7 +54,6 @@ class Numbered(NamedTuple):
 
 
 def rows_of(problem: Problem, schedule: Schedule) -> Numbered:
-    """The operations of a table in its order."""
     rows: list[list[int]] = []
     whole, beside = bytearray(problem.count), bytearray(problem.count)
     for row in schedule.table:
@@ -80,7 +75,7 @@ def apart(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def candidate_of(problem: Problem, table: Numbered) -> Candidate:
-    """The order of a table's forwards and backwards; a whole backward stays whole where that saves time or bytes."""
+    """The order of a table's forwards and backwards; a whole backward stays whole if that saves time or bytes."""
     given, rows, _ = table
     whole = bytearray(flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole))
     orders = [[op for op in row if op < 2 * problem.count] for row in rows]
@@ -95,19 +90,17 @@ def numbered(solution: EvaluatedOrder, *, join: bool) -> Numbered:
     for x in joined:
         whole[x] = 1
         if beside:
-            beside[x] = 0  # a forward behind the weight gradient ran alone
+            beside[x] = 0  # a forward after the weight gradient ran alone
     rows = [[op for op in row if op // count != 2 or op - 2 * count not in joined] for row in solution.rows]
     return Numbered(Candidate(rows, whole, candidate.patience, beside), rows, problem.home)
 
 
 def schedule_of(problem: Problem, found: Numbered, name: str) -> Schedule:
-    """The table with these operations."""
     rows = (_cells(problem, row, found.candidate) for row in found.rows)
     return Schedule(tuple(rows), problem.stages, problem.microbatches, name)
 
 
 def _cells(problem: Problem, row: Sequence[int], candidate: Candidate) -> Row:
-    """The actions of a row."""
     cells: list[Action] = []
     for before, op in pairwise([-1, *row]):
         kind, x = divmod(op, problem.count)
@@ -121,7 +114,7 @@ def _cells(problem: Problem, row: Sequence[int], candidate: Candidate) -> Row:
 
 
 def _joinable(solution: EvaluatedOrder, row: list[int]) -> list[int]:
-    """Input gradients followed at once by their weight gradients, whose reader starts only after both anyway."""
+    """Input gradients directly followed by their weight gradients, whose reader starts only after both anyway."""
     problem, candidate, ends = solution.problem, solution.candidate, solution.ends
     count, step = problem.count, problem.microbatches
     joinable = []
@@ -130,7 +123,7 @@ def _joinable(solution: EvaluatedOrder, row: list[int]) -> list[int]:
         if op < count or following != op + count or problem.whole[stage] > problem.took[op] + problem.took[following] + 1e-9:
             continue
         reader = op - step
-        if not problem.messages and stage:  # else the SEND stands behind both, or nobody reads the gradient
+        if not problem.messages and stage:  # else the SEND comes after both, or no stage reads the gradient
             if candidate.beside and candidate.beside[reader - count]:
                 continue  # the reader's pair starts earlier than its own time before its end
             start = ends[reader] - operation_time(problem, candidate, reader)
@@ -167,7 +160,7 @@ class Tables:
         return [each for each in numbered if self._fits(each)]
 
     def soonest(self, tables: Iterable[Numbered], name: str) -> Schedule:
-        """Of the tables that end first, up to rounding, the one with the fewest bytes, then with the fewest actions."""
+        """The table that ends first, up to rounding; of several the one with the fewest bytes, then with the fewest actions."""
         complete = [self.complete(table) for table in sorted(tables, key=self._lacks_messages)]
         ends = [self.end(table) for table in complete]
         soonest = [table for end, table in zip(ends, complete, strict=True) if end <= min(ends) * (1 + 1e-9)]
@@ -175,7 +168,7 @@ class Tables:
         return schedule_of(self._problems[best.home], best, name)
 
     def complete(self, table: Numbered) -> Numbered:
-        """The table with its sends and receives where they occupy ranks; a table without any gets those of `add_send_recv`."""
+        """The table with its sends and receives if they occupy ranks; a table without any gets those of `add_send_recv`."""
         if not self._lacks_messages(table):
             return table
         elements = self._elements.get(table.home) or Elements.of(self._problems[table.home])
@@ -193,9 +186,7 @@ class Tables:
         return self.costs.blocking and not any(op >= messages for row in table.rows for op in row)
 
     def _fits(self, table: Numbered) -> bool:
-        """True if no rank ever has more bytes alive than its cap."""
         return set(self.caps) == {inf} or all(peak <= cap for peak, cap in zip(self._peaks(table), self.caps, strict=True))
 
     def _peaks(self, table: Numbered) -> Iterator[int]:
-        """The most bytes alive on each rank."""
         return peaks(self._problems[table.home], table.candidate, table.rows)

@@ -1,4 +1,1 @@
-"""Simulation: the timeline and the memory of one step of a table, computed from the costs of its stages.
-
-May import the table, check and rewrite packages of `graphpp.schedules`, not the generators.
-"""
+"""Simulation: the timeline and the memory of one step of a table, computed from the costs of its stages."""

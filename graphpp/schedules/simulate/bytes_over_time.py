@@ -1,10 +1,7 @@
 """The bytes alive on each rank over the time of a step, by kind: weights, gradients, optimizer, messages, activations.
 
-Contract
-    in   the events of a table, simulated or measured, the costs and the state of `check/step_memory.py`
-    out  for each rank (time, bytes by kind), each pair valid until the next one. The highest sum is the rank's `StepPeak`.
-         `memory_curves` has these sums, of activations and messages alone
-    Bytes change in the order of the row, also those of a gather or a reduction that overlaps a later action.
+A curve is (time, bytes by kind), each pair valid until the next one; the highest sum is the rank's `StepPeak`. Events may be
+simulated or measured. Bytes change in row order, also those of a gather or a reduction that overlaps a later action.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def _spans(events: Iterable[Event], ranks: int) -> list[Spans]:
 
 
 def _timed(row: Row, states: Iterator[T], spans: Spans, end: float | None = None) -> Iterator[tuple[float, T]]:
-    """The start of the step, two moments for each action of the row (its start and its end), and the end of the step."""
+    """The start of the step, the start and end of each action of the row, and the end of the step."""
     now = 0.0
     yield now, next(states)
     for action in row:
@@ -69,7 +66,6 @@ def _timed(row: Row, states: Iterator[T], spans: Spans, end: float | None = None
 
 
 def _changes(curve: Iterable[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """The first point, and those at which the bytes change."""
     before: int | None = None
     for time, nbytes in curve:
         if nbytes != before:

@@ -1,16 +1,13 @@
 """Simulate a schedule: when each action starts and ends, and how many bytes are alive, for given costs.
 
-Contract
-    in    any table whose actions the costs cover, with or without sends and receives; idle cells are ignored
-    out   a `Timeline`; or `ScheduleError` where ranks wait for each other forever, naming the action at which each stops
-
-A rank runs its row in order. An action starts when its rank is free and its inputs have arrived. A value for another rank
-arrives one message time after the end of its computation, or after its SEND where the table has one; channels take any number
-of messages. With `costs.blocking` a SEND occupies its rank for the message time, and a RECV its own until the message has
-ended; a compute-only table gets sends and receives first. The messages of a batch run concurrently.
-Gathers and reductions of sharded stages run on a line of their own, in the order of the row, while the rank computes: UNSHARD
-and REDUCE_GRAD only start them. The first computation after an UNSHARD waits for the gather of its stage, and the step for all
-reductions. Their events last as long as they occupy the line, not the rank.
+- A rank runs its row in order; idle cells are ignored. An action starts when its rank is free and its inputs have arrived. If
+  ranks wait for each other forever, `ScheduleError` names the action at which each stops.
+- A value for another rank arrives one message time after the end of its computation, or after its SEND if the table has one;
+  channels take any number of messages. With `costs.blocking` a SEND occupies its rank for the message time, and a RECV its own
+  until the message has ended; a compute-only table gets sends and receives first. The messages of a batch run concurrently.
+- Gathers and reductions of sharded stages run one after the other, in row order, while the rank computes: UNSHARD and
+  REDUCE_GRAD only start them. The first computation after an UNSHARD waits for the gather of its stage, and the step for all
+  reductions. Their events show when the gather or reduction runs.
 """
 
 from __future__ import annotations
@@ -51,9 +48,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def timelines_of(drawn: Sequence[Schedule | Timeline], costs: Costs | None = None) -> list[Timeline]:
-    """The timelines, and the simulated steps of schedules: with `costs`, else with F = I = W = 1 for each rank and microbatch.
+    """The timelines, and simulated schedules: with `costs`, else with F = I = W = 1 for each rank and microbatch in "units".
 
-    The unit of the latter is "units". Raises `ScheduleError` for anything else, and for tables that `simulate` refuses.
+    Raises `ScheduleError` for anything else, and for tables that `simulate` refuses.
     """
     for each in drawn:
         require(ScheduleError, "drawn", _DRAWABLE, each)
@@ -88,8 +85,7 @@ def _steps(action: Action) -> tuple[_Step, ...]:
 
 @dataclass
 class _RankState:
-    """When the rank is `free`, and the line of its gathers and reductions; when the parameters of a stage are `gathered`; the
-    stages with gradients that are not reduced yet."""
+    """When the rank and its line of collectives are free, and stages gathered; stages with gradients not reduced yet."""
 
     free: float = 0.0
     line_free: float = 0.0
@@ -108,7 +104,7 @@ class _Machine:
         self.ended: dict[Action, float] = {}
         self.sent: dict[Action, float] = {}
         self.received: dict[Action, float] = {}
-        self.there = 0.0  # arrival of the last input of the step that `_ready` looked at last
+        self.there = 0.0  # arrival of the last input of the step that `_ready` checked last
 
     def run(self) -> None:
         rows = [[step for action in row if action for step in _steps(action)] for row in self.schedule.table]
@@ -126,8 +122,6 @@ class _Machine:
                     self._communicate(number, step, begin)
         except Stuck as fault:
             raise ScheduleError(self._stuck(fault)) from None
-
-    # ------------------------------------------------------------------------------ the inputs of a step
 
     def _ready(self, number: int, step: _Step) -> bool:
         self.there = 0.0
@@ -159,7 +153,7 @@ class _Machine:
         return None
 
     def _arrival(self, makers: _Makers, number: int) -> float | None:
-        """The time at which the value that one of `makers` makes is on the rank that reads it; None if not yet known."""
+        """When the value that one of `makers` makes is on the rank that reads it; None if not yet known."""
         end = self._end(makers)
         if end is None or self.where.get(makers[0].stage) == number:
             return end
@@ -179,15 +173,13 @@ class _Machine:
         return self.costs.message(self.costs.sends_backward, send.stage - 1)
 
     def _stuck(self, fault: Stuck[_Step]) -> str:
-        """The text of the error: the action at which each rank stops, and the value for which it waits."""
+        """The error text: the action at which each rank stops, and the value for which it waits."""
         lines = []
         for number, step in sorted(fault.heads.items()):
             missing = next(makers for makers, time in self._reads(number, step) if time is None)
             lines.append(f"    rank {number} stops at {step}, which waits for {_text(missing)}")
         what = f"{self.schedule.name!r} cannot run to its end, these wait for each other or for what never runs"
         return "\n".join([f"{what}; reorder or complete them (`check` says more)", *lines])
-
-    # ------------------------------------------------------------------------------ running a step
 
     def _compute(self, number: int, action: Action, begin: float) -> None:
         rank = self.ranks[number]
@@ -197,7 +189,7 @@ class _Machine:
         rank.unreduced.update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
 
     def _collect(self, number: int, action: Action, begin: float) -> None:
-        """Start the gather or the reduction of a stage, which runs beside the computations."""
+        """Start the gather or the reduction of a stage, which overlaps with computations."""
         rank, stage = self.ranks[number], action.stage
         rank.free = begin
         if action.kind is Kind.UNSHARD:

@@ -1,17 +1,14 @@
 """The seconds of many steps under one table: the table is read once, and each step takes one short loop.
 
-Contract
-    in    a table that `check` accepts; `seconds(costs)` takes costs without blocking messages and without overhead
-    out   the makespan of `simulator.simulate`, and the seconds for which each rank computes: equal numbers, up to rounding.
-          With `copies`, offload traffic is included; `simulate` ignores it
-    Raises `ScheduleError` for a table that cannot run to its end, and for costs of another number of stages.
-
-A planner asks hundreds of times for the same table with other costs. Only computations, gathers and reductions take time here.
-A computation waits for its rank's last one, for messages of other ranks, and for gathers of its stages.
-
-All copies of a rank between device and host run one after the other on a line of their own, in the order in which the rank
-starts them, as on one CUDA stream. An eviction starts when the forward has ended, and the rank waits for its end behind
-`evict_after`: only then is the memory free. A prefetch starts with `prefetch_at`; its end is waited for before `first_use`.
+- In: a table that `check` accepts; costs without blocking messages and without overhead. Out: the makespan of
+  `simulator.simulate`, and each rank's computing seconds, equal up to rounding. With `copies`, offload traffic is included,
+  which `simulate` ignores. Raises `ScheduleError` for a table that cannot run to its end, and for costs of another number of
+  stages.
+- Only computations, gathers and reductions take time. A computation waits for its rank's previous one, for messages of other
+  ranks, and for gathers of its stages.
+- All copies of a rank between device and host run one after the other, in starting order, as on one CUDA stream. An eviction
+  starts when the forward has ended; the rank waits for its end after `evict_after`, when the memory is free. A prefetch starts
+  with `prefetch_at`, and the rank waits for its end before `first_use`.
 """
 
 from __future__ import annotations
@@ -29,16 +26,16 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 class StepSpan(NamedTuple):
-    """`makespan`: of the step; `busy`: by rank, for how long it computes."""
+    """`makespan` of the step; `busy`: by rank, the time it computes."""
 
     makespan: float
     busy: tuple[float, ...]
 
 
 class HostCopies:
-    """The copies of offloaded values in one step. `seconds`: of the copies of a window in one direction.
+    """The copies of offloaded values in one step. `seconds`: of a window's copies in one direction.
 
-    `before` and `after` are called for each action of a rank in order, and move the time at which the rank goes on.
+    `before` and `after` are called for each action of a rank in order, and return the time at which the rank goes on.
     """
 
     def __init__(self, windows: Iterable[OffloadWindow], seconds: Callable[[OffloadWindow], float]) -> None:
@@ -58,13 +55,13 @@ class HostCopies:
         return dict(found)
 
     def before(self, rank: int, action: Action, now: float) -> float:
-        """The time at which an action can start whose rank and other values are ready by now."""
+        """The start of an action whose rank and other inputs are ready at `now`."""
         for at in self._prefetched.get(action, ()):
             self._copy(rank, at, now)
         return self._after_copies(now, [at for leaf in action.leaves for at in self._read.get(leaf, ())])
 
     def after(self, rank: int, action: Action, now: float) -> float:
-        """The time at which the rank goes on behind an action that ends now."""
+        """The time at which the rank goes on after an action that ends at `now`."""
         now = self._after_copies(now, self._freed.get(action, ()))
         for leaf in action.leaves:
             for at in self._evicted.get(leaf, ()):
@@ -86,7 +83,7 @@ The reads: (number of an earlier step, number of a message) of all values that o
 
 
 class _Price(NamedTuple):
-    """The facts that all steps of one price share. `kind`: UNSHARD, REDUCE_GRAD, OVERLAP_F_B, or that of the only leaf."""
+    """The facts that all steps of one price share. `kind`: UNSHARD, REDUCE_GRAD, OVERLAP_F_B, or the kind of the only leaf."""
 
     kind: Kind
     leaves: tuple[tuple[int, Kind], ...]
@@ -122,7 +119,7 @@ class StepTimes:
             self._counts[rank][price] += 1
 
     def _computations(self) -> list[_Step]:
-        """The steps that compute, with the numbers that they have among themselves."""
+        """The steps that compute, renumbered without the others."""
         number: dict[int, int] = {}
         found: list[_Step] = []
         for at, (rank, price, reads) in enumerate(self._steps):
@@ -133,7 +130,7 @@ class StepTimes:
         return found
 
     def seconds(self, costs: Costs, *, collectives: bool = True, copies: HostCopies | None = None) -> StepSpan:
-        """The span of a step. `collectives`: with gathers and reductions. `copies`: of offloaded values."""
+        """The span of a step. `collectives`: with gathers and reductions; `copies`: of offloaded values."""
         check_stages(costs, self._name, self._stages)
         if costs.blocking or costs.overhead:
             raise ScheduleError("costs: graphpp.simulate has blocking messages and overhead, these step times have neither")
@@ -151,13 +148,13 @@ class StepTimes:
             begin = free[rank]
             for source, lag in reads:
                 there = ends[source] + lags[lag]
-                if there > begin:  # a call of max takes longer, and a search spends its time here
+                if there > begin:  # faster than max(), and a search spends its time here
                     begin = there
             free[rank] = ends[at] = begin + took[price]
         return max(free, default=0.0)
 
     def _on_lines(self, took: Sequence[float], lags: Sequence[float], copies: HostCopies | None) -> float:
-        """Gathers and reductions run one after the other on a line of their own, copies on another, while the rank computes."""
+        """Gathers and reductions run one after the other while the rank computes; so do the copies."""
         free, line, ends = [0.0] * self._ranks, [0.0] * self._ranks, [0.0] * len(self._steps)
         for at, (rank, price, reads) in enumerate(self._steps):
             begin, seconds = free[rank], took[price]
@@ -178,7 +175,7 @@ class StepTimes:
 
 
 def check_stages(costs: Costs, name: str, stages: int) -> None:
-    """Raise `ScheduleError` for costs of another number of stages than those of a schedule of this name."""
+    """Raise `ScheduleError` for costs of another number of stages than the schedule `name` has."""
     if len(costs.stages) != stages:
         given = f"the costs are for {len(costs.stages)} stages, but {name!r} has {stages}"
         raise ScheduleError(f"{given}; give the costs of each of its stages")
@@ -193,7 +190,7 @@ def _price(action: Action) -> _Price:
 
 
 def _lags(costs: Costs) -> list[float]:
-    """The seconds of each message, by 2 x boundary and direction; the last entry is no message."""
+    """The seconds of each message, at 2 x boundary + direction; the last entry stands for no message."""
     found: list[float] = []
     for boundary in range(len(costs.stages) - 1):
         found += [costs.message(costs.sends_forward, boundary), costs.message(costs.sends_backward, boundary)]
@@ -215,7 +212,7 @@ class _Reading:
         self._unreduced: list[set[int]] = [set() for _ in schedule.table]
 
     def steps(self) -> Iterator[tuple[int, Action, tuple[tuple[int, int], ...]]]:
-        """(rank, action, its reads) of all that takes time. Raises `ScheduleError` for a table that stops before its end."""
+        """(rank, action, reads) of all actions that take time. Raises `ScheduleError` for a table that stops before its end."""
         for rank, action in in_order(self._rows, self._ready):
             if self._takes_time(rank, action):
                 yield rank, action, self._reads or ()
@@ -226,7 +223,7 @@ class _Reading:
         return self._reads is not None
 
     def _inputs(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
-        """(step, message) of the values of other ranks, and of gathers, that a computation waits for; None: one is missing."""
+        """(step, message) of the remote values and gathers that a computation waits for; None if one is missing."""
         found: list[tuple[int, int]] = []
         gathers = self._gathers[rank]
         for leaf in action.leaves:
@@ -242,7 +239,7 @@ class _Reading:
         return tuple(found)
 
     def _source(self, makers: Sequence[Action], rank: int) -> tuple[int, int] | None:
-        """(step, message) of a value; None if nothing has made it yet: then the rank waits for it."""
+        """(step, message) of a value; None if no step has made it yet."""
         maker = next((maker for maker in makers if maker in self._ended), None)
         if maker is None:
             return None
@@ -255,7 +252,7 @@ class _Reading:
         return None if at is None else (at, 2 * (send.stage - back) + back)
 
     def _takes_time(self, rank: int, action: Action) -> bool:
-        """Whether an action is a step; the place of each action is noted."""
+        """Whether an action is a step; records the place of each action."""
         if action.kind in COMPUTE:
             for leaf in action.leaves:
                 self._ended[leaf] = self._number

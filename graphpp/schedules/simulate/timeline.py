@@ -1,10 +1,4 @@
-"""When each action of a schedule ran, simulated or measured: one type for both, so that they can be compared.
-
-Contract
-    An `Event` is one action on one rank from `start` to `end`. A `Timeline` has the events of one step, rank by rank in
-    order of their starts, and the bytes alive on each rank after each change. Times count from the start of the step, in
-    seconds or in the unit of the simulated costs. Nothing here depends on whether the times were simulated or measured.
-"""
+"""When each action of a schedule ran, simulated or measured: one type for both, so that they can be compared."""
 
 from __future__ import annotations
 
@@ -26,13 +20,15 @@ class Event:
 
     @property
     def duration(self) -> float:
-        """`end` - `start`."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step. `memory[rank]` lists (time, live bytes), each pair valid until the next one."""
+    """The events of one step, rank by rank by start; times count from the start of the step.
+
+    `memory[rank]` lists (time, live bytes), each pair valid until the next one. `unit`: "s", or the costs' unit.
+    """
 
     schedule: Schedule
     events: tuple[Event, ...]
@@ -42,7 +38,6 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """The time at which the last event ends."""
         return max((event.end for event in self.events), default=0.0)
 
     def on(self, rank: int) -> tuple[Event, ...]:
@@ -54,7 +49,7 @@ class Timeline:
         return sum(event.duration for event in self.on(rank) if event.action.is_compute)
 
     def bubble(self, rank: int) -> float:
-        """The share of the makespan in which a rank does not compute, 0 to 1."""
+        """The fraction of the makespan in which a rank does not compute, 0 to 1."""
         return 1 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
     def peak_bytes(self, rank: int) -> int:
@@ -63,6 +58,5 @@ class Timeline:
 
 
 def stages_of_ranks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank, ascending."""
     homes = schedule.rank_of_stage
     return tuple(tuple(sorted(stage for stage in homes if homes[stage] == rank)) for rank in range(schedule.ranks))

@@ -1,19 +1,15 @@
 """One instruction of a schedule, written as `torch.distributed.pipelining` writes it.
 
-Contract
-    An action says which stage runs which kind of work on which microbatch. Text and value are one-to-one:
-    `str(parse(text)) == text` and `parse(str(action)) == action`.
-
-        2F0                       stage 2 runs the forward of microbatch 0
-        2B0   2I0   2W0           its backward: whole, input gradients only, weight gradients only (B = I + W)
-        2SEND_F0   3RECV_F0       stage 2 sends its activations of microbatch 0, stage 3 receives them
-        2SEND_B0   1RECV_B0       stage 2 sends input gradients, stage 1 receives them
-        3UNSHARD   3RESHARD   3REDUCE_GRAD         once for a stage, so without a microbatch
-        (0F3;3B1)OVERLAP_F_B      the parts run interleaved; no part may wait for another
-        (0SEND_F1;0RECV_B0)P2P    the parts are posted as one batch; torch has no such instruction
-
-    The data flow between neighbouring stages is defined here alone: `inputs`, `upstream`, `message`, `peer`,
-    `computations`. Every other file takes it from here.
+An action says which stage runs which kind of work on which microbatch. `str(parse(text)) == text`, `parse(str(action)) ==
+action`.
+    2F0                       stage 2 runs the forward of microbatch 0
+    2B0   2I0   2W0           its backward: whole, input gradients only, weight gradients only (B = I + W)
+    2SEND_F0   3RECV_F0       stage 2 sends its activations of microbatch 0, stage 3 receives them
+    2SEND_B0   1RECV_B0       stage 2 sends input gradients, stage 1 receives them
+    3UNSHARD   3RESHARD   3REDUCE_GRAD         once for a stage, so without a microbatch
+    (0F3;3B1)OVERLAP_F_B      the parts run interleaved; no part may wait for another
+    (0SEND_F1;0RECV_B0)P2P    the parts are posted as one batch; torch has no such instruction
+Only this file defines the data flow between stages: `inputs`, `upstream`, `message`, `peer`, `computations`.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from graphpp.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """The kind of work of an action; the values are those of torch's `_ComputationType`, and P2P, which is graphpp's own."""
+    """The kind of work of an action; the values of torch's `_ComputationType`, and P2P, which torch lacks."""
 
     F = "F"
     B = "B"
@@ -101,7 +97,7 @@ _PEER = {
 
 @lru_cache(_CACHED)
 def upstream(action: Action, stages: int) -> tuple[Action, ...]:
-    """The computations of the neighbouring stage, one of which makes the value that `action` reads; () where there are none.
+    """The computations of the neighbouring stage, one of which makes the value that `action` reads; () if there are none.
 
     A forward reads the forward one stage below. A B or an I reads the B or the I one stage above.
     """
@@ -128,7 +124,7 @@ def message(action: Action, stages: int) -> tuple[Action, Action] | None:
 def inputs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
     """For each value that a computation reads, the computations of which any one makes that value.
 
-    A B or an I reads what its own stage's forward saved, a W what its I left, and all of them the values of `upstream`.
+    A B or an I reads the values that its stage's forward saved, a W the values that its I left, and all read `upstream`.
     """
     own = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
     makers = upstream(action, stages)
@@ -155,7 +151,7 @@ def send_of(message: Action) -> Action:
 
 
 def has_right_parts(action: Action) -> bool:
-    """Whether an action has parts exactly if its kind asks for parts, and only single actions of the kinds allowed there."""
+    """Whether an action has parts exactly if its kind needs parts, and only single actions of allowed kinds."""
     if not action.parts:
         return action.kind not in WITH_PARTS
     return all(not part.parts and part.kind in WITH_PARTS.get(action.kind, ()) for part in action.parts)

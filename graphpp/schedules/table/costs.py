@@ -1,9 +1,7 @@
 """The times and bytes of a pipeline's actions: one description for the simulator, the scheduler and the profile.
 
-Contract
-    Times are in seconds, or all of them in another unit; bytes are per microbatch. A stage's activations live from the
-    start of its F to the end of its B. Where the backward is split, `saved_bytes` live until the end of I, and from then
-    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`).
+Times are in seconds, or all in another unit; bytes are per microbatch. A stage's activations live from the start of its F to
+the end of its B. With a split backward, `saved_bytes` live until the end of I, then `kept_bytes` until the end of W.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from graphpp.schedules.table.actions import Action, Kind
 class StageCosts:
     """Costs of one stage for one microbatch. `backward` is the time of a whole B; None: `input_grad` + `weight_grad`.
 
-    `peak_bytes`: by kind, the most bytes alive at once while that program runs, counting the values it received, saved and
-    computes. A kind that is missing needs no more bytes than it saves or has saved. `received_bytes`: by kind, the bytes that
-    arrive from the neighbouring stage for an F, B or I. `sent_bytes`: by kind, the bytes of the values for the neighbouring
-    stage that share no memory with values that this stage saves or keeps. A kind that is missing has none.
+    `kept_bytes` None: as many as `saved_bytes`. By kind: `peak_bytes`, the most bytes alive while that program runs, with the
+    values it received, saved and computes (missing: no more than it saves or has saved); `received_bytes`, the bytes that
+    arrive from the neighbouring stage for an F, B or I; `sent_bytes`, the bytes of values for the neighbouring stage that share
+    no memory with saved or kept values.
     """
 
     forward: float = 1.0
@@ -81,11 +79,11 @@ DEPTH = 2
 
 @dataclass(frozen=True)
 class MessageFlow:
-    """How long a transport holds messages between stages.
+    """How long a transport keeps messages between stages.
 
-    `ahead`: up to so many receives from one rank are posted before the value of the first of them is read (0: each stands where
-    the table has it). `kept`: up to so many values that were sent to one rank keep their memory until a later send finds that
-    they have left (0: a value is free when its send returns).
+    `ahead`: how many receives from one rank are posted before the first of them is read (0: each at its place in the table).
+    `kept`: how many values sent to one rank keep their memory until a later send finds that they have left (0: free when the
+    send returns).
     """
 
     ahead: int = 0
@@ -100,13 +98,13 @@ class MessageFlow:
 class Costs:
     """Costs of all stages and of the messages between them.
 
-    `sends_forward[s]` is the time of a message from stage s to s + 1, `sends_backward[s]` from s + 1 to s; empty tuples:
-    messages take no time. `overlap`: the time of an OVERLAP_F_B as a share of the sum of its parts' times. `blocking`: a
-    message occupies the sending and the receiving rank while it lasts (gloo on one thread); otherwise messages run beside
-    the computations. `overhead`: the time that the runner itself takes before each action. `gathers[s]`: the time to gather the
-    parameters of stage s (UNSHARD), `reductions[s]`: to sum its gradients over the ranks that share them (REDUCE_GRAD, or a
-    RESHARD after a backward); empty tuples: none. `flow`: how long messages take memory. `woven`: whether the parts of an
-    OVERLAP_F_B run together, so that the bytes of all of them are alive at once; False: one after the other.
+    `sends_forward[s]`: the time of a message from stage s to s + 1, `sends_backward[s]` from s + 1 to s; empty: messages take
+    no time. `overlap`: the time of an OVERLAP_F_B as a fraction of the sum of its parts' times. `blocking`: a message occupies
+    the sending and the receiving rank while it lasts (gloo on one thread); otherwise messages overlap with computations.
+    `overhead`: the runner's own time before each action. `gathers[s]`: the time to gather the parameters of stage s (UNSHARD);
+    `reductions[s]`: to sum its gradients over the ranks that share them (REDUCE_GRAD, or a RESHARD after a backward); empty:
+    none. `flow`: how long messages take memory. `woven`: whether the parts of an OVERLAP_F_B run together, so that the bytes of
+    all are alive at once; False: one after the other.
     """
 
     stages: tuple[StageCosts, ...]
@@ -134,7 +132,7 @@ class Costs:
     @classmethod
     @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
-        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, shared out evenly among its stages."""
+        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, divided evenly among its stages."""
         per_rank = stages / (stages if ranks is None else ranks)
         each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
         return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))

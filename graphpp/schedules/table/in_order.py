@@ -1,12 +1,6 @@
-"""Run the rows of a table side by side, each rank as far as its inputs are there: the loop of every pass that follows data.
+"""Run the rows of a table together, each rank as far as its inputs have arrived: the loop of every pass that follows data.
 
-Contract
-    in    one row of cells per rank, and a function that says whether a rank could run the next cell of its row now
-    out   (rank, cell) pairs in an order in which the ranks could run them; each row keeps its own order
-    else  `Stuck`, a `ScheduleError`, with the cell at which each rank stops
-
-The caller records the results of a cell before it asks for the next pair. `ready` is called for a cell right before that
-cell is yielded.
+The caller records the results of a cell before it asks for the next pair. `ready` is called right before a cell is yielded.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ def in_order(rows: Iterable[Iterable[T]], ready: Callable[[int, T], bool]) -> It
 
 
 def has_inputs(action: Action, results: Container[Action], stages: int) -> bool:
-    """True if `results` has every value that `action` reads from its neighbouring stages."""
+    """Whether `results` has every value that `action` reads from its neighbouring stages."""
     for leaf in action.leaves:
         makers = upstream(leaf, stages)
         if makers and not any(maker in results for maker in makers):

@@ -1,8 +1,4 @@
-"""The stretch of a rank's row during which some saved activations of one microbatch are in the host's memory.
-
-Contract: plain data. The planner decides the windows of a table, `graphpp.schedules.check.row_moments` leaves their bytes out
-of a rank's memory, and the runtime moves the values.
-"""
+"""The part of a rank's row during which saved activations of one microbatch are in the host's memory."""
 
 from __future__ import annotations
 
@@ -15,9 +11,8 @@ from graphpp.schedules.table.actions import Action
 class OffloadWindow:
     """Saved `values` of one stage and microbatch that are evicted and prefetched together; `nbytes` is their size.
 
-    `evict_after` and `prefetch_at` are computing actions of the rank's row: the device memory of the values is free from
-    the end of the first to the start of the second. `first_use` is the computation that reads the values first; it may be
-    one part of an overlap.
+    `evict_after` and `prefetch_at` are computing actions of the rank's row: the device memory of the values is free from the
+    end of the first to the start of the second. `first_use`: the first computation (or part of an overlap) that reads them.
     """
 
     stage: int

@@ -1,11 +1,6 @@
-"""Which ranks hold which stages, and which numbers of ranks, stages and microbatches a schedule takes.
+"""The placement of stages on ranks, and the numbers of ranks, stages and microbatches that a schedule takes.
 
-Contract
-    Every check raises `ScheduleError` (a `ValueError`) where the numbers do not fit, naming the schedule and numbers that
-    would fit. A generator calls one of them first and then computes without further checks.
-
-    loop     rank r holds r, r + ranks, r + 2 ranks, ...
-    v        rank r holds r and stages-1-r: down the ranks and up again, the last stage is on rank 0
+Placement "loop": rank r has r, r + ranks, ...; "v": rank r has r and stages-1-r, so the last stage is on rank 0.
 """
 
 from __future__ import annotations
@@ -32,17 +27,17 @@ def stages_per_rank(count: int, *, alone: int | None = None) -> Callable[[G], G]
 
 
 def usual_stages(generator: object, ranks: int) -> int:
-    """How many stages to make for a generator where the user names no number: one per rank, unless it declares another."""
+    """The number of stages for a generator if the user gives none: one per rank, unless it declares another."""
     count, alone = getattr(generator, _STAGES_PER_RANK, (1, 1))
     return int(ranks * (count if ranks > 1 else alone))
 
 
 @checked(ScheduleError, rank=INDEX, ranks=COUNT, stages=COUNT, style=TEXT)
 def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:
-    """The stages that `rank` holds, ascending. Same as torchtitan's `stage_ids_this_rank`.
+    """The stages of `rank`, ascending, as torchtitan's `stage_ids_this_rank`. Raises `ScheduleError` if the arguments do not
+    fit.
 
     `loop`: rank, rank + ranks, ...; `v`: exactly two, rank and stages-1-rank, so the last stage is on rank 0.
-    Raises `ScheduleError` (a `ValueError`) if rank, stage count or style do not fit.
     """
     if not 0 <= rank < ranks:
         raise ScheduleError(f"rank {rank} does not exist among {ranks}; take 0..{ranks - 1}")
@@ -58,7 +53,7 @@ def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = 
 
 
 def check_counts(ranks: int, stages: int, microbatches: int) -> None:
-    """Raise `ScheduleError` for a count that is no positive integer, and for counts of which a table takes minutes to make."""
+    """Raise `ScheduleError` for a count that is no positive integer, and for counts whose table takes minutes to make."""
     for name, count in (("ranks", ranks), ("stages", stages), ("microbatches", microbatches)):
         require(ScheduleError, name, COUNT, count)
     if ranks > _MOST_RANKS or stages * microbatches > _MOST_FORWARDS:
@@ -69,7 +64,7 @@ def check_counts(ranks: int, stages: int, microbatches: int) -> None:
 
 
 def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, several: str) -> bool:
-    """True for several stages on a single rank, under a schedule of one stage per rank; raises for other unequal numbers.
+    """Whether several stages are all on one rank. Raises for other stage counts than one per rank.
 
     `several`: the schedules that the error recommends for more than one stage per rank.
     """
@@ -83,7 +78,7 @@ def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, sever
 
 
 def per_rank(name: str, ranks: int, stages: int, microbatches: int) -> int:
-    """The number of stages on each rank; raises `ScheduleError` if the stages cannot be shared out evenly."""
+    """The number of stages on each rank; raises `ScheduleError` if the stages cannot be divided evenly."""
     check_counts(ranks, stages, microbatches)
     if stages % ranks:
         fit = _multiples(ranks, stages)

@@ -1,6 +1,6 @@
 """The (stage, microbatch) pairs of a schedule whose forward is recomputed before the backward, as one line of its text.
 
-Contract: `parse_pairs(spell_pairs(pairs)) == pairs`; a line that `is_pairs_line` accepts is no row of any table.
+`parse_pairs(spell_pairs(pairs)) == pairs`; a line that `is_pairs_line` accepts is no row of any table.
 
     recompute none
     recompute 0: 1 3; 2: 0 1 2 3        stage 0 at microbatches 1 and 3, stage 2 at four
@@ -29,12 +29,10 @@ def as_pairs(pairs: object) -> Pairs:
 
 
 def is_pairs_line(text: str) -> bool:
-    """True if a line is the recompute line of a schedule's text."""
     return text.strip().split(" ", 1)[0] == _KEYWORD
 
 
 def spell_pairs(pairs: Iterable[tuple[int, int]]) -> str:
-    """The pairs as the recompute line of a schedule's text."""
     stages: dict[int, list[int]] = defaultdict(list)
     for stage, microbatch in sorted(pairs):
         stages[stage].append(microbatch)

@@ -1,16 +1,13 @@
 """A schedule is data: the list of actions of each rank. It prints, parses, compares, saves and loads.
 
-Contract
-    `table[rank][column]` is an `Action`, or None where the rank is idle. In a compute-only table made by
-    `graphpp.schedules.generate` a column is one unit of time; in a table with communication it is only a position. Rows
-    may differ in length.
-
-        1F1B: 2 stages, 3 microbatches
-        r0 0F0 .   0F1 0B0 0F2 0B1 .   0B2
-        r1 .   1F0 1B0 1F1 1B1 1F2 1B2
-
-    `Schedule.parse(str(s)) == s`, and `Schedule.load(path) == s` after `s.save(path)`. A schedule with `recomputed` set
-    has one more line, `recompute 0: 1 3; 1: 3` (stage: microbatches).
+`table[rank][column]` is an `Action`, or None where the rank is idle. In a compute-only table made by
+`graphpp.schedules.generate` a column is one unit of time; in a table with communication it is only a position. Rows may differ
+in length.
+    1F1B: 2 stages, 3 microbatches
+    r0 0F0 .   0F1 0B0 0F2 0B1 .   0B2
+    r1 .   1F0 1B0 1F1 1B1 1F2 1B2
+`Schedule.parse(str(s)) == s`, and `Schedule.load(path) == s` after `s.save(path)`. A schedule with `recomputed` set has one
+more line, `recompute 0: 1 3; 1: 3` (stage: microbatches).
 """
 
 from __future__ import annotations
@@ -36,16 +33,16 @@ Cell = str | Action | None
 Row = tuple[Action | None, ...]
 
 _HEADER = re.compile(r"(?P<name>.*): (?P<stages>[0-9]+) stages, (?P<microbatches>[0-9]+) microbatches")
-# torch 2.15 writes these cells into its files. graphpp's runner waits for sends and reductions by itself.
+# torch 2.15 writes these cells; graphpp's runner waits for sends and reductions by itself
 _TORCH_WAIT = re.compile(r"[0-9]+WAIT_(SEND_F[0-9]+|SEND_B[0-9]+|REDUCE_GRAD)")
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The rows of all ranks. Two schedules are equal when their tables and counts are equal; the name is only a label.
+    """The rows of all ranks. Two schedules are equal if their tables and counts are equal; the name is only a label.
 
-    `stages` and `microbatches` are the counts of the pipeline, also where the table has no action for one of them.
-    `recomputed`: the (stage, microbatch) pairs whose backward recomputes forward values; None: `memory.recompute` decides.
+    `stages` and `microbatches` are the pipeline's counts, even if the table lacks actions for some of them. `recomputed`: the
+    (stage, microbatch) pairs whose backward recomputes forward values; None: `memory.recompute` decides.
     """
 
     table: tuple[Row, ...]
@@ -68,10 +65,9 @@ class Schedule:
         stages: int | None = None,
         microbatches: int | None = None,
     ) -> Schedule:
-        """Build from one row per rank, of actions, action strings, and None, "" or "." for idle.
-
-        A row may be one string with blanks between actions. A count that is not given is the highest index in the table plus
-        one. Raises `ScheduleError` naming the rank and the cell (from 1) that holds no action.
+        """Build from one row per rank: actions, action strings, and None, "" or "." for idle, or one string with blanks
+        between.
+        A missing count is the highest index in the table plus one. Raises `ScheduleError` naming rank and cell (from 1).
         """
         table = tuple(_row(row, f"{name}, rank {rank}") for rank, row in enumerate(rows))
         leaves = [leaf for row in table for action in row if action for leaf in action.leaves]
@@ -102,7 +98,7 @@ class Schedule:
 
     @cached_property
     def has_communication(self) -> bool:
-        """True if the table has any send or receive."""
+        """Whether the table has any send or receive."""
         return any(action.is_communication for _, _, action in self.cells())
 
     @cached_property
@@ -111,7 +107,7 @@ class Schedule:
         return frozenset(leaf.kind for _, _, action in self.cells() if action.is_compute for leaf in action.leaves)
 
     def forward_only(self) -> Schedule:
-        """The table of evaluation: forwards and their messages, batches in one since single messages could wait in a cycle."""
+        """The table of evaluation: forwards and their messages. Batches stay batches: single messages could wait in a cycle."""
         rows = [[part for action in row if action for part in _forwards(action)] for row in self.table]
         return Schedule.of(rows, name=self.name, stages=self.stages, microbatches=self.microbatches)
 
@@ -151,7 +147,7 @@ class Schedule:
 
     @checked(ScheduleError, path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as CSV in torch's format, with an empty cell for idle, and last the recompute line, which torch cannot read."""
+        """Write as CSV in torch's format, idle cells empty; the recompute line comes last, and torch cannot read it."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
         text.writelines(f"{line}\n" for line in self._recomputed())
@@ -163,10 +159,9 @@ class Schedule:
     @classmethod
     @checked(ScheduleError, path=PATH)
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
-        """Read a CSV in torch's format, with or without communication; the name is the path, and the counts those of `of`.
+        """Read a CSV in torch's format, with or without communication; the name is the path, and the counts are as in `of`.
 
-        The `WAIT_...` cells of torch 2.15 become idle cells. Raises `ScheduleError` naming file, line and cell (from 1) and the
-        text that cannot be read.
+        The `WAIT_...` cells of torch 2.15 become idle cells. Raises `ScheduleError` naming file, line, cell (from 1) and text.
         """
         file = os.fspath(path)
         text, pairs = _without_recomputed(_text_of(file), file)

@@ -1,20 +1,15 @@
-"""The bytes of a model's state (parameters, gradients, optimizer, buffers), and the part that each rank holds during a step.
+"""The bytes of a model's state (parameters, gradients, optimizer, buffers), and each rank's part during a step.
 
-Contract
---------
-    in    `StateBytes`: state grouped by the stages that read it; the rank of each stage; over how many ranks it is sharded
-    out   `HeldBytes` of each rank: bytes for the whole step, and bytes that come and go with the actions of sharded stages
-
-A rank holds a parameter once, however many of its stages read it. A tied parameter has a sum of gradients in each stage that
-makes one, and one more at the end of the step. Where parameters are not sharded, gradients count for the whole step, since
-`param.grad` keeps their memory.
-
-Where parameters are sharded, a rank holds shards of them and of the sums for good, rows rounded up. Whole parameters go when
-their stages are put away (`frees`), or stay from then on; whole sums go when they are reduced. Where computations gather single
-layers (`layers`), whole parameters and gradients come and go within each of them.
-
-Where gradients are averaged over several ranks in the order of the ranks, a rank receives as many bytes as the sum has, which
-stay until the gradients of the step are finished.
+- In: `StateBytes`, state grouped by the stages that read it; the rank of each stage; the number of shards. Out: `HeldBytes` of
+  each rank: bytes for the whole step, and bytes that come and go with the actions of sharded stages.
+- A rank has a parameter once, however many of its stages read it. A tied parameter has a sum of gradients in each stage that
+  makes one, and one more at the end of the step. Without sharding, gradients count for the whole step, since `param.grad` keeps
+  their memory.
+- With sharding, a rank always has shards of the parameters and of the sums, rows rounded up. Whole parameters are freed when
+  their stages are resharded (`frees`), or stay; whole sums are freed when they are reduced. If computations gather single
+  layers (`layers`), whole parameters and gradients come and go within each of them.
+- If gradients are averaged over several ranks in rank order, a rank receives as many bytes as the sum has, which stay until the
+  gradients of the step are finished.
 """
 
 from __future__ import annotations
@@ -28,8 +23,8 @@ from graphpp.arguments import COUNT, INDEX, Accepted, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Kind
 
-_IN_PLACE = 2  # ranks that add up in place, since two numbers have no order
-_USUAL = ("rows", "row_sums", "sent", "shards", "averaged_over")  # which None leaves as they are of other state
+_IN_PLACE = 2  # ranks that add up in place: the sum of two numbers does not depend on their order
+_USUAL = ("rows", "row_sums", "sent", "shards", "averaged_over")  # fields where None means the value of other state
 _STAGES = Accepted("a tuple of stages", lambda value: isinstance(value, tuple | list) and all(map(INDEX.accepts, value)))
 _BYTES = Accepted("bytes, an integer from 0", lambda value: type(value) is int and value >= 0)
 _ACCEPTED = {  # by field; all other fields are bytes
@@ -39,15 +34,15 @@ _ACCEPTED = {  # by field; all other fields are bytes
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The state that the same stages read, in bytes.
+    """The state that the same stages read, in bytes. Raises `ScheduleError` for other values, and for a maker that is no
+    reader.
 
-    `readers`: the stages that read it; `makers`: those of them that make gradients of its parameters. `weights`: parameters;
-    `sums`: their gradients as one stage sums them; `rounded`: their gradients in `param.grad` where the sums are wider, else 0;
-    `optimizer`: the optimizer's state; `derived`: values that are computed from parameters once per step. Of shards: `rows`:
-    the parameters (None: `weights`); `row_sums`: the sums of gradients (None: `sums`); `sent`: the sums as one stage sends them
-    (None: `sums`); `shards`: over how many ranks, from 1 (None: as many as other state). `averaged_over`: over how many ranks
-    the gradients are averaged, where fewer have these parameters than others (None: as many). Raises `ScheduleError` for other
-    values than stages, bytes and numbers of ranks, and for a maker that is no reader.
+    `readers`: the stages that read it; `makers`: the readers that make gradients of its parameters. `weights`: parameters;
+    `sums`: their gradients as one stage sums them; `rounded`: their gradients in `param.grad` if the sums are wider, else 0;
+    `optimizer`: the optimizer's state; `derived`: values computed from parameters once per step. Of shards: `rows`: the
+    parameters (None: `weights`); `row_sums`: the sums of gradients (None: `sums`); `sent`: the sums as one stage sends them
+    (None: `sums`); `shards`: over how many ranks (None: as other state). `averaged_over`: over how many ranks the gradients are
+    averaged, if fewer ranks have these parameters than others (None: as other state).
     """
 
     readers: tuple[int, ...]
@@ -93,14 +88,13 @@ Layers = Mapping[tuple[int, Kind], LayerBytes]  # by stage and kind of computati
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """The bytes of state that one rank holds during a step.
+    """The bytes of state on one rank during a step.
 
-    `standing`: by kind, for the whole step. `whole`: (stages, bytes) of parameters that are whole while any of these stages is;
-    `gradients`: by stage, the sums that its first backward makes, until they are reduced; `sent`: by stage, the same as they
-    are sent. `waiting`: by stage, the gradients of one microbatch, which wait where earlier microbatches have none yet; with
-    `layers`, the rank's rows of these gradients in the dtype of the sums. `at_end`: taken in addition while the gradients of
-    the step are finished. `layers`: where computations gather single layers. `averaged`: by stage, the parts of averages that
-    the rank receives from the stage's reduction on, until the end.
+    `standing`: by kind, for the whole step. `whole`: (stages, bytes) of parameters that are whole while any of these stages is.
+    `gradients`: by stage, the sums from its first backward until they are reduced; `sent`: by stage, the sums as sent.
+    `waiting`: by stage, the gradients of one microbatch, which wait for those of earlier microbatches; with `layers`, the
+    rank's rows of them in the dtype of the sums. `at_end`: in addition, while the gradients of the step are finished. `layers`:
+    for computations that gather single layers. `averaged`: by stage, parts of averages received from the stage's reduction on.
     """
 
     standing: Mapping[str, int] = field(default_factory=dict)
@@ -124,12 +118,12 @@ def held_bytes(
     in_order: bool = False,
     averaged_over: int = 1,
 ) -> tuple[HeldBytes, ...]:
-    """The state that each rank holds.
+    """The state on each rank.
 
-    `shards`: over how many ranks parameters are sharded (None: they are not); `frees`: whether whole parameters go when their
-    stages are put away; `layers`: what computations hold that gather single layers (None: they are given whole stages).
-    `in_order`: whether gradients add up in the order of the microbatches, so that one that comes early waits. `averaged_over`:
-    over how many ranks with the same parameters gradients are averaged in the order of the ranks (1: in another order, or not).
+    `shards`: over how many ranks parameters are sharded (None: not); `frees`: whether resharding frees whole parameters;
+    `layers`: the bytes of computations that gather single layers (None: whole stages are gathered). `in_order`: whether
+    gradients add up in microbatch order, so that an early one waits. `averaged_over`: over how many ranks gradients are
+    averaged in rank order (1: in another order, or not).
     """
     found = [_OnRank(rank, state, rank_of_stage, in_order, averaged_over) for rank in range(ranks)]
     if shards is not None and layers is not None:
@@ -138,7 +132,7 @@ def held_bytes(
 
 
 def sent_by_stage(state: Sequence[StateBytes], stages: int, shards: int) -> tuple[list[float], list[float]]:
-    """The bytes that a rank sends when a stage is gathered, and when it is reduced, by stage: all but its own part."""
+    """By stage, the bytes that a rank sends when the stage is gathered, and when it is reduced: all but its own part."""
     gathered, reduced = Counter[int](), Counter[int]()
     for each in state:
         ranks = each.shards or shards
@@ -157,7 +151,6 @@ class _OnRank:
         self._own = [each for each in state if any(rank_of_stage[stage] == rank for stage in each.readers)]
 
     def whole(self) -> HeldBytes:
-        """The bytes of a rank that holds whole parameters."""
         standing = {"weights": self._weights(), "gradients": sum(self._by_stage(_sums).values()), **self._rest(1)}
         averaged = self._by_stage(lambda each: 0 if self._is_tied(each) else _sums(each), self._in_parts)
         tied = sum(_sums(each) for each in self._own if each.makers and self._is_tied(each) and self._in_parts(each))
@@ -165,14 +158,13 @@ class _OnRank:
         return HeldBytes(standing, waiting=self._waiting(_of_microbatch), at_end=at_end, averaged=averaged)
 
     def by_layers(self, shards: int, layers: Layers) -> HeldBytes:
-        """The bytes of a rank that holds shards, and of whole parameters those of single layers."""
+        """The bytes of a rank with shards that gathers single layers."""
         derived = sum(each.derived for each in self._own)
         standing = {"shards": self._shards(shards), "weights": derived, **self._rest(shards)}
         waiting = self._waiting(lambda each: -(-_row_sums(each) // (each.shards or shards)))
         return HeldBytes(standing, waiting=waiting, at_end=self._at_end(shards), layers=layers)
 
     def sharded(self, shards: int, frees: bool) -> HeldBytes:
-        """The bytes of a rank that holds shards."""
         kept = self._shards(shards)
         standing = {"shards": kept, **({} if frees else {"weights": self._weights()}), **self._rest(shards)}
         pieces = ((frozenset(self._local(each.readers)), each.weights + each.derived) for each in self._own) if frees else ()
@@ -180,7 +172,7 @@ class _OnRank:
         return HeldBytes(standing, whole, self._by_stage(_sums), self._by_stage(_sent), self._waiting(_of_microbatch), at_end)
 
     def _waiting(self, nbytes: Callable[[StateBytes], int]) -> dict[int, int]:
-        """By stage the gradients of one microbatch, as they wait for those of earlier microbatches."""
+        """By stage, the gradients of one microbatch that wait for those of earlier microbatches."""
         return self._by_stage(nbytes) if self._in_order else {}
 
     def _shards(self, shards: int) -> int:
@@ -215,7 +207,7 @@ class _OnRank:
         return [-(-nbytes // ranks) for ranks, nbytes in found.items()]
 
     def _at_end(self, shards: int) -> int:
-        """The bytes of a rank that holds shards, while the gradients of the step are finished."""
+        """The bytes of a rank with shards while the gradients of the step are finished."""
         taken = ((each.shards, self._at_end_of(each, _row_sums)) for each in self._own)
         averaged = ((each.shards, _row_sums(each)) for each in self._own if each.makers and self._in_parts(each))
         return sum(self._parts([*taken, *averaged], shards))
