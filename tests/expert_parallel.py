@@ -77,7 +77,7 @@ class Mixture(nn.Module):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer(group) for _ in range(4))
+        self.layers = nn.ModuleList(Layer(group) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:

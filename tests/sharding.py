@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphpp
 from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
+from tests.saved_graphs import GRAPHS
 
 DATA = ("dp_replicate", "dp_shard", "ep", "cp")
 ROWS, VOCAB, WIDTH = 16, 13, 7
@@ -138,7 +139,7 @@ def example(microbatches: int = 4) -> graphpp.Microbatch:
 
 
 def compiled(mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> graphpp.Pipeline:
-    return graphpp.compile(model, F.cross_entropy, mesh=mesh, **{"microbatches": 4, **options})
+    return graphpp.compile(model, F.cross_entropy, mesh=mesh, **{"microbatches": 4, "artifact": GRAPHS, **options})
 
 
 def train_on_mesh(

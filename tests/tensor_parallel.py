@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def decoder(*, layers: int = 4, tied: bool = False, dropout: float = 0.0) -> Decoder:
+def decoder(*, layers: int = 2, tied: bool = False, dropout: float = 0.0) -> Decoder:
     torch.manual_seed(3)
     model = Decoder(layers, dropout)
     if tied:

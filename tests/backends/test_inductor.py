@@ -362,6 +362,7 @@ def test_inductor_trains_close_to_eager_and_starts_from_its_cache(name: str, tmp
     assert mended.keys() == kept.keys()
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.slow
 def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ def test_nothing_runs_again_where_nothing_is_trained() -> None:
     assert counting.calls["aten.convolution"] == BLOCKS * MICROBATCHES
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_hugging_face() -> None:
     found = []

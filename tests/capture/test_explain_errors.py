@@ -7,6 +7,7 @@ from graphpp.errors import CaptureError
 from tests.zoo.models import ZOO
 
 
+@pytest.mark.exhaustive
 def test_eager_experts_name_the_entry_of_the_configuration_and_another_implementation() -> None:
     entry = ZOO["mixtral"]
     model, batch = entry.model(), entry.batch(0)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.saved_graphs import GRAPHS
 
 STEPS = 3  # before the save, and after it
 
@@ -73,6 +74,7 @@ def pipeline(layout: Layout, seed: int, mesh: Any = None) -> graphpp.Pipeline:
         schedule=layout.schedule,
         microbatches=4,
         mesh=mesh,
+        artifact=GRAPHS,
     )
 
 

@@ -20,6 +20,7 @@ import graphpp
 from graphpp.checkpoint import folder as folders
 from graphpp.errors import CheckpointError
 from tests.distributed import run_ranks
+from tests.saved_graphs import GRAPHS
 
 
 def model(width: int = 6) -> nn.Sequential:
@@ -34,7 +35,7 @@ def trained(width: int = 6, steps: int = 1, **options: Any) -> tuple[graphpp.Pip
     torch.set_num_threads(1)
     example = graphpp.Microbatch((X[:2],), target=Y[:2])
     cut = {"split": ["1"], "schedule": "1F1B", "microbatches": 2}
-    pipe = graphpp.compile(model(width), F.cross_entropy, example=example, **cut, **options)
+    pipe = graphpp.compile(model(width), F.cross_entropy, example=example, artifact=GRAPHS, **cut, **options)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     for _ in range(steps):
         pipe.step(X, target=Y)

@@ -23,6 +23,7 @@ from graphpp.checkpoint.machines import Machines, MeshRank
 from graphpp.errors import CheckpointError, GraphPPError
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 from tests.exhaustive import further
+from tests.saved_graphs import GRAPHS
 
 LAYERS = 8
 
@@ -64,6 +65,7 @@ def training(
         schedule=schedule,
         microbatches=4,
         mesh=mesh,
+        artifact=GRAPHS,
     )
     return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
 

@@ -189,6 +189,7 @@ def pipelines_of_two(rank: int) -> tuple[bool, list[str], list[str]]:
     return torch.equal(found, torch.stack(losses)), faults, groups
 
 
+@pytest.mark.exhaustive
 def test_pipelines_over_ranks_whose_experts_are_elsewhere_and_microbatches_of_two_shapes() -> None:
     names = []
     for equal, faults, groups in run_ranks(pipelines_of_two, 4):

@@ -276,8 +276,8 @@ def context(rank: int, mesh: Mesh, schedule: str) -> Any:
     ("train", "mesh", "args"),
     [
         (sharded, PIPE_SHARDS, ("Interleaved1F1B", 0)),
-        (experts, PIPE_EXPERTS, ("DualPipeV",)),
         *further(
+            (experts, PIPE_EXPERTS, ("DualPipeV",)),
             (sharded, PIPE_REPLICAS, ("ZBVZeroBubble", None)),
             (tensors, PIPE_TENSOR, ("1F1B", True)),
             (context, PIPE_CONTEXT, ("1F1B",)),

@@ -310,6 +310,7 @@ def test_a_cut_between_a_size_and_its_reader_is_refused() -> None:
         pipe.step(batch(0), target=batch(0))
 
 
+@pytest.mark.exhaustive
 def test_each_size_of_the_inputs_has_a_graph_of_its_own() -> None:
     model = Routed()
     twin = copy.deepcopy(model)

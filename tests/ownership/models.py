@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpp
+from tests.saved_graphs import GRAPHS
 
 
 class Block(nn.Module):
@@ -103,7 +104,7 @@ def whole() -> Model:
 
 def compiled(model: nn.Module, **options: Any) -> graphpp.Pipeline:
     example = graphpp.Microbatch((X[:1],), target=X[:1])
-    return graphpp.compile(model, loss, example=example, **{"microbatches": 4, **options})
+    return graphpp.compile(model, loss, example=example, **{"microbatches": 4, "artifact": GRAPHS, **options})
 
 
 def values(pipe: graphpp.Pipeline) -> dict[str, Tensor]:

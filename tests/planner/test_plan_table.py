@@ -26,6 +26,7 @@ def shown() -> list[str]:
     return lines[lines.index(HEAD) + 2 :][: len(LINES)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # 671B takes a minute where nothing else runs
 @pytest.mark.parametrize(("at",), [(0,), *further(*range(1, len(LINES)))])
 def test_the_document_has_the_plan(at: int) -> None:

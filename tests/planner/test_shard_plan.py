@@ -20,6 +20,7 @@ from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
 from tests.distributed import run_ranks
 from tests.exhaustive import further
+from tests.saved_graphs import GRAPHS
 
 INTERLEAVED = {group: partial(graphpp.schedules.megatron_interleaved, group=group) for group in (4, 8, 16, 32)}
 
@@ -91,6 +92,7 @@ def measured(rank: int, schedule: str, keep: int | None, dtypes: Dtypes) -> None
     pipe = graphpp.compile(
         nn.Sequential(*layers), F.mse_loss, example=graphpp.Microbatch((x[:2],), target=x[:2]), split=["2", "4", "6"],
         schedule=schedule, microbatches=8, mesh=mesh, parallel=parallel, gradients=graphpp.Gradients(dtype=dtypes[2]),
+        artifact=GRAPHS,
     )  # fmt: skip
     pipe.step(x, target=x)
     pipe.zero_grad()

@@ -47,6 +47,7 @@ def relative_errors(found: Trained, expected: Trained) -> dict[str, float]:
     return {name: ((mine - theirs).norm() / theirs.norm()).item() for name, (mine, theirs) in pairs.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "cases"),
     [

@@ -27,6 +27,7 @@ OPEN = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["resnet", *further(*(name for name in OPEN if name != "resnet"))])
 def test_sizes_that_the_trace_has_not_seen(name: str) -> None:
     entry = ZOO[name]

@@ -19,6 +19,7 @@ from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.planner.layers import module_calls
+from tests.exhaustive import examples
 from tests.fuzz.programs import Net, Program, programs
 from tests.training import CASES
 from tests.zoo.models import ZOO
@@ -94,7 +95,7 @@ def test_a_model_of_the_zoo_is_read_as_written(name: str) -> None:
     check(entry.model().eval(), entry.loss, example, training=False)
 
 
-@settings(max_examples=25, database=None, phases={Phase.generate}, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), database=None, phases={Phase.generate}, suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_random_programs_are_read_as_written(program: Program) -> None:
     net = Net(program)

@@ -26,6 +26,7 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.state_bytes import held_bytes
 from tests import models
 from tests.cluster_planner.costs.test_rows import MODELS
+from tests.exhaustive import further
 
 H100 = Machines.read("64xH100")
 FLAT = Machines(
@@ -51,7 +52,7 @@ def _of_experts(found: PricedModel, kind: str) -> int:
     return sum(getattr(each, kind) for each, expert in pairs if expert)
 
 
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", *further(None, "full")])
 def test_bytes_are_those_of_lowered_stages(recompute: str | None) -> None:
     model, loss, example = MODELS["llama"](2)
     costs = _costs("llama")

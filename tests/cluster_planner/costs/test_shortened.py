@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import graphpp
 from graphpp.cluster_planner.costs import ModelCosts, capture_costs
 from graphpp.cluster_planner.costs.shortened import Shortening
+from tests.exhaustive import further
 
 LAYERS = 9
 
@@ -68,7 +69,11 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "layers", "left_out"),
-    [("plain", 9, 4), ("again", 9, 4), ("turns", 13, 4), ("tied", 9, 3), ("skip", 9, 2), ("stack", 9, 0), ("count", 9, 0)],
+    [
+        ("turns", 13, 4),
+        ("tied", 9, 3),
+        *further(("plain", 9, 4), ("again", 9, 4), ("skip", 9, 2), ("stack", 9, 0), ("count", 9, 0)),
+    ],
 )
 def test_costs_are_those_of_a_model_with_all_layers(kind: str, layers: int, left_out: int, monkeypatch: Any) -> None:
     tokens = torch.zeros(2, 6, dtype=torch.int64)

@@ -22,6 +22,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import flops, nbytes
 from graphpp.passes.lower import assigned
 from tests import models, tensor_parallel
+from tests.exhaustive import further
 from tests.planner.plan_table import fake_ranks
 
 Figures = tuple[Counter[tuple[str, float, bool]], float]
@@ -101,7 +102,7 @@ def _spread_figures(build: Callable[[], Any], spread: Callable[[Any, DeviceMesh]
     return exchanges, sum(map(flops, joint.computed()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["decoder", *further("llama")])
 def test_exchanges_and_work_are_those_of_parallelize_module(name: str) -> None:
     build, plan, spread = CASES[name]
     model, loss, example = build()

@@ -23,7 +23,7 @@ EXPERTS, PIPE, REPLICAS = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh(
 def accumulated(rank: int, mesh: Mesh) -> None:
     torch.set_num_threads(1)
     made = mesh.made()
-    pipe = compiled(made, mixture(made["ep"]), split=["layers.2"], schedule="1F1B")
+    pipe = compiled(made, mixture(made["ep"]), split=["layers.1"], schedule="1F1B")
     tokens, target = batch(mesh.replica(rank))
     pipe.step(tokens, target=target)
     once = {fqn: whole_tensor(each.grad).clone() for fqn, each in pipe.named_parameters()}
@@ -120,7 +120,7 @@ def alone_along_ep(rank: int, mesh: Mesh, folder: Path) -> None:
     """A clipped step of AdamW, a scaler and a checkpoint where one rank along `ep` has all experts."""
     torch.set_num_threads(1)
     made = mesh.made()
-    pipe = compiled(made, mixture(made["ep"]), split=["layers.2"], schedule="1F1B")
+    pipe = compiled(made, mixture(made["ep"]), split=["layers.1"], schedule="1F1B")
     assert all(not isinstance(each, DTensor) or len(each.placements) == each.device_mesh.ndim for each in pipe.parameters())
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     tokens, target = batch(mesh.replica(rank))

@@ -28,7 +28,7 @@ def pipeline(mesh: Mesh, *, meta: bool = False) -> graphpp.Pipeline:
     made = mesh.made() if mesh.names else None
     with torch.device("meta" if meta else "cpu"):
         model = mixture(None if made is None else made["ep"])
-    return compiled(made, model, split=["layers.2"], schedule="1F1B")
+    return compiled(made, model, split=["layers.1"], schedule="1F1B")
 
 
 def states(rank: int, mesh: Mesh, folder: Path) -> None:
@@ -37,6 +37,7 @@ def states(rank: int, mesh: Mesh, folder: Path) -> None:
     check_state_dicts(pipe, mixture(None).state_dict(), folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh",), [(SHARDS,), *further((PIPE,), (EXPERTS,), (REPLICAS,), (SHARDED_PIPE,))])
 def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path) -> None:
     run_ranks(states, mesh.ranks, mesh, tmp_path)
@@ -58,6 +59,7 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
     return resumed(pipe, checkpoint, folder, step, saves=saves)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
@@ -95,7 +97,7 @@ def test_models_on_meta_get_the_values_of_one_process(mesh: Mesh) -> None:
 def bytes_of_plan(rank: int, mesh: Mesh) -> tuple[int, int]:
     """The bytes of this rank's shards: as the plan says, and as the rank has them."""
     made = mesh.made()
-    pipe = compiled(made, mixture(made["ep"]), split=["layers.2"], schedule="1F1B")
+    pipe = compiled(made, mixture(made["ep"]), split=["layers.1"], schedule="1F1B")
     own = sum(local_tensor(parameter).nbytes for parameter in pipe.parameters())
     return pipe.plan.memory.ranks[pipe._place.rank].shards, 2 * own  # parameters, and the sums of their gradients
 

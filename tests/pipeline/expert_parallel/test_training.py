@@ -23,7 +23,7 @@ ALONE, PIPE, TURNED = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh((2, 
 REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "ep")), Mesh((2, 2), ("dp_shard", "ep"))
 FLAT, SHARDS_LAST = Mesh((1, 4), ("dp_shard", "ep")), Mesh((2, 2), ("ep", "dp_shard"))
 SHARDED_PIPE = Mesh((2, 1, 2), ("pp", "dp_shard", "ep"))
-CUTS = {1: None, 2: ["layers.2"], 4: ["layers.1", "layers.2", "layers.3"]}
+CUTS = {1: None, 2: ["layers.1"], 4: ["layers.0.experts", "layers.1", "layers.1.experts"]}
 
 
 def gradients_beside_eager(rank: int, mesh: Mesh, options: dict[str, Any]) -> list[str]:

@@ -58,6 +58,7 @@ def test_code_gives_the_values_of_one_process(mesh: Mesh, tied: bool) -> None:
     run_ranks(filled, mesh.ranks, mesh, tied, None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh",), [(PIPE,), *further((TENSOR,), (SHARDS,))])
 def test_files_give_their_values(mesh: Mesh, tmp_path: Path) -> None:
     save_file(dict(alone(tied=False).state_dict()), tmp_path / "model.safetensors")

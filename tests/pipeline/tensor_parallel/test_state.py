@@ -56,6 +56,7 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
     return resumed(pipe, checkpoint, folder, step, saves=saves)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
