@@ -5,6 +5,7 @@ examples.
 """
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ def further(*cases: Any) -> list[Any]:
     """Cases for `parametrize` of a kind of which `make test` runs others; a tuple is one case of several arguments."""
     each = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*values, marks=pytest.mark.exhaustive) for values in each]
+
+
+def cases(names: Iterable[str], *leading: str) -> list[Any]:
+    """The leading names, and the other names of a dict or list as further cases."""
+    return [*leading, *further(*(name for name in names if name not in leading))]
 
 
 def examples(count: int) -> int:

@@ -214,8 +214,8 @@ MESHES = {
     ("mesh", "schedule", "how", "backend"),
     [
         ("pp2 cp2", "ZBVZeroBubble", "balanced", "eager"),
-        ("pp1 cp2", "GPipe", "ulysses", "eager"),
         *further(
+            ("pp1 cp2", "GPipe", "ulysses", "eager"),
             ("cp2 pp2", "Interleaved1F1B", "contiguous", "eager"),
             ("dp2 pp1 cp2", "GPipe", "ulysses", "eager"),
             ("pp1 cp2", "GPipe", "ulysses", "inductor"),

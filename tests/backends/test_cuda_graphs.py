@@ -16,6 +16,7 @@ from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
 from tests import internals
 from tests.cuda_graph_pool import Pool, Results
+from tests.exhaustive import further
 from tests.movers import CopyingMover, moving_by
 from tests.runtime.test_offloader import ALL
 from tests.training import capturing_once, differences, eager, train
@@ -215,7 +216,7 @@ def test_tensors_elsewhere_and_other_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("llama", {"schedule": "GPipe", "split": 2, "microbatches": 4}),
+        *further(("llama", {"schedule": "GPipe", "split": 2, "microbatches": 4})),
         ("skip", {"schedule": "ZBVZeroBubble", "split": 2, "microbatches": 3}),
         ("norms", {"schedule": "1F1B", "split": 1, "microbatches": 8}),
         ("tied", {"schedule": "Interleaved1F1B", "split": 4, "microbatches": 4}),

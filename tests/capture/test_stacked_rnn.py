@@ -72,7 +72,7 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+@pytest.mark.parametrize("options", [{}, *further({"num_layers": 2, "bidirectional": True}, {"bias": False})])
 def test_an_lstm_that_comes_first_learns(options: dict[str, Any], frozen: bool) -> None:
     torch.manual_seed(0)
     model, x, target = First(frozen, **options), torch.randn(4, 5, 8), torch.randn(4, 5, 4)

@@ -39,8 +39,7 @@ from tests.exhaustive import further
     ("first", "second"),
     [
         (FOUR, TWO),
-        (ONE, FOUR),
-        *further((TWO, ONE), (FOUR, ONE), (TWO, ON_A_V), (ON_A_V, SPLIT), (SPLIT, FOUR)),
+        *further((ONE, FOUR), (TWO, ONE), (FOUR, ONE), (TWO, ON_A_V), (ON_A_V, SPLIT), (SPLIT, FOUR)),
         *further((ONE, ON_A_V), (FOUR, FOUR), (SPLIT, TWO)),
     ],
 )

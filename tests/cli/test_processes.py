@@ -15,6 +15,7 @@ import pytest
 import graphpp
 from graphpp.cli.app import main
 from tests.cli.running import write
+from tests.exhaustive import further
 
 ROOT = Path(__file__).parents[2]
 SLOW = """
@@ -52,7 +53,7 @@ def test_the_module(tmp_path: Path) -> None:
     assert unknown.stderr == "graphpp.errors.GraphPPError: none.csv cannot be read: No such file or directory\n"
 
 
-@pytest.mark.parametrize("option", [[], ["--json"]])
+@pytest.mark.parametrize("option", [[], *further(["--json"])])
 def test_interrupt_ends_with_130_and_without_a_word(tmp_path: Path, option: list[str]) -> None:
     write(tmp_path / "slow.py", SLOW)
     process = subprocess.Popen(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphpp.errors import CheckpointError, GraphPPError
 from tests.distributed import run_ranks
-from tests.exhaustive import further
+from tests.exhaustive import cases, further
 from tests.ownership.models import Model, X, compiled, whole
 
 WRITTEN = [key for key in Model().state_dict() if key != "head.weight"]
@@ -31,7 +31,7 @@ def saves(rank: int, folder: Path, layout: dict[str, Any], asked: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "bytes_"), [(1, 1), (1, 2**30), (2, 5000), (4, 1), (4, 2**30), *further((1, 5000), (2, 1), (2, 2**30), (4, 5000))]
+    ("ranks", "bytes_"), [(1, 2**30), (2, 5000), (4, 1), *further((1, 1), (1, 5000), (2, 1), (2, 2**30), (4, 5000), (4, 2**30))]
 )
 def test_all_tensors_are_written_once(ranks: int, bytes_: int, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", cases(REFUSED, "one name", "integers"))
 def test_wrong_arguments_are_refused(name: str, tmp_path: Path) -> None:
     how, words = REFUSED[name]
     pipe = compiled(whole())

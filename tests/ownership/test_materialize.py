@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import graphpp
 from graphpp.errors import GraphPPError, MismatchError
 from tests.distributed import run_ranks
+from tests.exhaustive import cases
 from tests.ownership.models import Angles, Model, X, compiled, init, on_meta, values, whole
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -42,7 +43,7 @@ def parts(layout: str, seed: int | None) -> list[Part]:
     return run_ranks(initialised, ranks, options, seed) if ranks > 1 else [initialised(0, options, seed)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "V", "inside a block"))
 def test_values_are_those_of_one_process(layout: str) -> None:
     model = whole()
     state = torch.get_rng_state()
@@ -179,7 +180,7 @@ def _refused(made: nn.Module, code: Callable[[nn.Module], Any], **options: Any) 
     return [type(error.value).__name__, str(error.value)]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", cases(REFUSED, "NaN", "nothing"))
 def test_a_tensor_without_a_value_is_named_and_nothing_changed(name: str) -> None:
     words = REFUSED[name][1]
     assert re.search(words, refused(0, name, 1)[1])

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -99,7 +100,7 @@ def loss_after(steps: int) -> float:
     return float(pipe.step(X, target=X).loss)
 
 
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("drop", [False, *further(True)])
 def test_a_new_cut_needs_the_trained_values(drop: bool) -> None:
     assert run_ranks(a_new_cut, 2, True, drop) == [str(loss_after(2))] * 2
     assert all("1.weight" in each for each in run_ranks(a_new_cut, 2, False, drop))

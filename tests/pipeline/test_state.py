@@ -11,6 +11,7 @@ from torch import Tensor
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.models import cuts
 from tests.special_models import CUTS
 from tests.training import CASES, compiled, example, same, step
@@ -28,7 +29,7 @@ def state_dicts(rank: int, name: str) -> dict[str, Tensor]:
     return pipe.state_dict()
 
 
-@pytest.mark.parametrize("name", ["llama", "norms", "partial", "tied"])
+@pytest.mark.parametrize("name", ["norms", "partial", "tied", *further("llama")])
 def test_the_ranks_state_dicts_together_are_the_models(name: str) -> None:
     parts = run_ranks(state_dicts, 2, name)
     model = CASES[name]().model.state_dict()

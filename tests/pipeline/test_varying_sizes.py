@@ -307,7 +307,7 @@ TRICKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-LEADING = ["type", "caught hash", "two roundings", "object", "close factors"]
+LEADING = ["type", "caught hash", "two roundings"]
 
 
 @pytest.mark.parametrize("name", [*LEADING, *further(*(name for name in TRICKS if name not in LEADING))])

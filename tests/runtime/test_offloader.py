@@ -17,6 +17,7 @@ from graphpp.runtime.task import Task
 from graphpp.schedules.table.offload_window import OffloadWindow
 from tests import internals
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.movers import CopyingMover, moving_by
 from tests.training import CASES, Numbers, capturing_once, differences, eager, train, whole
 
@@ -52,10 +53,10 @@ def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
     "options",
     [
         {"schedule": "GPipe", "split": 2},
-        {"schedule": "GPipe", "split": 1},
+        *further({"schedule": "GPipe", "split": 1}),
         {"schedule": "ZBVZeroBubble", "split": 2},
         {"schedule": "GPipe", "split": 2, "memory": graphpp.Memory(recompute="full", offload=ALL)},
-        {"schedule": graphpp.Schedule.parse(OVERLAPPED), "split": 2},
+        *further({"schedule": graphpp.Schedule.parse(OVERLAPPED), "split": 2}),
         {"schedule": graphpp.Schedule.parse("r0 0F0 1F0 0F1 1F1 0F2 1F2 1I0 1I1 0I0 1W0 0W0 1I2 0I1 1W2 0W1 0I2 1W1 0W2")},
     ],
 )

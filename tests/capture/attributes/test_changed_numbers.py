@@ -13,6 +13,7 @@ import graphpp
 from graphpp import CaptureError, GraphPPError
 from tests import internals
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.models import Batch, Case
 from tests.reference import gradients, model_loss
 from tests.training import same
@@ -244,7 +245,7 @@ def steps_of_swin(rank: int, ranks: int) -> list[Any]:
     return [losses, {fqn: parameter.grad for fqn, parameter in own.items()}, sizes]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, *further(2)])
 def test_swin_clamps_its_windows(ranks: int) -> None:
     losses, grads, sizes = steps_of_swin(0, 0)
     assert len(set(sizes.values())) > 1

@@ -19,7 +19,7 @@ from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.planner.layers import module_calls
-from tests.exhaustive import examples
+from tests.exhaustive import examples, further
 from tests.fuzz.programs import Net, Program, programs
 from tests.training import CASES
 from tests.zoo.models import ZOO
@@ -77,7 +77,7 @@ def check(model: nn.Module, loss: Any, example: Microbatch, *, training: bool = 
         assert texts(again, split_backward=True) == texts(captured, split_backward=True)
 
 
-@pytest.mark.parametrize("name", ["hf_gpt2", "hf_vit", "tied", "masked", "several"])
+@pytest.mark.parametrize("name", ["hf_gpt2", "tied", "masked", "several", *further("hf_vit")])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_model_is_read_as_written(name: str, training: bool) -> None:
     case = CASES[name](0)

@@ -11,6 +11,7 @@ import graphpp
 from graphpp.cluster_planner.costs import Deployment, ModelCosts, capture_costs, priced
 from graphpp.devices import Machines
 from tests import tensor_parallel
+from tests.exhaustive import further
 
 H100 = Machines.read("8xH100")
 PLAN = {"layers.*.up": "expert", "layers.*.down": "expert"}
@@ -58,7 +59,7 @@ def _costs(capacity: int | None, rows: int) -> ModelCosts:
     return capture_costs(Model(capacity), tensor_parallel.loss, _example(rows), param_dtype=None, expert_plan=PLAN)
 
 
-@pytest.mark.parametrize("capacity", [None, 20])
+@pytest.mark.parametrize("capacity", [20, *further(None)])
 def test_work_of_slots_is_that_of_a_second_capture(capacity: int | None) -> None:
     few, more = (priced(_costs(capacity, rows), H100, Deployment(rows=4)) for rows in (2, 4))
     assert few.flops == more.flops

@@ -14,6 +14,7 @@ import graphpp
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
 from graphpp.runtime.task import Task
+from tests.exhaustive import cases
 from tests.fuzz.harness import shuffled
 from tests.training import capturing_once
 
@@ -104,7 +105,7 @@ def numbers(pipe: graphpp.Pipeline, model: nn.Module) -> Iterator[tuple[str, Ten
     yield from model.named_buffers()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, "tied", "buffers"))
 def test_no_choice_changes_a_bit(name: str) -> None:
     with capturing_once():
         expected = dict(numbers(*made(name, NOTHING)))

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 import graphpp
 from graphpp.passes.text.render import RenderedGraph, render
 from graphpp.passes.text.standalone import Origin, standalone
+from tests.exhaustive import further
 from tests.models import MODELS, Case, cuts
 from tests.reference import gradients
 
@@ -76,7 +77,7 @@ def assert_same(one: tuple[Tensor, dict[str, Tensor | None]], two: tuple[Tensor,
         assert gradient is other is None or torch.equal(gradient, other), fqn  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["sequential", "llama"])
+@pytest.mark.parametrize("name", ["sequential", *further("llama")])
 def test_a_pipeline_of_dumped_files_gives_the_same_numbers(
     name: str, tmp_path: Path, from_files: Callable[[Path], list[str]]
 ) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.expert_parallel import mixture
 from tests.sharding import Mesh
 from tests.tensor_parallel import batch, compiled
@@ -46,7 +47,7 @@ def refused(rank: int, mesh: Mesh, what: str) -> str:
         (EXPERTS, "plain", "the values of layers.1.experts.up"),
         (EXPERTS, "broadcast", "replica_values"),
         (EXPERTS, "replicated", "all ranks along ep have whole"),
-        (Mesh((2, 2), ("dp_replicate", "ep")), "other experts", "the values of layers.1.experts.up"),
+        *further((Mesh((2, 2), ("dp_replicate", "ep")), "other experts", "the values of layers.1.experts.up")),
     ],
 )
 def test_models_that_would_train_wrong_are_refused(mesh: Mesh, what: str, said: str) -> None:

@@ -18,7 +18,7 @@ from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from tests import internals
 from tests.distributed import run_ranks
-from tests.exhaustive import further
+from tests.exhaustive import cases, further
 from tests.fuzz.harness import shuffled
 from tests.models import MODELS, cuts
 from tests.special_models import SPECIAL
@@ -120,7 +120,7 @@ def plain() -> dict[str, Tensor]:
     return {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("how", cases(SPLITS, "halves", "tied over two stages"))
 def test_it_is_the_plain_loop_but_for_rounding(how: str) -> None:
     with capturing_once():
         assert_near(gradients(steps=2, gradients=graphpp.Gradients(fused=True), **SPLITS[how]), plain(), TOLERANCE)

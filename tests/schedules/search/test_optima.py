@@ -61,12 +61,11 @@ _HARD = (
     "blocking 3x4 loop1 cap inf",
 )
 """Cases that earlier forms of the search missed by more than 2 %."""
-_SEARCHED = [each for at, each in enumerate(CASES) if at % 26 == 0 or each.name in _HARD]
+_SEARCHED = [each for at, each in enumerate(CASES) if at % 26 == 0 or each.name in _HARD[:2]]
+_FURTHER = [each for at, each in enumerate(CASES) if at % 26 == 13 or each.name in _HARD[2:]]
 
 
-@pytest.mark.parametrize(
-    "case", [*_SEARCHED, *further(*(each for each in CASES[::13] if each not in _SEARCHED))], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [*_SEARCHED, *further(*_FURTHER)], ids=lambda case: case.name)
 def test_within_two_percent_of_the_best_known_table(case: Case) -> None:
     table = case.search()
     timeline = simulate(table, case.costs)
@@ -84,7 +83,7 @@ def test_every_case_has_a_stored_result() -> None:
     assert sum(each.bound == each.makespan for each in KNOWN.values()) > 0.7 * len(CASES)
 
 
-@pytest.mark.parametrize(("ranks", "stages", "placement"), [(2, 4, "v"), (3, 6, "v"), (2, 4, "loop"), (1, 2, "loop")])
+@pytest.mark.parametrize(("ranks", "stages", "placement"), [(2, 4, "v"), (1, 2, "loop"), *further((3, 6, "v"), (2, 4, "loop"))])
 def test_overlaps_beat_dualpipev_and_combined_1f1b(ranks: int, stages: int, placement: str) -> None:
     costs = replace(Costs.unit(stages, ranks, send=0.05), overlap=0.75)
     table = schedule_auto(costs, ranks=ranks, microbatches=2 * stages, placement=placement, effort=0.3)
