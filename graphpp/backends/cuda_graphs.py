@@ -178,9 +178,9 @@ class ReplayedProgram:
         return None
 
     def _key(self, arguments: Sequence[Any]) -> tuple[object, ...]:
-        """The addresses, shapes and strides of arguments read in place; the shapes, strides and dtypes of copied ones."""
-        fixed = ((arguments[at].data_ptr(), arguments[at].shape, arguments[at].stride()) for at in self._in_place)
-        return (*fixed, *((arguments[at].shape, arguments[at].stride(), arguments[at].dtype) for at in self._copied))
+        """The addresses of arguments read in place; the shapes, strides and dtypes of all arguments."""
+        addresses = (arguments[at].data_ptr() for at in self._in_place)
+        return (*addresses, *((each.shape, each.stride(), each.dtype) for each in arguments))
 
     def _record(self, arguments: Sequence[Any], key: tuple[object, ...]) -> None:
         """Record the program; set `reason` if CUDA refuses or after `RECORDINGS` recordings."""

@@ -100,6 +100,9 @@ def test_parameters_are_read_in_place_and_recorded_again_where_they_moved() -> N
     assert torch.equal(program.run([x, moved, C])[0], x @ moved + C)
     assert torch.equal(program.run([x, moved.t(), C])[0], x @ moved.t() + C)
     assert pool.recordings == 3
+    whole = torch.tensor([1]).view(torch.int32)[:1]  # the same memory, read as another dtype
+    assert torch.equal(program.run([x, moved, whole])[0], x @ moved + 1)
+    assert torch.equal(program.run([x, moved, whole.view(torch.float32)])[0], x @ moved + whole.view(torch.float32))
 
 
 def test_a_program_whose_parameters_keep_moving_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
