@@ -117,7 +117,9 @@ class LentMemory(DispatchMode):
         whole = self._filled.get(storage)
         if fills:
             self._filled[storage] = whole or tensor.nbytes == size
-        elif shards is None and not changed and not whole and not _is_blank(operator, name) and (whole is None or poisoned(tensor)):
+            return
+        unwritten = shards is None and not changed and (whole is None or (not whole and poisoned(tensor)))
+        if unwritten and not _is_blank(operator, name):
             raise GraphPPError(
                 f"{name} takes values from {fqn}, which another rank holds and another call has written: tie the parameters, "
                 "or write the tensor first in the same call"

@@ -140,5 +140,5 @@ def test_a_gradient_without_a_norm_is_refused_by_name() -> None:
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn))
     weight.grad = torch.zeros_like(weight)
     place = RankPlace(torch.device("cpu"), None, everyone=None)
-    with pytest.raises(graphpp.GraphPPError, match="layer.weight: its gradient is torch.float8_e4m3fn, which has no norm"):
+    with pytest.raises(graphpp.GraphPPError, match=r"layer\.weight: its gradient is torch.float8_e4m3fn, which has no norm"):
         RankGradients.of({"layer.weight": weight}, {"layer.weight": 0}, {"layer.weight": [0]}, place)
