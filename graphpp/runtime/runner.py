@@ -36,7 +36,7 @@ from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.offloader import Mover, Offloader, mover_for
+from graphpp.runtime.offloader import CudaMover, Offloader
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
@@ -63,7 +63,7 @@ class RunnerConfig:
     `owners`: the ranks with each parameter, by FQN (None: the ranks of the stages that use it). `subgroups` makes their process
     groups. `sum_dtype`: the dtype for sums of narrower gradients. `replicas`: the ranks among which gradients are averaged.
     `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the programs of overlapped actions.
-    `offload`: when saved values are in the host's memory; `mover` copies them (None: by device). `sharded`: the rank's sharded
+    `offload`: when saved values are in the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded
     parameters (None: whole ones). `sums` adds gradients over ranks.
     """
 
@@ -74,7 +74,7 @@ class RunnerConfig:
     kernel: MatmulKernel | None = None
     woven: Sequence[WovenProgram] = ()
     offload: Sequence[OffloadWindow] = ()
-    mover: Mover | None = None
+    mover: CudaMover | None = None
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
 
@@ -120,7 +120,7 @@ class GraphPPRunner:
         tied = TiedReduction(contributors, ranks, schedule.rank_of_stage, groups)
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
-        self.offloader = Offloader(config.offload, self.stages, config.mover or mover_for(place.device))
+        self.offloader = Offloader(config.offload, self.stages, config.mover)
         self._recorder: Recorder | None = None
         self._loop = self._bound_loop() if self.stages else None  # a rank without a stage runs no actions
 
