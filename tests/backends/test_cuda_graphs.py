@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, with_cuda_graph
+from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, ReplayedProgram
 from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
@@ -51,6 +51,10 @@ PROGRAM = Program(
     shared=frozenset({0, 1, 2}),
 )
 W, C = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor(0.5)
+
+
+def with_cuda_graph(program: Program, pool: Any, obstacle: str | None = None) -> Program:
+    return replace(program, run=ReplayedProgram(program, pool, obstacle))
 
 
 def warm(program: Program, *fixed: torch.Tensor) -> None:
