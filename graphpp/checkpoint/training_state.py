@@ -131,7 +131,7 @@ class TrainingState:
         return {**own, **self.flat_parts()}
 
     def _model_entries(self) -> dict[str, torch.Tensor]:
-        entries = self.pipeline.state_dict()
+        entries: dict[str, torch.Tensor] = self.pipeline.state_dict()
         for key, value in entries.items():
             if not isinstance(value, torch.Tensor) or key.rpartition(".")[2] == _EXTRA_STATE:
                 raise CheckpointError(

@@ -63,7 +63,8 @@ class Ownership:
     @property
     def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
         """The ranks that own each parameter, in order. Raises `GraphPPError` before anything is captured."""
-        return self._captured().ranks_of_parameter
+        found: Mapping[str, Sequence[int]] = self._captured().ranks_of_parameter
+        return found
 
     @cached_property
     def experts(self) -> frozenset[str]:
