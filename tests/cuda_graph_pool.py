@@ -18,7 +18,7 @@ Results = Sequence[Any]
 
 
 class Pool:
-    """A `GraphRecorder` whose recordings share their memory: each replay overwrites the results of all recordings."""
+    """A `CudaGraphRecorder` for the CPU whose recordings share memory: each replay overwrites the results of all recordings."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

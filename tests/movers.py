@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from graphpp.runtime.messages.wire_layout import ReceiveBuffer, elements_of, layout_of, meta_of
-from graphpp.runtime.offloader import Mover
 from graphpp.runtime.program import TensorMeta
 from tests import internals
 
@@ -59,6 +58,6 @@ class CopyingMover:
         copy.state = after
 
 
-def moving_by(mover: Mover) -> Any:
+def moving_by(mover: Any) -> Any:
     """A context in which new runners offload by this mover."""
     return internals.offloading_by(mover)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -54,12 +53,6 @@ def hint(size: Any) -> Any:
 
 def expression(size: Any) -> Any:
     return size.node.expr
-
-
-def is_of_latest_trace(size: Any) -> bool:
-    """Whether a symbolic size belongs to the latest trace with symbols (sizes of nested tensors belong to no trace)."""
-    own = getattr(size.node, "shape_env", None)
-    return own is not None and any(own is env() for env in _LATEST)
 
 
 def plain_number(size: Any, value: Any) -> Any:
@@ -111,9 +104,7 @@ def mode_with_symbols() -> FakeTensorMode:
     from torch._functorch import aot_autograd  # noqa: F401  (`aot.fake_mode` says why)
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    env = ShapeEnv(tracked_fakes=[])
-    _LATEST[:] = [weakref.ref(env)]
-    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
@@ -160,7 +151,6 @@ def considering(values: Values | None) -> Iterator[None]:
         _CONSIDERED.reset(token)
 
 
-_LATEST: list[weakref.ref[Any]] = []  # the shape environment of the latest trace with symbols; one thread at a time traces
 _CONSIDERED: ContextVar[Values | None] = ContextVar("sizes considered", default=None)
 
 

@@ -1,6 +1,6 @@
 """The compiler that a `backend=` option means.
 
-Contract: to add a backend, add its option in `options/backend.py` and its row in `compiler_of`. A compiled region gets inputs
+Contract: to add a backend, add its option in `options/backend.py` and its case in `compiler_of`. A compiled region gets inputs
 with the graph's strides and returns such results (`CompiledRegion`). A region that the caller's function returns unchanged runs
 eagerly with the strides that kernels make, so that reductions round as without regions.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import fx
 
@@ -18,36 +18,11 @@ from graphpp.backends.inductor import InductorCompiler
 from graphpp.backends.kernels import product_workspace
 from graphpp.backends.region_results import CompiledRegion, FreshResultsCheck
 from graphpp.errors import GraphPPError
-from graphpp.options.backend import Backend, CompileFunction, Custom, Eager, Inductor
+from graphpp.options.backend import Backend, CompileFunction, Custom, Inductor
 from graphpp.passes.graph.region import Region
 from graphpp.passes.stage.fuse_grad_accumulation import ProductWorkspace
 from graphpp.passes.text.render import Run
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
-
-
-class RegionCompiler(Protocol):
-    """Compiles one region to a function."""
-
-    @property
-    def takes_sizes(self) -> bool:
-        """Whether the compiler supports symbolic sizes."""
-
-    @property
-    def products(self) -> MatmulKernel | None:
-        """The backend's kernel for matrix products of gradients; None: torch's."""
-
-    def __call__(self, region: Region) -> Run:
-        """Returns a function of a list of inputs, which each call empties: a `CompiledRegion`, or plain if run eagerly."""
-
-
-def compiler_of(backend: Backend) -> RegionCompiler | None:
-    """The compiler of regions; None: operations run eagerly. Raises `GraphPPError` for unsupported options."""
-    makers: dict[type, Callable[[Any], RegionCompiler | None]] = {
-        Eager: lambda option: None,
-        Inductor: InductorCompiler,
-        Custom: lambda option: FunctionCompiler(option.function),
-    }
-    return makers[type(backend)](backend)
 
 
 def workspace_of(backend: Backend) -> ProductWorkspace | None:
@@ -75,6 +50,16 @@ class FunctionCompiler:
         run = _checked(region, compiled)
         unchanged = module.forward == forward and compiled in (module, forward)
         return run if unchanged else CompiledRegion(region, run)
+
+
+RegionCompiler = InductorCompiler | FunctionCompiler
+
+
+def compiler_of(backend: Backend) -> RegionCompiler | None:
+    """The compiler of regions; None: operations run eagerly. Raises `GraphPPError` for unsupported options."""
+    if isinstance(backend, Inductor):
+        return InductorCompiler(backend)
+    return FunctionCompiler(backend.function) if isinstance(backend, Custom) else None
 
 
 def _checked(region: Region, compiled: Callable[..., Any]) -> Run:

@@ -2,8 +2,8 @@
 
 Contract
 --------
-- `with_cuda_graph(program, recorder)` returns a `Program` with the same roles and results; its `run` is a `ReplayedProgram`.
-  The first `WARM_UPS` runs execute eagerly on the recorder's stream, the next run is recorded, later runs replay it.
+- A `ReplayedProgram` replaces a program's `run`, with the same arguments and results. The first `WARM_UPS` runs execute eagerly
+  on the recorder's stream, the next run is recorded, later runs replay it.
 - Parameters, buffers and constants are read in place. All other arguments are copied into static memory. If a copied argument
   changes its shape or strides, or an argument read in place changes its address, the program is recorded again, at most
   `RECORDINGS` times.
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,18 +38,6 @@ _IN_PLACE = (roles.Parameter, roles.Buffer, roles.Constant)
 _COPIED = (roles.Input, roles.Seed, roles.Received, roles.Saved)
 
 _LOG = logging.getLogger("graphpp")
-
-
-class GraphRecorder(Protocol):
-    """Records and replays runs on one device; owns the streams, graphs and memory pool."""
-
-    device: torch.device
-
-    def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Run on the recording stream; later work on the current stream waits for it."""
-
-    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """Record `run` without executing it. Returns a replay function, and the tensors that get each replay's results."""
 
 
 class CudaGraphRecorder:
@@ -114,7 +102,7 @@ class _Recording:
 class ReplayedProgram:
     """The `run` of a recorded program. `obstacle`: why the program can never be recorded."""
 
-    def __init__(self, program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> None:
+    def __init__(self, program: Program, recorder: CudaGraphRecorder, obstacle: str | None = None) -> None:
         self._program, self._recorder = program, recorder
         self._in_place = [index for index, role in enumerate(program.inputs) if isinstance(role, _IN_PLACE)]
         self._copied = [index for index, role in enumerate(program.inputs) if isinstance(role, _COPIED)]
@@ -178,9 +166,9 @@ class ReplayedProgram:
         return None
 
     def _key(self, arguments: Sequence[Any]) -> tuple[object, ...]:
-        """The addresses, shapes and strides of arguments read in place; the shapes, strides and dtypes of copied ones."""
-        fixed = ((arguments[at].data_ptr(), arguments[at].shape, arguments[at].stride()) for at in self._in_place)
-        return (*fixed, *((arguments[at].shape, arguments[at].stride(), arguments[at].dtype) for at in self._copied))
+        """The addresses of arguments read in place; the shapes, strides and dtypes of all arguments."""
+        addresses = (arguments[at].data_ptr() for at in self._in_place)
+        return (*addresses, *((each.shape, each.stride(), each.dtype) for each in arguments))
 
     def _record(self, arguments: Sequence[Any], key: tuple[object, ...]) -> None:
         """Record the program; set `reason` if CUDA refuses or after `RECORDINGS` recordings."""
@@ -231,8 +219,3 @@ class ReplayedProgram:
 def program_name(program: Program) -> str:
     """The stage and phase of a program, for messages."""
     return f"stage {program.stage} {program.phase.label}"
-
-
-def with_cuda_graph(program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> Program:
-    """The program, recorded in its run number `WARM_UPS + 1` and replayed in later runs."""
-    return replace(program, run=ReplayedProgram(program, recorder, obstacle))

@@ -30,7 +30,7 @@ from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.backends.processor import processor_name
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.passes.graph.region import Region
-from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 
 _aten = torch.ops.aten
 _LINEAR: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
@@ -93,13 +93,12 @@ def onednn_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class Products:
-    """Multiplies by the faster kernel; a `MatmulKernel`."""
+class Products(MatmulKernel):
+    """Multiplies by the faster kernel."""
 
     def __init__(self, cache: DiskCache) -> None:
         self._choices = MeasuredChoices(cache, "products.json", (_ONEDNN, _TORCH))
         self._known: dict[Any, bool] = {}
-        self._usual = TorchMatmul()
 
     def replace_matmuls(self, graph: fx.Graph) -> None:
         """Replace matrix products in place by oneDNN's kernel where that is faster; nodes must have `meta["val"]`."""
@@ -116,11 +115,11 @@ class Products:
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if is_eligible(a, b) and self.prefers_onednn(a, b):
             return onednn_matmul(a, b)
-        return self._usual.multiply(a, b)
+        return super().multiply(a, b)
 
     def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         if not (is_eligible(a, b) and self.prefers_onednn(a, b)):
-            self._usual.multiply_add(total, a, b)
+            super().multiply_add(total, a, b)
         elif a.dim() == 3:
             for part, *factors in zip(total, a, b, strict=True):
                 part.add_(onednn_matmul(*factors))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from graphpp.backends.cuda_graphs import CudaGraphRecorder, GraphRecorder, ReplayedProgram, program_name
+from graphpp.backends.cuda_graphs import CudaGraphRecorder, ReplayedProgram, program_name
 from graphpp.passes.graph.cuda_graph_obstacles import COMPUTES_NOTHING, cuda_graph_obstacle
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram, WovenProgram
@@ -25,14 +25,14 @@ _NOWHERE = "only CUDA devices have such graphs"
 Runnable = tuple[list[PipelineProgram], list[WovenProgram]]
 
 
-def recorder_for(device: torch.device) -> GraphRecorder | None:
+def recorder_for(device: torch.device) -> CudaGraphRecorder | None:
     return CudaGraphRecorder(device) if device.type == "cuda" else None
 
 
 class RecordedPrograms:
     """The recordings of one pipeline on this rank. With `recorder=None` all programs run without a graph."""
 
-    def __init__(self, recorder: GraphRecorder | None) -> None:
+    def __init__(self, recorder: CudaGraphRecorder | None) -> None:
         self._recorder = recorder
         self._told = False
         self._runs: list[tuple[str, Callable[[], str]]] = []  # a program's name, and a function that returns its state
@@ -65,7 +65,7 @@ class RecordedPrograms:
         each = [replace(one, stages=tuple(replaced.get(id(stage), stage) for stage in one.stages)) for one in programs]
         return each, [replace(one, parts=tuple(new.get(id(part), part) for part in one.parts)) for one in woven]
 
-    def _replayed(self, item: Program, recorder: GraphRecorder, sources: ProgramGraphs) -> ReplayedProgram:
+    def _replayed(self, item: Program, recorder: CudaGraphRecorder, sources: ProgramGraphs) -> ReplayedProgram:
         return ReplayedProgram(item, recorder, cuda_graph_obstacle(sources.of(item).graph, recorder.device.type))
 
     def _tell(self, reasons: list[str]) -> None:

@@ -48,12 +48,15 @@ def default_folder() -> Path:
 
 
 def default_limit() -> int:
-    """The maximum bytes of all entries: GRAPHPP_CACHE_LIMIT, else 10 GiB. Raises `GraphPPError` if it is no number."""
+    """The maximum bytes of all entries: GRAPHPP_CACHE_LIMIT, else 10 GiB."""
     limit = os.environ.get("GRAPHPP_CACHE_LIMIT") or _LIMIT
     try:
-        return int(limit)
+        found = int(limit)
     except ValueError:
-        raise GraphPPError(f"GRAPHPP_CACHE_LIMIT is a number of bytes, got {limit!r}") from None
+        found = -1
+    if found < 0:
+        raise GraphPPError(f"GRAPHPP_CACHE_LIMIT is a number of bytes, 0 or more, got {limit!r}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def capture(
     def export(updates: Iterable[NumberUpdate]) -> Exported:
         given = tuple(fakes.values())
         if direct:
-            return direct_trace(wrapper, spread, given, mode, device, updates)
+            return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
         return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
 
     with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:

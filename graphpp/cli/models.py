@@ -143,7 +143,11 @@ def _run_file(path: Path) -> ModuleType:
         sys.path.insert(0, folder)
     sys.modules[name] = module  # dataclasses and pickle look a class up there
     with _reported(f"importing {path}"):
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return module
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -65,13 +67,15 @@ class Artifact:
         """Save the text of a graph. A failure to write is logged."""
         facts = self._facts(example, training, open_sizes)
         path = self._path(facts)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial = path.with_suffix(f".{uuid4().hex}.partial")  # hosts that share the folder have equal process ids
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(f"{_header(facts, text)}\n{text}")
             partial.replace(path)
         except OSError as error:
             _LOG.warning("the captured graph cannot be saved, and the next start captures the model again: %s", error)
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
     def _path(self, facts: Facts) -> Path:
         return self._folder / f"graph-{_sha256(json.dumps(facts))[:40]}.json"

@@ -70,7 +70,7 @@ class LentMemory(DispatchMode):
         self._device, self._shards = device, shards
         self._lent: dict[torch.UntypedStorage, tuple[int, str, torch.Tensor]] = {}  # bytes, FQN and the tensor
         self._used: list[torch.UntypedStorage] = []
-        self._written: set[torch.UntypedStorage] = set()
+        self._filled: dict[torch.UntypedStorage, bool] = {}  # True: whole, False: in part
 
     def like(self, tensor: torch.Tensor, fqn: str) -> torch.Tensor:
         """A tensor with the class, shape, strides, dtype and attributes of `tensor`, without memory."""
@@ -92,7 +92,7 @@ class LentMemory(DispatchMode):
             if storage.resizable():  # not where a NumPy array shares the memory
                 storage.resize_(0)
         self._used.clear()
-        self._written.clear()
+        self._filled.clear()
         trim_after(freed if self._device.type == "cpu" else 0)
 
     def __torch_dispatch__(
@@ -114,9 +114,12 @@ class LentMemory(DispatchMode):
             self._used.append(storage)
             if shards is None or (fills and tensor.nbytes == size) or not shards.restore(fqn, own):
                 poison(own)
+        whole = self._filled.get(storage)
         if fills:
-            self._written.add(storage)
-        elif shards is None and not changed and storage not in self._written and not _is_blank(operator, name):
+            self._filled[storage] = whole or tensor.nbytes == size
+            return
+        unwritten = shards is None and not changed and (whole is None or (not whole and poisoned(tensor)))
+        if unwritten and not _is_blank(operator, name):
             raise GraphPPError(
                 f"{name} takes values from {fqn}, which another rank holds and another call has written: tie the parameters, "
                 "or write the tensor first in the same call"

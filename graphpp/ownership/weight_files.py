@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors
 import torch
@@ -28,14 +28,6 @@ from graphpp.errors import CheckpointError
 
 _SAVED = (".pt", ".pth", ".bin")  # files of torch.save
 _INDEX = ".index.json"
-
-
-class Weights(Protocol):
-    def stored(self) -> Mapping[str, torch.Tensor | None]:
-        """The names of all tensors, with meta tensors like them if no file must be opened for that (else None)."""
-
-    def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into `targets`, in place. Raises `CheckpointError` for one that does not fit."""
 
 
 def open_weights(path: Path) -> Weights:
@@ -67,6 +59,7 @@ class _Files:
         self._where = where
 
     def stored(self) -> Mapping[str, torch.Tensor | None]:
+        """The names of all tensors, with meta tensors like them if no file must be opened for that (else None)."""
         return dict.fromkeys(self._where)
 
     def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
@@ -101,6 +94,9 @@ class _Distributed:
         with told(), warnings.catch_warnings():  # torch warns without a process group
             warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
             load(entries, storage_reader=SafeReader(self._path), planner=SafePlanner(self._path), no_dist=True)
+
+
+Weights = _Files | _Distributed
 
 
 def _in_folder(path: Path) -> list[Path]:

@@ -51,8 +51,6 @@ def place_of(
     if isinstance(mesh, DeviceMesh):
         return _in_mesh(model, mesh, device, 1 if shards_alone else 2)
     _check_group(mesh)
-    if mesh is not None and dist.get_rank(mesh) < 0:
-        raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
     found = usable_device(device if device is not None else _default_device(model))
     group = mesh if mesh is not None else _world(found, timeout)
     return RankPlace(found, group, everyone=group)
@@ -104,10 +102,11 @@ def _shape(sizes: Mapping[str, int]) -> str:
 
 def _check_group(mesh: object) -> None:
     """Raise if `mesh` is no process group; for ranks outside of a new group torch returns a number in place of the group."""
-    if mesh is dist.GroupMember.NON_GROUP_MEMBER or (type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER):
-        raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
-    if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
+    outside = mesh is dist.GroupMember.NON_GROUP_MEMBER or (type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER)
+    if not (outside or mesh is None or isinstance(mesh, dist.ProcessGroup)):
         raise GraphPPError(f"mesh: take a DeviceMesh, a ProcessGroup, or None, got {type_name(mesh)}")
+    if outside or (mesh is not None and dist.get_rank(mesh) < 0):  # type: ignore[arg-type]
+        raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
 
 
 def pipeline_ranks(mesh: MeshLike) -> int | None:

@@ -77,6 +77,9 @@ class RankGradients:
         counted = {position: gradient for position, gradient in gradients.items() if gradient is not None}
         codes = [_NO_GRADIENT] * len(order)
         for position, gradient in counted.items():
+            if gradient.dtype not in _CODES:
+                fqn = next(fqn for fqn, at in order.items() if at == position)
+                raise GraphPPError(f"{fqn}: its gradient is {gradient.dtype}, which has no norm: keep its gradients in float32")
             codes[position] = _CODES[gradient.dtype]
         return cls(parameters, counted, tuple(codes), place, tuple(parts))
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 
@@ -23,7 +22,7 @@ from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
-from graphpp.batch.microbatch import Microbatch, flatten_microbatch
+from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.outputs import mean_metrics, merge_outputs
 from graphpp.compiler.request import CompileRequest
@@ -43,15 +42,10 @@ from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.microbatch_count import usual_microbatches
 from graphpp.planner.plan import Plan
-from graphpp.runtime.dtensors import refuse_spread
 from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder
-from graphpp.schedules.simulate.timeline import Timeline
-from graphpp.verification.report import Verification
-from graphpp.verification.verify import verified
-from graphpp.verification.whole_batch import AGAINST, Against
 
 _PROFILE = one_of(Profile, takes="a graphpp.Profile, which pipe.profile returns")
 
@@ -140,26 +134,6 @@ class Pipeline(RankPart):
         loss = None if losses is None else call.weighting.step_loss(losses)
         return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
-    def verify(self, *args: Any, target: Any = None, against: Against = "microbatches", **kwargs: Any) -> Verification:
-        """Compare a step over this batch with the uncut graph and with eager (`graphpp.verify`). The model is not changed.
-
-        `against="whole batch"` also compares eager over the microbatches with eager over the batch. Raises `GraphPPError` on
-        several ranks, where no rank has the current values of all parameters.
-        """
-        if self._place.whole_model is not None and dist.get_world_size(self._place.whole_model) > 1:
-            raise GraphPPError(
-                "pipe.verify runs all stages in one process, and this rank holds its own stages' parameters or shards. Call "
-                f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "
-                "process, before the job."
-            )
-        refuse_spread(self._model, "pipe.verify takes models without DTensors: call graphpp.verify before parallelize_module")
-        require(GraphPPError, "against", AGAINST, against)
-        batch = Microbatch(args, kwargs, target)
-        parts = self._reader.microbatches(batch)
-        whole = flatten_microbatch(batch) if against == "whole batch" else None
-        self._state.move([*self._state.parameters, *self._state.buffers], self._place.device)
-        return verified(self._model, self._loss, self._options, self._place, parts, whole=whole)
-
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure `repeat` steps over this batch on all ranks, after one warm-up step. Called by every rank.
 
@@ -172,10 +146,6 @@ class Pipeline(RankPart):
             require(GraphPPError, "repeat", COUNT, repeat)  # equal on all ranks
             step = partial(self._run_step, batch, NO_WEIGHTS)
             return Trials(self._model, self._cache, step, partial(self._calls.run, call)).profile(prepared, repeat)
-
-    def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
-        """The start and end in seconds of each action of a step over this batch on every rank; measured by `profile`."""
-        return self.profile(*args, target=target, repeat=repeat, **kwargs).timeline
 
     @checked(GraphPPError, folder=PATH, profile=or_none(_PROFILE))
     def report(

@@ -17,7 +17,7 @@ from torch import nn
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.profile import Profile, RecordedSteps, barrier, profile_of
 from graphpp.runtime.model_state import state_restored
-from graphpp.runtime.recorder import Recorder, clock_of
+from graphpp.runtime.recorder import Clock, Recorder
 from graphpp.schedules.rewrite.split_backward import merge_backward, split_backward, without_overlaps
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
@@ -43,7 +43,7 @@ class Trials:
 
     def _measured(self, prepared: PreparedStep, step: Step, repeat: int) -> RecordedSteps:
         self._seconds(prepared, step, None)
-        recorders = [Recorder(clock_of(prepared.runner.place.device)) for _ in range(repeat)]
+        recorders = [Recorder(Clock(prepared.runner.place.device)) for _ in range(repeat)]
         seconds = [self._seconds(prepared, step, recorder) for recorder in recorders]
         return RecordedSteps(prepared.runner, recorders, seconds)
 

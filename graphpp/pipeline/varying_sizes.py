@@ -44,7 +44,7 @@ class VaryingSizes:
 
     def find(self, key: GraphKey, part: FlatMicrobatch) -> CompiledGraph | None:
         """A kept graph that is valid for the sizes of this microbatch, with its programs for these sizes."""
-        for kind, graph in self._graphs:
+        for kind, graph in reversed(self._graphs):  # the latest first
             symbols = graph.captured.joint.symbols
             assert symbols is not None, "a graph with open sizes has symbols"
             values = symbols.values(part.shapes) if kind == key.of_kind(part) else None

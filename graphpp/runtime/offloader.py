@@ -8,7 +8,7 @@
 - On CUDA the copies run on a side stream, to pinned memory. The compute stream waits for the copy to the host before the tensor
   is freed, so the caching allocator cannot reuse the memory too early. A copy back starts when the compute stream reaches
   `prefetch_at`, into memory allocated on the compute stream.
-- On the CPU nothing is copied (`CpuMover`).
+- On the CPU values stay where they are: there is no mover.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,43 +26,6 @@ from graphpp.runtime.stage import GraphStage
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.streams import SideStream, host_memory_for
-
-
-class Mover(Protocol):
-    """Copies one value off the device and back: `evict`, `free`, `prefetch`, `restore`, in this order.
-
-    `evict` starts to copy a value to the host, and returns a record of the copy. `free` frees the value's device memory.
-    `prefetch` starts to copy the value back; `restore` returns it. `abandon` gives up all values in flight.
-    """
-
-    def evict(self, value: torch.Tensor) -> Any: ...
-
-    def free(self, copy: Any) -> None: ...
-
-    def prefetch(self, copy: Any) -> None: ...
-
-    def restore(self, copy: Any) -> torch.Tensor: ...
-
-    def abandon(self) -> None: ...
-
-
-class CpuMover:
-    """The mover for a pipeline on the CPU: a copy is the value itself."""
-
-    def evict(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    def free(self, copy: torch.Tensor) -> None:
-        pass
-
-    def prefetch(self, copy: torch.Tensor) -> None:
-        pass
-
-    def restore(self, copy: torch.Tensor) -> torch.Tensor:
-        return copy
-
-    def abandon(self) -> None:
-        pass
 
 
 @dataclass
@@ -80,7 +43,7 @@ class _PinnedCopy:
 
 
 class CudaMover:
-    """Copies between one GPU and pinned memory, on a side stream."""
+    """Copies between one GPU and pinned memory, on a side stream: `evict`, `free`, `prefetch`, `restore` of each value."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, SideStream(device)
@@ -116,8 +79,8 @@ class CudaMover:
         return self._stream.mark()
 
 
-def mover_for(device: torch.device) -> Mover:
-    return CudaMover(device) if device.type == "cuda" else CpuMover()
+def mover_for(device: torch.device) -> CudaMover | None:
+    return CudaMover(device) if device.type == "cuda" else None
 
 
 def eviction_frees_memory(device: torch.device) -> bool:
@@ -135,10 +98,11 @@ class _Eviction:
 class Offloader:
     """Evicts and prefetches the saved values of one rank's stages during its steps."""
 
-    def __init__(self, windows: Iterable[OffloadWindow], stages: Mapping[int, GraphStage], mover: Mover) -> None:
-        """Ignores `windows` of stages that are not among `stages`, this rank's."""
-        self._stages, self._mover = stages, mover
-        self._evictions = [_Eviction(window) for window in windows if window.stage in stages]
+    def __init__(self, windows: Iterable[OffloadWindow], stages: Mapping[int, GraphStage], mover: CudaMover | None) -> None:
+        """Ignores `windows` of stages that are not among `stages`, this rank's, and all windows without a mover."""
+        self._stages = stages
+        self._mover: Any = mover
+        self._evictions = [_Eviction(window) for window in windows if window.stage in stages and mover is not None]
         self._by_forward = self._by_action(lambda window: Action(window.stage, Kind.F, window.microbatch))
         self._by_evict_after = self._by_action(lambda window: window.evict_after)
         self._by_prefetch_at = self._by_action(lambda window: window.prefetch_at)

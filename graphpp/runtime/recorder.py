@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,45 +22,26 @@ ActionFunction = Callable[[], object]  # does one action
 _LEADING = 0.05  # a wait is leading (not part of the computation) if at most this fraction of the computation ran before it
 
 
-class EventClock(Protocol):
-    """Marks moments, and tells their times afterwards, in seconds of `time.perf_counter`."""
+class Clock:
+    """Marks moments, and tells their times afterwards, in seconds of `time.perf_counter`.
 
-    def mark(self) -> Any:
-        """A mark of this moment."""
-
-    def seconds(self, mark: Any) -> float:
-        """The time of a mark."""
-
-
-class WallClock:
-    """The clock of the CPU, where an action ends when its function returns: a mark is its own time."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, mark: float) -> float:
-        return mark
-
-
-class StreamClock:
-    """The clock of CUDA: events of the current stream, relative to an event at which the device was idle."""
+    On the CPU a mark is its own time. On CUDA it is an event of the current stream, after one of an idle device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         wait_for_device(device)
         self._origin, self._at = self.mark(), time.perf_counter()
 
-    def mark(self) -> torch.cuda.Event:
-        return timing_event(self._device)
+    def mark(self) -> Any:
+        return timing_event(self._device) if self._device.type == "cuda" else time.perf_counter()
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
+    def seconds(self, mark: Any) -> float:
         """The time of a mark; waits until the stream has reached it."""
+        if isinstance(mark, float):
+            return mark
         mark.synchronize()
         return self._at + float(self._origin.elapsed_time(mark)) / 1e3
-
-
-def clock_of(device: torch.device) -> EventClock:
-    return StreamClock(device) if device.type == "cuda" else WallClock()
 
 
 @dataclass
@@ -72,7 +53,7 @@ class _Span:
 
 
 class Recorder:
-    def __init__(self, clock: EventClock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._spans: list[_Span] = []
 

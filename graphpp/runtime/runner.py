@@ -36,11 +36,11 @@ from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.offloader import Mover, Offloader, mover_for
+from graphpp.runtime.offloader import CudaMover, Offloader
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.stage import GraphStage, StageLocation, Variant
+from graphpp.runtime.stage import GraphStage, Variant
 from graphpp.runtime.task import OverlappedActions, StepInputs
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -63,7 +63,7 @@ class RunnerConfig:
     `owners`: the ranks with each parameter, by FQN (None: the ranks of the stages that use it). `subgroups` makes their process
     groups. `sum_dtype`: the dtype for sums of narrower gradients. `replicas`: the ranks among which gradients are averaged.
     `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the programs of overlapped actions.
-    `offload`: when saved values are in the host's memory; `mover` copies them (None: by device). `sharded`: the rank's sharded
+    `offload`: when saved values are in the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded
     parameters (None: whole ones). `sums` adds gradients over ranks.
     """
 
@@ -74,7 +74,7 @@ class RunnerConfig:
     kernel: MatmulKernel | None = None
     woven: Sequence[WovenProgram] = ()
     offload: Sequence[OffloadWindow] = ()
-    mover: Mover | None = None
+    mover: CudaMover | None = None
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
 
@@ -120,19 +120,17 @@ class GraphPPRunner:
         tied = TiedReduction(contributors, ranks, schedule.rank_of_stage, groups)
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
-        self.offloader = Offloader(config.offload, self.stages, config.mover or mover_for(place.device))
+        self.offloader = Offloader(config.offload, self.stages, config.mover)
         self._recorder: Recorder | None = None
         self._loop = self._bound_loop() if self.stages else None  # a rank without a stage runs no actions
 
     def _local_stages(self, each: Sequence[PipelineProgram], kernel: MatmulKernel | None) -> dict[int, GraphStage]:
-        rank_of, stages = self.schedule.rank_of_stage, len(self.program.stages)
-        location = StageLocation(stages, rank_of, self.place.rank, self.place.ranks)
         local: dict[int, GraphStage] = {}
-        for index in (index for index in range(stages) if rank_of[index] == self.place.rank):
+        for index in (index for index, rank in sorted(self.schedule.rank_of_stage.items()) if rank == self.place.rank):
             distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
-            local[index] = GraphStage(index, own, location, self.mailbox, kernel, self._reducer)
+            local[index] = GraphStage(index, own, self.schedule, self.place, self.mailbox, kernel, self._reducer)
         return local
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
@@ -145,9 +143,8 @@ class GraphPPRunner:
             replicas = Replicas(config.replicas, config.sums, spread)
             return WholeGradients(stages, tied, replicas, self.state.tensor, sum_dtype, experts, partial)
         number = 1 if config.replicas is None else dist.get_world_size(config.replicas)
-        if self._reducer is not None:
-            return LayerGradients(stages, tied, config.sharded, number, sum_dtype, self._reducer)
-        return ShardedGradients(stages, tied, config.sharded, number, sum_dtype, config.sums, partial)
+        parts = stages, tied, config.sharded, number, sum_dtype, config.sums, partial
+        return ShardedGradients(*parts) if self._reducer is None else LayerGradients(self._reducer, *parts)
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once. Raises `PeerLost` if a rank is lost.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.fsdp.sharded_gradients import LayerReducer, LayerSink
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
@@ -24,17 +25,8 @@ from graphpp.runtime.messages.wire_layout import WireLayout, layout_of
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
+from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import InputCopies
-
-
-@dataclass(frozen=True)
-class StageLocation:
-    """The stages, the rank of each within the group, and this process's place in the group."""
-
-    num_stages: int
-    rank_of_stage: Mapping[int, int]
-    rank: int
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -72,16 +64,17 @@ class GraphStage:
         self,
         index: int,
         variants: Sequence[Variant],
-        location: StageLocation,
+        schedule: Schedule,
+        place: RankPlace,
         mailbox: Mailbox,
         kernel: MatmulKernel | None = None,
         reducer: LayerReducer | None = None,
     ) -> None:
         """`variants`: one per microbatch. `kernel` is for fused programs, `reducer` for gathers of single layers."""
-        self.stage_index, self.num_stages = index, location.num_stages
-        self.group_rank, self.group_size = location.rank, location.ranks
+        self.stage_index, self.num_stages = index, schedule.stages
+        self.group_rank, self.group_size = place.rank, place.ranks
         self.submod = None
-        self._location, self._mailbox, self._reducer = location, mailbox, reducer
+        self._rank_of_stage, self._mailbox, self._reducer = schedule.rank_of_stage, mailbox, reducer
         self._variants = tuple(variants)
         backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
@@ -214,7 +207,7 @@ class GraphStage:
         boundary = variant.above if leaving == upwards else variant.below
         beyond = self.stage_index + (_step(direction) if leaving else -_step(direction))
         metas = boundary.forward if upwards else boundary.backward
-        return [layout_of(meta) for meta in metas], self._location.rank_of_stage[beyond]
+        return [layout_of(meta) for meta in metas], self._rank_of_stage[beyond]
 
 
 def _step(direction: str) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, with_cuda_graph
+from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, ReplayedProgram
 from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
@@ -52,6 +52,10 @@ PROGRAM = Program(
     shared=frozenset({0, 1, 2}),
 )
 W, C = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor(0.5)
+
+
+def with_cuda_graph(program: Program, pool: Any, obstacle: str | None = None) -> Program:
+    return replace(program, run=ReplayedProgram(program, pool, obstacle))
 
 
 def warm(program: Program, *fixed: torch.Tensor) -> None:
@@ -101,6 +105,9 @@ def test_parameters_are_read_in_place_and_recorded_again_where_they_moved() -> N
     assert torch.equal(program.run([x, moved, C])[0], x @ moved + C)
     assert torch.equal(program.run([x, moved.t(), C])[0], x @ moved.t() + C)
     assert pool.recordings == 3
+    whole = torch.tensor([1]).view(torch.int32)[:1]  # the same memory, read as another dtype
+    assert torch.equal(program.run([x, moved, whole])[0], x @ moved + 1)
+    assert torch.equal(program.run([x, moved, whole.view(torch.float32)])[0], x @ moved + whole.view(torch.float32))
 
 
 def test_a_program_whose_parameters_keep_moving_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

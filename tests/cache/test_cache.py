@@ -82,9 +82,10 @@ def test_what_is_kept_is_a_number_of_bytes(keep: object, tmp_path: Path) -> None
 
 def test_the_limit_is_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_limit() == 10 * 2**30
-    monkeypatch.setenv("GRAPHPP_CACHE_LIMIT", "10 GB")
-    with pytest.raises(graphpp.GraphPPError, match="GRAPHPP_CACHE_LIMIT is a number of bytes, got '10 GB'"):
-        DiskCache(tmp_path)
+    for limit in ("10 GB", "-1"):
+        monkeypatch.setenv("GRAPHPP_CACHE_LIMIT", limit)
+        with pytest.raises(graphpp.GraphPPError, match=f"GRAPHPP_CACHE_LIMIT is a number of bytes, 0 or more, got '{limit}'"):
+            DiskCache(tmp_path)
 
 
 def fill_and_shrink(rank: int, root: str) -> int:

@@ -51,7 +51,8 @@ def test_gradients_are_eagers(name: str) -> None:
     batch = Batch((torch.randn(6, D).double(),), {}, torch.randn(6, D).double())
     eager = eager_steps(model, mean_square, [batch], 2, 1, None)
     pipe = compiled(model)
-    assert pipe.verify(*batch.args, target=batch.target).ok
+    example = graphpp.Microbatch(batch.args, target=batch.target)
+    assert graphpp.verify(model, mean_square, example, split=["second"], microbatches=2).ok
     result = pipe.step(*batch.args, target=batch.target)
     torch.testing.assert_close(result.losses, eager.losses[0], rtol=1e-12, atol=0)
     torch.testing.assert_close(gradients(model), eager.grads[0], rtol=1e-10, atol=1e-13)
@@ -89,4 +90,5 @@ def test_a_buffer_is_checked_too(singular: bool) -> None:
         with pytest.raises(torch.linalg.LinAlgError):
             compiled(model).step(x, target=x)
     else:
-        assert compiled(model).verify(x, target=x).ok
+        example = graphpp.Microbatch((x,), target=x)
+        assert graphpp.verify(model, mean_square, example, split=["second"], microbatches=2).ok

@@ -1,5 +1,6 @@
 """Models that a command line names by a function."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,7 @@ def test_names_of_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend("")
     with pytest.raises(GraphPPError, match=said):
         load_model(name)
+    assert name.partition(".")[0] not in sys.modules
 
 
 def test_rows_and_length_are_for_random_tokens(file: str) -> None:

@@ -168,6 +168,15 @@ def test_a_folder_that_cannot_be_written_costs_no_step(program: Path, caplog: py
     assert "cannot be saved" in caplog.text
 
 
+def test_a_failed_save_leaves_no_file(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert run(program) == 1
+    assert list((program / "graphs").iterdir()) == []
+
+
 def test_verify_checks_the_graph_in_the_folder(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model reads the environment, which graphpp cannot know: the user answers for it, and `verify` tells."""
     run(program)

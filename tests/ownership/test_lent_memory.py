@@ -77,3 +77,15 @@ def test_values_of_an_earlier_call_cannot_be_read(name: str) -> None:
         tensor += 1
         with pytest.raises(GraphPPError, match=r"takes values from layer\.weight"):
             READS[name](tensor)
+
+
+def test_a_part_that_is_filled_can_be_read_and_no_other() -> None:
+    lent = LentMemory(CPU)
+    tensor = lent.like(torch.empty(2, device="meta"), "layer.weight")
+    with lent:
+        tensor[0].fill_(3)
+        assert tensor[0] == 3
+        with pytest.raises(GraphPPError, match=r"takes values from layer\.weight"):
+            tensor.sum()
+        tensor[1].fill_(4)
+        assert tensor.sum() == 7

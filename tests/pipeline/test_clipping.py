@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
+from graphpp.parallel.rank_place import RankPlace
+from graphpp.pipeline.grad_norm import RankGradients
 from tests.distributed import run_ranks
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -132,3 +134,11 @@ def test_a_rank_with_a_wrong_argument_tells_the_others(wrong: dict[str, Any]) ->
     assert bad.startswith(f"GraphPPError: {name}: ")
     assert good.startswith("MismatchError: ") and f"rank 1: GraphPPError: {name}: " in good
     assert norm == other > 0
+
+
+def test_a_gradient_without_a_norm_is_refused_by_name() -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn))
+    weight.grad = torch.zeros_like(weight)
+    place = RankPlace(torch.device("cpu"), None, everyone=None)
+    with pytest.raises(graphpp.GraphPPError, match=r"layer\.weight: its gradient is torch.float8_e4m3fn, which has no norm"):
+        RankGradients.of({"layer.weight": weight}, {"layer.weight": 0}, {"layer.weight": [0]}, place)

@@ -98,7 +98,7 @@ def test_state_dict_and_verification_have_the_teacher() -> None:
     model, (x, target) = Teacher(), batch(0)
     before = deepcopy(model.state_dict())
     pipe = graphpp.compile(model, F.mse_loss, split=["student.2"], microbatches=2)
-    report = pipe.verify(x, target=target)
+    report = graphpp.verify(model, F.mse_loss, graphpp.Microbatch((x,), target=target), split=["student.2"], microbatches=2)
     assert "4 buffers" in str(report)
     assert str(report).count("equal, every bit") == 2
     pipe.profile(x, target=target, repeat=1)

@@ -153,10 +153,10 @@ def test_tables_of_ones_own(table: graphpp.Schedule) -> None:
     assert (found.costs.overlap != 1.0) == (table is OVERLAPPED)
 
 
-def test_a_profile_before_the_first_step_and_the_timeline_alone() -> None:
+def test_a_profile_before_the_first_step() -> None:
     case = SPECIAL["plain"]()
     pipe = compiled(case, split=CUTS[2], microbatches=1)
-    timeline = pipe.timeline(*case.batch.args, target=case.batch.target, repeat=1)
+    timeline = pipe.profile(*case.batch.args, target=case.batch.target, repeat=1).timeline
     check_complete(timeline)
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert len(timeline.events) == 4 and "1F0" in graphpp.svg(timeline)

@@ -71,7 +71,8 @@ class Held:
     def note(self) -> None:
         sums = (total.nbytes for each in self.accumulators.values() for total in each.sums.values())
         self.sums = max(self.sums, sum(sums))
-        self.weights = max(self.weights, sum(each.whole_bytes for each in self.shards.values()))
+        whole = (each._memory.storage.nbytes() for each in self.shards.values() if "_memory" in vars(each))
+        self.weights = max(self.weights, sum(whole))
 
 
 @contextmanager

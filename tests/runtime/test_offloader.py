@@ -1,8 +1,6 @@
 """Offloaded values: the same bits under every table, which values leave and when, and their part in plan and memory cap."""
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,16 +136,13 @@ def test_a_function_says_which() -> None:
     assert windows(planned(lambda value: False, "GPipe")) == ()
 
 
-def test_the_plan_and_its_dump_show_offloaded_values(tmp_path: Path) -> None:
-    pipe = planned(True, "GPipe", debug=tmp_path)
+def test_the_plan_shows_offloaded_values() -> None:
+    pipe = planned(True, "GPipe")
     assert "offloaded" in str(pipe)
     assert "4 of 4" in str(pipe)
     assert "offloaded" not in str(planned(None, "GPipe"))
-    (dumped,) = tmp_path.rglob("plan.json")
-    found = json.loads(dumped.read_text())["offload"]
-    first = [(window["microbatch"], window["evict_after"], window["prefetch_at"]) for window in found][:2]
+    first = [(window.microbatch, str(window.evict_after), str(window.prefetch_at)) for window in windows(pipe)][:2]
     assert first == [(0, "0F1", "0F3"), (1, "0F2", "0B0")]
-    assert found[0]["nbytes"] == windows(pipe)[0].nbytes
 
 
 def test_the_memory_cap_leaves_out_offloaded_bytes() -> None:

@@ -16,7 +16,6 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.gradients.accumulate import Accumulator
 from graphpp.runtime.stage import GraphStage
 from graphpp.runtime.task import Receive, Task, TaskKey
-from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.models import MODELS, Case, cuts
 from tests.special_models import CUTS, SPECIAL
@@ -120,26 +119,6 @@ def test_nothing_of_the_model_changes() -> None:
     assert all(parameter.grad is grad and torch.equal(grad, value) for parameter, grad, value in grads)
     assert flags == [module.training for module in case.model.modules()]
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
-
-
-def test_a_pipeline_verifies_itself() -> None:
-    case = SPECIAL["norms"]()
-    pipe = graphpp.compile(case.model, case.loss, split=CUTS[4], microbatches=4, schedule="GPipe")
-    found = pipe.verify(*case.batch.args, target=case.batch.target)
-    assert found.ok and len(found.cut.losses) == 4 and found.plan.schedule.ranks == 1
-
-
-def refused_on_ranks(rank: int) -> str:
-    case = SPECIAL["norms"]()
-    pipe = graphpp.compile(case.model, case.loss, split=CUTS[2], microbatches=4)
-    with pytest.raises(graphpp.GraphPPError) as caught:
-        pipe.verify(*case.batch.args, target=case.batch.target)
-    return str(caught.value)
-
-
-def test_a_pipeline_of_several_ranks_says_how() -> None:
-    for said in run_ranks(refused_on_ranks, 2):
-        assert "graphpp.verify(" in said and "ranks=2" in said
 
 
 def test_a_model_without_memory_is_refused() -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
-from tests.special_models import SPECIAL
 
 HERE = __file__
 DATA = torch.Generator().manual_seed(0)
@@ -196,14 +195,9 @@ def test_dropout_is_said_not_to_be_compared() -> None:
 # ------------------------------------------------------------------------------------------------ around it
 
 
-def test_a_pipeline_compares_itself_with_a_whole_batch() -> None:
-    case = SPECIAL["plain"]()
-    (x,), y = case.batch.args, case.batch.target
-    pipe = graphpp.compile(case.model, case.loss, split=["layers.2"], microbatches=4, gradients="rows")
-    assert pipe.verify(x[:21], target=y[:21], against="whole batch").ok
-    assert pipe.verify(x, target=y).whole_batch is None
+def test_what_a_step_is_compared_with() -> None:
     with pytest.raises(graphpp.GraphPPError, match="against: take 'microbatches' or 'whole batch', got 'eager'"):
-        pipe.verify(x, target=y, against="eager")  # type: ignore[arg-type]
+        verified(mlp(), against="eager")
 
 
 @pytest.mark.parametrize(

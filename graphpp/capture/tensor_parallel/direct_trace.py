@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from graphpp.capture.activation_checkpoints import CheckpointedCalls, record_che
 from graphpp.capture.attributes.exported import Exported
 from graphpp.capture.attributes.numbers import NumberUpdate
 from graphpp.capture.autograd_functions import FunctionCalls
-from graphpp.capture.eager_branches import Answering, as_eager_first
+from graphpp.capture.eager_branches import Answering
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.outside_state import refuse_generators, refuse_outside_state
 from graphpp.capture.refusals import refuse_during_trace
@@ -42,24 +41,13 @@ def direct_trace(
     mode: Any,
     device: torch.device,
     updates: Iterable[NumberUpdate],
+    answering: Answering,
 ) -> Exported:
-    """The joint graph of a step on fake `inputs`, with torch's descriptors.
+    """The joint graph of a step on fake `inputs`, with torch's descriptors, traced within the context `answering()`.
 
     `step`: capture's module of model and loss. `spread`: the `DTensor`s of the model, now replaced by local shards. `updates`:
     the numbers with which the call begins. Raises `CaptureError`.
     """
-    return as_eager_first(partial(_traced, step, spread, inputs, mode, device, updates), aot.as_under_export)
-
-
-def _traced(
-    step: Any,
-    spread: SpreadTensors,
-    inputs: tuple[torch.Tensor, ...],
-    mode: Any,
-    device: torch.device,
-    updates: Iterable[NumberUpdate],
-    answering: Answering,
-) -> Exported:
     autocast = torch.autocast(device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
     checkpoints = CheckpointedCalls()
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from graphpp._torch import aot
 from graphpp.capture.trace import CapturedGraph
-from graphpp.compiler.dumps.text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
+from graphpp.compiler.dumps.text import Pass, boundaries_text, passes_text, schedule_csv
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import F, StagedGraphs
@@ -35,7 +35,7 @@ from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.schedules.table.schedule import Schedule
 
-_TEXTS = ("passes.txt", "boundaries.txt", "plan.txt", "plan.json", "schedule.csv")
+_TEXTS = ("passes.txt", "boundaries.txt", "plan.txt", "schedule.csv")
 _OURS = ("[0-9][0-9]_*.py", "programs/stage*.py", *_TEXTS)
 
 # Folders that this process has written, for all of its pipelines.
@@ -86,7 +86,6 @@ class Dump:
             passes_text(self._passes),
             boundaries_text(self._cut),
             f"{plan}\n\n{plan.schedule}\n",
-            plan_json(plan),
             schedule_csv(table.running),
         )
         for file, text in zip(_TEXTS, texts, strict=True):
@@ -147,8 +146,8 @@ class Dump:
                 yield replace(self._slot(stage.index, phase, graphs[phase].graph, rendered), final=True)
 
     def _slot(self, stage: int, phase: Phase, graph: fx.Graph, rendered: RenderedGraph) -> _Text:
-        name = phase.label
-        return _Text(f"stage{stage}_{name}", f"{self._kind}: stage {stage}, {name}, {_per(phase)}", graph, rendered)
+        name, per = phase.label, "once per step" if phase is Phase.HOIST else "one microbatch"
+        return _Text(f"stage{stage}_{name}", f"{self._kind}: stage {stage}, {name}, {per}", graph, rendered)
 
     def _phase(self, phase: Phase) -> Phase:
         return Phase.EVALUATE if self._kind == "eval" else phase
@@ -160,10 +159,6 @@ class Dump:
             with _writing(self._folder / file) as path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-
-
-def _per(phase: Phase) -> str:
-    return "once per step" if phase is Phase.HOIST else "one microbatch"
 
 
 def _claim(base: Path, kind: str) -> Path:

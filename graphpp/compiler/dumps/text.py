@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import describe_node
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.text.naming import format_dtype
-from graphpp.planner.plan import Plan
 from graphpp.runtime.program import TensorMeta
-from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes
 
@@ -57,21 +54,6 @@ def _listed(title: str, values: Sequence[TensorMeta], makers: dict[str, fx.Node]
         facts = [f"{format_dtype(value.dtype)}{list(value.shape)}", spell_bytes(value.nbytes)]
         facts += ["needs grad"] * value.requires_grad + [f"in {describe_node(makers[value.name])}"]
         yield f"    {value.name:<{width}}  {', '.join(facts)}"
-
-
-def plan_json(plan: Plan) -> str:
-    """The plan as JSON: stages, memory of each rank, and the schedule with one line of actions per rank."""
-    rows = [" ".join(str(cell or ".") for cell in row) for row in plan.schedule.table]
-    schedule = {key: getattr(plan.schedule, key) for key in ("name", "stages", "microbatches")} | {"table": rows}
-    windows = [{key: _plain(value) for key, value in vars(window).items()} for window in plan.offload_windows]
-    away = {"offload": windows} if windows else {}
-    memory = {} if plan.memory is None else {"memory": [asdict(rank) for rank in plan.memory.ranks]}
-    stages = [asdict(stage) for stage in plan.stages]
-    return json.dumps({"stages": stages, **memory, **away, "schedule": schedule}, indent=1) + "\n"
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Action) else value
 
 
 def schedule_csv(schedule: Schedule) -> str:

@@ -1,7 +1,7 @@
-"""Time stage programs on made-up inputs, each run as an action of a step (`runtime/task.py`).
+"""Time stage programs on made-up inputs, with gradients that add up as in a step.
 
-A run's time includes gathering arguments, freeing values and storing results. Made-up floating-point values are random between
-0 and 0.05 (valid as probabilities, and under roots), integers 0 (valid as any index), booleans True.
+Made-up floating-point values are random between 0 and 0.05 (valid as probabilities, and under roots), integers 0 (valid as any
+index), booleans True.
 
 Inputs of equal layout share memory among programs, and so do gradient sums: all programs together need about twice the memory
 of the largest. Saved and received values are copied before each run; then other memory is written, so that the core's own cache
@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,10 +26,8 @@ from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.progress import working
 from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
-from graphpp.runtime.program import BufferUpdate, Program, TensorMeta
-from graphpp.runtime.task import StageBuffers, StepInputs, Task, TaskKey
-from graphpp.runtime.wiring import Wiring, wire
-from graphpp.streams import InputCopies, wait_for_device
+from graphpp.runtime.program import Program
+from graphpp.streams import wait_for_device
 
 _ELSEWHERE = 6 << 20  # bytes: more than a core's own cache, less than the shared one
 
@@ -58,69 +55,28 @@ class Trial:
 
     def __init__(self, item: Program, graph: fx.Graph, values: _Values, sums: _Values, elsewhere: torch.Tensor) -> None:
         """`elsewhere`: memory that no program reads."""
-        self._program, self._device = item, values.device
-        made_up = values.of([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
-        self._wiring = _wired(item, made_up)
-        self._values, self._targets = made_up, _targets(item, graph, values.device)
-        self._elsewhere = elsewhere
-        self._runs = 0
-        shared = self._wiring.shared_gradients
-        self._sums = (FusedAccumulator if item.fused else Accumulator)(self._wiring.gradients.values(), shared)
-        results = graph.output_node().args[0]
-        examples = [results[index].meta["val"] for index in self._wiring.gradients]  # type: ignore[index, union-attr]
-        self._sums.start(dict(zip(self._wiring.gradients.values(), sums.of(examples, contiguous=True), strict=True)))
+        self._program, self._device, self._elsewhere, self._runs = item, values.device, elsewhere, 0
+        self._values = values.of([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
+        results: Any = graph.output_node().args[0]
+        self._gradients = {at: role.fqn for at, role in enumerate(item.outputs) if isinstance(role, program.Gradient)}
+        shared = {fqn for at, fqn in self._gradients.items() if at in item.shared}
+        self._sums = (FusedAccumulator if item.fused else Accumulator)(self._gradients.values(), shared)
+        examples = sums.of([results[at].meta["val"] for at in self._gradients], contiguous=True)
+        self._sums.start(dict(zip(self._gradients.values(), examples, strict=True)))
 
     def seconds(self) -> float:
-        """Run the program once; returns the seconds."""
-        task, self._runs = self._task(), self._runs + 1
+        """Run the program once, with copies of the values that it reads last and frees; returns the seconds."""
+        last = [isinstance(role, program.Saved | program.Received) for role in self._program.inputs]
+        arguments = [_copy(value) if freed else value for value, freed in zip(self._values, last, strict=True)]
+        if any(last):
+            self._elsewhere.add_(1)
+        sink = [MicrobatchSink(self._sums, self._runs, self._gradients)] if self._gradients else []
+        self._runs += 1
         wait_for_device(self._device)
         began = time.perf_counter()
-        task.run()
+        self._program.run(arguments, *sink)
         wait_for_device(self._device)
         return time.perf_counter() - began
-
-    def _task(self) -> Task:
-        """A task with copies of the values that its program reads last and frees."""
-        wiring, values, key = self._wiring, self._values, TaskKey(self._program.phase, 0)
-        inputs = StepInputs(
-            [{path: values[index] for index, path in wiring.inputs}],
-            [values[index] for index in wiring.seeds][:1],
-            [values[index] for index in wiring.keys][:1],
-        )
-        buffers = StageBuffers(InputCopies(self._device), self._targets.__getitem__, inputs)
-        if wiring.saved:
-            buffers.saved[0] = {name: _copy(values[index]) for index, name in wiring.saved}
-            self._elsewhere.add_(1)
-        received = [_copy(values[index]) for index, _ in wiring.received]
-        sink = MicrobatchSink(self._sums, self._runs, wiring.gradients) if wiring.gradients else None
-        return Task(key, wiring, buffers, partial(_handed_over, received) if received else None, sink)
-
-
-def _wired(item: Program, values: Sequence[Any]) -> Wiring:
-    """The wiring of a program; arguments that stay the same in a whole step are bound."""
-    inputs = list(zip(item.inputs, values, strict=True))
-    arriving = [TensorMeta(role.name, (), (), torch.float32) for role, _ in inputs if isinstance(role, program.Received)]
-    constants = {role.name: value for role, value in inputs if isinstance(role, program.Constant)}
-    sizes = {role.formula: value for role, value in inputs if isinstance(role, program.Size)}
-    wiring = wire(item, arriving, constants, sizes)
-    of_step = (program.Parameter, program.Buffer, program.Constant, program.Size, program.StepInvariant)
-    wiring.bound = [value if isinstance(role, of_step) else None for role, value in inputs]
-    return wiring
-
-
-def _targets(item: Program, graph: fx.Graph, device: torch.device) -> dict[str, torch.Tensor]:
-    """Separate memory for each buffer that the program writes, by FQN, so that other programs' inputs do not change."""
-    results: Any = graph.output_node().args[0]
-    pairs = zip(item.outputs, results, strict=True)
-    written = {role.fqn: result.meta["val"] for role, result in pairs if isinstance(role, BufferUpdate)}
-    return {fqn: torch.empty(tuple(map(hint, each.shape)), dtype=each.dtype, device=device) for fqn, each in written.items()}
-
-
-def _handed_over(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The values in a new list; `values` is emptied, so that only the receiver keeps them alive."""
-    taken = values.copy()
-    values.clear()
-    return taken
 
 
 def _copy(value: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphpp.runtime.program import Boundary, InputRole, LayerTraffic, OutputRole, Phase, TensorMeta, total_bytes
+from graphpp.runtime.program import Boundary, InputRole, LayerTraffic, OutputRole, Phase, TensorMeta
 
 F = Phase.FORWARD
 B = Phase.BACKWARD
@@ -51,14 +51,6 @@ class StagedGraphs:
     unread_memory: tuple[tuple[TensorMeta, ...], ...] = ()
     fused: bool = False
     hoisted: Mapping[int, PhaseGraph] = field(default_factory=dict)
-
-    @property
-    def saved_bytes(self) -> tuple[int, ...]:
-        return tuple(map(total_bytes, self.saved_memory))
-
-    @property
-    def kept_bytes(self) -> tuple[int, ...]:
-        return tuple(map(total_bytes, self.kept_memory))
 
 
 def phase_graph(

@@ -135,11 +135,6 @@ class FlatShard:
         rows = self.layout.regions[fqn].rows_of(self._rank)
         self.local(fqn).copy_(whole[rows.start : rows.stop])
 
-    @property
-    def whole_bytes(self) -> int:
-        """The bytes that whole parameters take now."""
-        return self._memory.storage.nbytes() if "_memory" in vars(self) else 0
-
     def unshard(self) -> None:
         """Start to gather the whole parameters, unless they are whole."""
         self._users += 1

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from graphpp.parallel.rank_place import Sharding
 from graphpp.parallel.sums import PendingSums, Sums, bundles, merged
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
-from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, TorchMatmul, gradient_of
+from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, deferred_matmul
 from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedReduction
 
 _Key = tuple[int, str]  # a stage and the FQN of a parameter
@@ -145,11 +146,11 @@ class LayerReducer:
     """Sums the gradients of single layers over the ranks, and adds this rank's rows to the sums of a stage."""
 
     def __init__(self, sharded: ShardedParameters, sum_dtype: torch.dtype | None, over_ranks: Sums) -> None:
-        self._sharded, self._sum_dtype, self.over_ranks = sharded, sum_dtype, over_ranks
+        self._sharded, self._sum_dtype, self._over_ranks = sharded, sum_dtype, over_ranks
         self._pending: deque[tuple[LayerSink, list[str], PendingSums]] = deque()
         self._waiting: dict[tuple[LayerSink, int], dict[str, torch.Tensor]] = {}
 
-    def dtype_of_rows(self, fqn: str) -> torch.dtype:
+    def _dtype_of_rows(self, fqn: str) -> torch.dtype:
         return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
 
     def collect(self, sink: LayerSink, layer: int, fqn: str, gradient: torch.Tensor) -> None:
@@ -161,7 +162,7 @@ class LayerReducer:
             self.finish()  # frees the memory of messages before more is allocated
             totals = {each: waiting.pop(each) for each in sink.layers[layer]}
             sharding = self._sharded.sharding[fqn]  # the same ranks share all of them
-            started = scattered(totals, list(totals), self._sharded, sharding, self.over_ranks, self.dtype_of_rows)
+            started = scattered(totals, list(totals), self._sharded, sharding, self._over_ranks, self._dtype_of_rows)
             self._pending.extend((sink, fqns, pending) for fqns, pending in started)
 
     def finish(self) -> None:
@@ -205,28 +206,20 @@ class LayerSink:
         self._reducer.collect(self, self._layer_of[fqn], fqn, value)
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
-        self(index, gradient_of(TorchMatmul(), a, b, layout))
+        self(index, deferred_matmul(a, b, layout))
 
 
 class LayerGradients(ShardedGradients):
-    """The gradients of one rank's stages, where programs gather and reduce single layers."""
+    """The gradients of one rank's stages, where programs gather and reduce single layers by `reducer`."""
 
-    def __init__(
-        self,
-        stages: Mapping[int, Accumulator],
-        tied: TiedReduction,
-        sharded: ShardedParameters,
-        replicas: int,
-        sum_dtype: torch.dtype | None,
-        reducer: LayerReducer,
-    ) -> None:
-        super().__init__(stages, tied, sharded, replicas, sum_dtype, reducer.over_ranks)
+    def __init__(self, reducer: LayerReducer, *parts: Any) -> None:
+        super().__init__(*parts)
         self._reducer = reducer
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._sharded.begin_gradients()
         for sums in self._stages.values():
-            sums.start({}, {fqn: self._reducer.dtype_of_rows(fqn) for fqn in sums.fqns})
+            sums.start({}, {fqn: self._dtype_of_rows(fqn) for fqn in sums.fqns})
 
     def reduce(self, stage: int) -> None:
         """Do nothing: the sink starts the sums during the backward."""

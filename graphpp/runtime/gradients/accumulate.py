@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel, MatmulLayout, TorchMatmul, gradient_of
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel, MatmulLayout, gradient_of
 
 
 class Accumulator:
@@ -28,7 +28,7 @@ class Accumulator:
     def __init__(self, fqns: Iterable[str], shared: Collection[str] = (), kernel: MatmulKernel | None = None) -> None:
         """`shared`: the FQNs whose gradients may share memory with other tensors; `kernel`: multiplies deferred products."""
         self.fqns = tuple(fqns)
-        self._kernel = kernel or TorchMatmul()
+        self._kernel = kernel or MatmulKernel()
         self._shared = frozenset(shared)
         self.start({})
 

@@ -6,35 +6,24 @@
 - `deferred_matmul` is the node of such a gradient in a graph (made by `passes/stage/fuse_grad_accumulation.py`).
 - A product may lie in its gradient with other strides or another shape. `MatmulLayout` is (the gradient's shape, the product's
   shape, the product's strides in elements), for a contiguous gradient. None: the product is the gradient.
-- A backend may replace the multiplication, `MatmulKernel` (`backends/kernels.py`); `TorchMatmul` calls BLAS.
+- `MatmulKernel` multiplies; a backend may have its own (`backends/kernels.py`).
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
 MatmulLayout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class MatmulKernel(Protocol):
-    """Multiplies matrices, [m, k] by [k, n], or batches of matrices."""
-
-    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The product, in memory of its own."""
-
-    def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the product into `total`, which has the product's shape and dtype, and any strides."""
-
-
-class TorchMatmul:
-    """torch's own kernels: `addmm` with beta=1 adds while it writes."""
+class MatmulKernel:
+    """Multiplies matrices, [m, k] by [k, n], or batches, by torch's own kernels: `addmm` with beta=1 adds while it writes."""
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
 
     def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add the product into `total`, which has the product's shape and dtype, and any strides."""
         if a.dim() == 2:
             total.addmm_(a, b)
         else:
@@ -53,4 +42,4 @@ def gradient_of(kernel: MatmulKernel, a: torch.Tensor, b: torch.Tensor, layout: 
 
 def deferred_matmul(a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> torch.Tensor:
     """The gradient with the factors `a` and `b`: the target of graph nodes whose program hands out the factors."""
-    return gradient_of(TorchMatmul(), a, b, layout)
+    return gradient_of(MatmulKernel(), a, b, layout)

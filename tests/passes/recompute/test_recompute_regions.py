@@ -13,7 +13,7 @@ from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.recompute.recompute_regions import recompute_regions
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
-from graphpp.runtime.program import Phase
+from graphpp.runtime.program import Phase, total_bytes
 from tests.passes.graphs import assigned, captured, starts
 
 D = 8
@@ -114,10 +114,10 @@ def test_what_a_region_hands_out_is_made_again_unless_it_is_saved_anyway(reads: 
     tanh = next(node for node in joint.computed() if node.target is torch.ops.aten.tanh.default)
     last = tanh.meta["position"]
     joint = assigned(joint)
-    before = cut_stages(joint, 1).saved_bytes[0]
+    before = total_bytes(cut_stages(joint, 1).saved_memory[0])
     first = next(node.meta["position"] for node in joint.computed() if "layers.1" in node.meta["calls"])
     after = recompute_regions(joint.copy(), lambda node: "branch" if first <= node.meta["position"] <= last else None)
     verify_joint_graph(after)
     more = counted(after, True) - counted(joint, True)
     assert more["aten.tanh.default"] == (0 if reads else 1)
-    assert cut_stages(after, 1).saved_bytes[0] == before - (0 if reads else 4 * D * 4)
+    assert total_bytes(cut_stages(after, 1).saved_memory[0]) == before - (0 if reads else 4 * D * 4)

@@ -101,13 +101,13 @@ def test_each_value_is_made_once_right_before_its_first_reader() -> None:
 def test_the_same_crosses_and_no_more_is_saved(fraction: float | None) -> None:
     before = graph(None, "layers.1")
     text = str(before.graph)
-    plain, free = cut_stages(before, 2), cut_stages(lean(before), 2)
-    staged = cut_stages(lean(before, fraction=fraction, region_of=by_layer), 2)
+    plain, staged = cut_stages(before, 2), cut_stages(lean(before, fraction=fraction, region_of=by_layer), 2)
+    lean_most, lean_least = cut_stages(lean(before), 2), cut_stages(lean(before, fraction=1e-9, region_of=by_layer), 2)
     assert staged.boundaries == plain.boundaries
-    assert all(few <= many for few, many in zip(staged.saved_bytes, plain.saved_bytes, strict=True))
-    least = cut_stages(lean(before, fraction=1e-9, region_of=by_layer), 2).saved_bytes
-    for stage, nbytes in enumerate(staged.saved_bytes):
-        assert fraction is None or nbytes <= max(fraction * free.saved_bytes[stage], least[stage])
+    for saved, *others in zip(*(each.saved_memory for each in (staged, plain, lean_most, lean_least)), strict=True):
+        nbytes, (all_of_it, free, least) = p.total_bytes(saved), map(p.total_bytes, others)
+        assert nbytes <= all_of_it
+        assert fraction is None or nbytes <= max(fraction * free, least)
     assert str(before.graph) == text
 
 
@@ -121,7 +121,7 @@ def test_i_and_w_compute_a_value_once_and_keep_no_more_between_them(fraction: fl
         halves = [staged.graphs[phase, stage].graph for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)]
         names = [node.name for half in halves for node in half.nodes if node.op == "call_function"]
         assert len(names) == len(set(names))
-        assert staged.kept_bytes[stage] <= plain.kept_bytes[stage]
+        assert p.total_bytes(staged.kept_memory[stage]) <= p.total_bytes(plain.kept_memory[stage])
 
 
 def test_a_gradient_that_is_a_value_of_the_forward_is_made_again() -> None:
@@ -137,4 +137,4 @@ def test_a_gradient_that_is_a_value_of_the_forward_is_made_again() -> None:
     joint = lean(assigned(joint), 1)
     verify_joint_graph(joint)
     assert any(isinstance(role, p.Gradient) for role, _ in joint.outputs())
-    assert cut_stages(joint, 1).saved_bytes == (0,)
+    assert p.total_bytes(cut_stages(joint, 1).saved_memory[0]) == 0

@@ -134,9 +134,6 @@ def alone_along_ep(rank: int, mesh: Mesh, folder: Path) -> None:
     pipe.checkpoint(optimizer).save(folder)
     pipe.checkpoint(optimizer).load(folder)
     assert {key for key in pipe.gather(rank=None)} == set(expected.state_dict())
-    if mesh.ranks == 1:
-        with pytest.raises(graphpp.GraphPPError, match=r"layers.0.experts.up is a DTensor"):
-            pipe.verify(tokens, target=target)
 
 
 @pytest.mark.parametrize(

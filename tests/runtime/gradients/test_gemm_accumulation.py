@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp.runtime.gradients.accumulate import FusedAccumulator, MicrobatchSink
-from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from tests import internals
 from tests.distributed import run_ranks
@@ -267,7 +267,7 @@ def test_a_strange_gradient_that_is_there_is_added_to() -> None:
 def test_another_kernel_multiplies() -> None:
     calls = []
 
-    class Noted(TorchMatmul):
+    class Noted(MatmulKernel):
         def multiply_add(self, total: Tensor, a: Tensor, b: Tensor) -> None:
             calls.append(total.shape)
             super().multiply_add(total, a, b)
