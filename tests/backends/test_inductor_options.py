@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning") 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_an_option_reaches_the_compiler_of_the_kernels_and_has_entries_of_its_own(tmp_path: Path) -> None:
     """Inductor has an option for its own tests that lets kernels of ReLU add 1."""

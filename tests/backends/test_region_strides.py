@@ -125,7 +125,7 @@ def changed(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any
     return module
 
 
-BACKENDS = [strict, changed, pytest.param("inductor", marks=needs_compiler)]
+BACKENDS = [strict, changed, pytest.param("inductor", marks=[needs_compiler, pytest.mark.exhaustive])]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

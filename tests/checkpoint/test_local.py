@@ -142,6 +142,7 @@ def replicated(rank: int, folder: Path, until: int) -> Any:
     return train(rank, folder, each_its_own, 2, until, replicas=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("lost",), [((2, 3),), *further(((1, 2),), ((0, 1),), ((3,),))])
 def test_a_replica_takes_the_values_of_its_twin(tmp_path: Path, lost: tuple[int, ...]) -> None:
     whole = run_ranks(replicated, 4, tmp_path / "whole", 5)

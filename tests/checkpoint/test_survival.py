@@ -18,6 +18,7 @@ from tests.exhaustive import further
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [0, *further(*range(1, 100))])
 def test_a_training_survives_a_kill(seed: int) -> None:
     survive(random.Random(seed), undisturbed())

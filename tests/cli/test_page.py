@@ -17,6 +17,7 @@ import pytest
 from tests.cli.running import document, run
 from tests.cli.test_command import COMMANDS
 from tests.cli.test_plan import CODE as PLANNED
+from tests.exhaustive import cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -83,7 +84,7 @@ OTHER = {  # words of a row that are no field of this document
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", DOCUMENTED)
+@pytest.mark.parametrize("words", cases(DOCUMENTED, "plan", "verify"))
 def test_the_fields_of_each_document(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path / "cache"))

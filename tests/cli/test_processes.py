@@ -72,6 +72,7 @@ def test_interrupt_ends_with_130_and_without_a_word(tmp_path: Path, option: list
     assert (process.returncode, out, err) == (130, "", "")
 
 
+@pytest.mark.exhaustive
 def test_torchrun_measures_the_links(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "graphpp")
     done = command(*torchrun, "doctor", "--json", "--size", "64KiB", "--repeats", "2", folder=tmp_path)

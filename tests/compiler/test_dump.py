@@ -229,6 +229,7 @@ def traced(folder: Path, dump: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_trace_has_the_same_texts(tmp_path: Path) -> None:
     artefacts = traced(tmp_path / "trace", tmp_path / "dump")
     folder = tmp_path / "dump/rank0/train"

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp import schedules
 from tests.distributed import run_ranks
-from tests.exhaustive import examples, further
+from tests.exhaustive import cases, examples, further
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 TABLE = schedules.one_f_one_b(2, 2, 4)
@@ -141,7 +141,7 @@ METHODS: dict[str, Callable[[graphpp.Pipeline, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cases(METHODS, "step"))
 def test_methods_refuse_or_succeed(pipe: graphpp.Pipeline, method: str) -> None:
     for value in WRONG:
         with refused_or_done():

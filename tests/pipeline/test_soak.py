@@ -88,6 +88,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux for the names of threads")
 def test_no_thread_of_the_process_group_is_left_at_exit() -> None:
     """One that lets go of a message while the interpreter shuts down ends the process with SIGABRT."""

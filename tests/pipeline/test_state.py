@@ -165,6 +165,7 @@ def empty(parameter: Tensor) -> Tensor:
     return torch.nn.Parameter(torch.full_like(parameter, torch.nan))
 
 
+@pytest.mark.exhaustive
 def test_each_rank_needs_memory_for_its_own_stages_only() -> None:
     case = CASES["llama"]()
     expected = compiled(case, microbatches=4)

@@ -294,7 +294,7 @@ TRICKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-LEADING = ["type", "caught hash", "two roundings"]
+LEADING = ["caught hash", "two roundings"]
 
 
 @pytest.mark.parametrize("name", [*LEADING, *further(*(name for name in TRICKS if name not in LEADING))])
@@ -335,6 +335,7 @@ def test_strides_of_integers_are_the_callers() -> None:
         assert_same_state(model, twin)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("recompute", ["full", *further(None)])
 def test_bytes_are_counted_for_each_size(recompute: str | None) -> None:
@@ -367,6 +368,7 @@ def test_the_memory_cap_holds_for_each_size() -> None:
     pipe.step(tokens(4, 5), target=tokens(4, 5))
 
 
+@pytest.mark.exhaustive
 def test_evaluation_of_several_sizes() -> None:
     model = Model()
     pipe = graphpp.compile(model, loss, split=["blocks.1"], microbatches=2)
@@ -398,6 +400,7 @@ def test_regions_serve_all_sizes(backend: Any) -> None:
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("dynamic", [True, *further(False)])
 def test_the_option(dynamic: bool) -> None:

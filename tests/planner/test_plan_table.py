@@ -44,6 +44,7 @@ def planned(rank: int, line: Line) -> str:
         return str(compiled_plan(line))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["LoopedBFS"])
 def test_one_process_makes_the_plan_of_all_ranks(schedule: str) -> None:
     line = Line("small", {"pp": 2, "dp_shard": 2}, 4, schedule, 4, 1, "full")

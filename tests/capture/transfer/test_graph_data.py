@@ -77,7 +77,7 @@ def check(model: nn.Module, loss: Any, example: Microbatch, *, training: bool = 
         assert texts(again, split_backward=True) == texts(captured, split_backward=True)
 
 
-@pytest.mark.parametrize("name", ["hf_gpt2", "tied", "masked", "several", *further("hf_vit")])
+@pytest.mark.parametrize("name", ["tied", "masked", "several", *further("hf_gpt2", "hf_vit")])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_model_is_read_as_written(name: str, training: bool) -> None:
     case = CASES[name](0)

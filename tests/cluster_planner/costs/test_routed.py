@@ -59,6 +59,7 @@ def _costs(capacity: int | None, rows: int) -> ModelCosts:
     return capture_costs(Model(capacity), tensor_parallel.loss, _example(rows), param_dtype=None, expert_plan=PLAN)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("capacity", [20, *further(None)])
 def test_work_of_slots_is_that_of_a_second_capture(capacity: int | None) -> None:
     few, more = (priced(_costs(capacity, rows), H100, Deployment(rows=4)) for rows in (2, 4))

@@ -37,6 +37,7 @@ def plans(saved: int = 10, weights: int = 1000, cap: int | None = None, **more: 
     return graphpp.plan(batch=batch, memory_cap=cap, pp=RANKS, **given)
 
 
+@pytest.mark.exhaustive
 def test_nothing_that_fits_is_faster_than_the_best() -> None:
     line = costs(gathers=(0.1875,) * STAGES, reductions=(0.1875,) * STAGES)  # 3 of 4 parts of 1000 bytes at 4000 a second
     everything = plans()

@@ -259,8 +259,8 @@ def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:
     ("ranks", "options"),
     [
         (2, {"pp": 2, "param_dtype": None, "schedules": ["ZBVZeroBubble"], "recompute": ["full"]}),
-        (4, {"pp": 2, "schedules": ["MegatronInterleaved", "Interleaved1F1B"]}),
         *further(
+            (4, {"pp": 2, "schedules": ["MegatronInterleaved", "Interleaved1F1B"]}),
             (2, {"pp": 1, "keep": None}),
             (4, {"pp": 2, "keep": 0, "rows": 1, "tp": 1, "schedules": ["ZB1P"], "recompute": ["full"]}),
             (2, {"pp": 2, "param_dtype": None, "schedules": ["1F1B"]}),

@@ -51,6 +51,7 @@ def evaluated_alone() -> Evaluations:
     return evaluations(compiled(None, odd(), example=example()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "keep"), [(SHARD2, 0), *further((SHARD2, None), (PIPE, 1))])
 def test_evaluations_are_those_of_one_process(mesh: Mesh, keep: int | None) -> None:
     ranks = run_ranks(evaluated, mesh.ranks, mesh, keep)

@@ -101,6 +101,7 @@ def test_gradients_and_norms_are_those_of_a_loop_but_for_rounding(
         assert torch.equal(torch.stack(found.norms), torch.stack(ranks[0].norms))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("norm", [0.5])
 def test_schedules_and_kept_stages_change_no_bit(norm: float) -> None:
     """Where each stage is reduced once; norms and clipping included."""

@@ -55,6 +55,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("sequence", "least"), [(False, 0.8), *further((True, 0.4))])  # SP gathers thrice for three products
 def test_collectives_of_layers_hide_under_the_other_microbatch(sequence: bool, least: float) -> None:
     for unlike, shares in run_ranks(covered, 2, sequence):

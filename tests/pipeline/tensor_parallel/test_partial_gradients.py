@@ -35,6 +35,7 @@ def test_no_backward_sums_the_gradients_of_norms() -> None:
     assert run_ranks(sums_in_backwards, 2, TENSOR, {}) == [0, 0]
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_leave_at_once_are_summed_in_backwards() -> None:
     options = {"parallel": graphpp.Parallel(keep=0)}
     assert run_ranks(sums_in_backwards, 4, SHARDS, options) == [NORMS] * 4

@@ -107,6 +107,7 @@ def test_a_training_is_that_of_one_process(mesh: Mesh, sequence: bool, tied: boo
         assert_near(found, expected)
 
 
+@pytest.mark.exhaustive
 def test_dropout_of_whole_values_draws_what_one_process_draws() -> None:
     model = {"layers": 2, "dropout": 0.5}
     expected = train_alone(1, model)

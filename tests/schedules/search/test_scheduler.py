@@ -150,6 +150,7 @@ def test_any_placement() -> None:
     check(add_send_recv(schedule), ranks=4, stages=5, microbatches=3)
 
 
+@pytest.mark.exhaustive
 def test_loop_and_v_are_both_tried() -> None:
     """Under little memory the V has the advantage; a placement that the caller names is kept."""
     costs = Costs.unit(8, 4)
@@ -295,6 +296,7 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
             assert joined.makespan <= timeline.makespan * (1 + 1e-9)
 
 
+@pytest.mark.exhaustive
 def test_what_programs_take_while_they_run_counts_against_the_cap() -> None:
     stage = StageCosts(saved_bytes=10, kept_bytes=6, peak_bytes={Kind.F: 25, Kind.I: 18, Kind.W: 9})
     costs = Costs((stage,) * 4)
