@@ -14,7 +14,6 @@ import graphpp
 from graphpp.compiler import assemble, capture_once, compile_graph
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
-from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.pipeline import graph_cache
 from graphpp.runtime.program import WovenProgram
 from graphpp.runtime.runner import GraphPPRunner
@@ -37,12 +36,6 @@ def woven_programs(pipe: graphpp.Pipeline) -> list[WovenProgram]:
     return list(last_lowered(pipe).woven)
 
 
-def first_graph(pipe: graphpp.Pipeline) -> CompiledGraph:
-    """The first graph that the pipeline captured."""
-    assert pipe._cache.first is not None
-    return pipe._cache.first
-
-
 def kept(pipe: graphpp.Pipeline) -> tuple[int, int]:
     """How many graphs and how many runners a pipeline keeps."""
     return len(pipe._cache._graphs), len(pipe._cache._prepared)
@@ -51,11 +44,6 @@ def kept(pipe: graphpp.Pipeline) -> tuple[int, int]:
 def signatures(pipe: graphpp.Pipeline) -> list[tuple[str, ...]]:
     """The signatures of the graphs that a pipeline keeps, the one used longest ago first."""
     return [key.signature for key in pipe._cache._graphs]
-
-
-def all_parameters(pipe: graphpp.Pipeline) -> list[str]:
-    """FQNs of the whole model's parameters, those of other ranks included."""
-    return pipe._state.parameters
 
 
 def failing_in(phase: str | None) -> AbstractContextManager[Any]:

@@ -69,9 +69,6 @@ class Case(NamedTuple):
     batch: Batch
 
 
-# ---------------------------------------------------------------------------------------------------- language models
-
-
 def llama(seed: int = 0) -> Case:
     """The examples' own Llama."""
     torch.manual_seed(0)
@@ -148,9 +145,6 @@ def _text(seed: int) -> tuple[Tensor, Tensor]:
     """Tokens and the tokens that follow them, int64 [ROWS, LENGTH]."""
     text = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-# -------------------------------------------------------------------------------------------------------- other models
 
 
 def hf_vit(seed: int = 0) -> Case:

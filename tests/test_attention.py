@@ -113,9 +113,6 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         assert expected in found
 
 
-# ---------------------------------------------------------------------------------------------------- in a pipeline
-
-
 class Block(nn.Module):
     """Attention and a linear layer; `how` as in `parts`, or one process."""
 

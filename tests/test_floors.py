@@ -49,9 +49,6 @@ class Name:
         return any(re.match(r"_(?!_)", part) for part in self.path.split("."))
 
 
-# ------------------------------------------------------------------------------------------------ reading the source
-
-
 def names(source: str) -> list[Name]:
     """Every dotted name that starts at an import: the imports themselves, and attributes of what they bind."""
     tree = ast.parse(source)
@@ -88,9 +85,6 @@ def attributes(tree: ast.AST, bound: dict[str, str]) -> Iterator[Name]:
         root, _, rest = chain.partition(".")
         if id(node) not in inner and root in bound and re.fullmatch(r"[\w.]+", chain):
             yield Name(f"{bound[root]}.{rest}", node.lineno, False)
-
-
-# ------------------------------------------------------------------------------------------------------------- rules
 
 
 def faults(file: str, source: str) -> list[str]:

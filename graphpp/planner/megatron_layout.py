@@ -222,7 +222,6 @@ def _expand(text: str, at: int, end: int) -> list[tuple[str, int]]:
     return symbols
 
 
-
 def _fault(text: str, at: int, why: str) -> SplitError:
     shown = "".join(char if char.isprintable() else "?" for char in text)
     return SplitError(f"the layout is not legal at character {at + 1}: {why}\n  {shown}\n  {' ' * at}^")

@@ -89,9 +89,6 @@ def check_numbers(net: nn.Module, x: Tensor) -> None:
     assert not results
 
 
-# --------------------------------------------------------------------------------------------------------------- roles
-
-
 def test_inputs_and_results_have_roles() -> None:
     joint = of(lambda m, x: m.norm(m.linear(x)))
     verify_joint_graph(joint)
@@ -190,9 +187,6 @@ def test_a_tensor_left_behind_in_an_attribute_does_no_harm() -> None:
     assert not hasattr(net.linear, "seen")
 
 
-# ----------------------------------------------------------------------------------------------------------- constants
-
-
 def test_tensors_held_by_model_and_loss_are_constants() -> None:
     held = torch.linspace(2, 3, D)
     net = Model(lambda m, x: m.linear(x) * m.weights * torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -205,9 +199,6 @@ def test_tensors_held_by_model_and_loss_are_constants() -> None:
     assert any(value is net.weights for value in values)
     assert len(values) == 3
     check_numbers(net, torch.randn(2, D))
-
-
-# ---------------------------------------------------------------------------------------------------------------- loss
 
 
 def test_without_a_loss_the_outputs_own_is_taken() -> None:
@@ -234,9 +225,6 @@ def test_what_is_no_loss_is_refused(function: Callable[[Any, Tensor], Any], said
         captured(Model(function), torch.randn(2, D), loss=None)
 
 
-# ------------------------------------------------------------------------------------------------- calls, source lines
-
-
 def calls(joint: JointGraph) -> list[str]:
     """All module calls, in order of their first operation."""
     return list(dict.fromkeys(call for node in joint.computed() for call in node.meta["calls"]))
@@ -261,9 +249,6 @@ def test_operations_know_the_line_of_the_forward_that_made_them() -> None:
     assert re.fullmatch(expected, found[0])
 
 
-# -------------------------------------------------------------------------------------------------- without memory
-
-
 def test_a_meta_model_is_captured_like_any_other() -> None:
     def texts(net: nn.Module) -> list[str]:
         return [str(node) + str(node.meta["val"].device) for node in captured(net, torch.randn(2, D)).graph.nodes
@@ -271,9 +256,6 @@ def test_a_meta_model_is_captured_like_any_other() -> None:
 
     function = lambda m, x: m.norm(m.layers[0](m.linear(x)))  # noqa: E731
     assert texts(Model(function).to("meta")) == texts(Model(function))
-
-
-# ------------------------------------------------------------------------------------------------------------ no trace
 
 
 def snapshot(net: nn.Module) -> list[Any]:
@@ -305,9 +287,6 @@ def test_capture_leaves_the_model_as_it_was(function: Callable[[Any, Tensor], Te
     assert torch.equal(torch.get_rng_state(), random)
 
 
-# --------------------------------------------------------------------------------------------- functions of the user's
-
-
 @torch.library.custom_op("graphpp_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
     return x * 2
@@ -319,9 +298,6 @@ def _(x: Tensor) -> Tensor:
 
 
 doubled.register_autograd(lambda ctx, grad: grad * 5)  # not 2, so that it differs from the derivative of the forward
-
-
-# ------------------------------------------------------------------------------------------------- not one graph
 
 
 def test_control_flow_by_values_names_the_line() -> None:

@@ -252,9 +252,6 @@ def test_an_async_save_must_be_over_before_the_next_call(tmp_path: Path) -> None
     pipe.checkpoint(optimizer).load(tmp_path / "one")
 
 
-# ------------------------------------------------------------------------------------------ saving changes nothing
-
-
 def losses_of(pipe: graphpp.Pipeline, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
     losses = []
     for _ in range(steps):

@@ -194,9 +194,6 @@ def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> N
         assert first == again
 
 
-# -------------------------------------------------------------------------------------------------- cut off
-
-
 def killed(rank: int, folder: Path, victim: int, moment: int) -> Any:
     """A training in which a rank is killed after the first save, at a moment: a rename, or the removal of a folder."""
     passed, rename, rmtree = 0, Path.rename, shutil.rmtree
@@ -253,9 +250,6 @@ def without_room(rank: int, folder: Path) -> str:
 
 def test_a_folder_without_room_leaves_the_save_before(tmp_path: Path) -> None:
     assert all("No space left on device" in text for text in run_ranks(without_room, 2, tmp_path))
-
-
-# -------------------------------------------------------------------------------------------------- harm to folders
 
 
 def damage(folder: Path, machine: str, harm: str) -> None:
@@ -364,9 +358,6 @@ def other_calls(rank: int, folder: Path) -> str:
 
 def test_ranks_that_make_other_calls_are_told_at_once(tmp_path: Path) -> None:
     assert all("differs in the call" in text for text in run_ranks(other_calls, 2, tmp_path))
-
-
-# -------------------------------------------------------------------------------------------------- who sends what
 
 
 def machines_of(ranks: dict[MeshRank, int]) -> Machines:

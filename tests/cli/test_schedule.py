@@ -24,9 +24,6 @@ def rows_of(table: graphpp.Schedule) -> list[str]:
     return [" ".join(str(cell or ".") for cell in row) for row in table.table]
 
 
-# ----------------------------------------------------------------------------------------------------------------- show
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_table_is_shown_saved_and_read_back(name: str) -> None:
     shown = run("schedule", "show", name, *FOUR, "--csv", "table.csv")
@@ -63,9 +60,6 @@ def test_orders_of_megatron() -> None:
     for separator, file in ((",", "orders.csv"), (" ", "orders.txt")):
         Path(file).write_text("\n".join(separator.join(map(str, order)) for order in orders))
         assert document("schedule", "show", file)["table"] == rows_of(schedules.from_orders(orders))
-
-
-# ---------------------------------------------------------------------------------------------------------------- check
 
 
 @pytest.mark.parametrize(
@@ -118,9 +112,6 @@ def test_what_is_no_schedule_is_wrong_usage(source: str, said: str) -> None:
 def test_huge_numbers(counts: tuple[str, str]) -> None:
     ranks, microbatches = counts
     assert "ScheduleError" in refusal("schedule", "show", "1F1B", "--ranks", ranks, "--microbatches", microbatches)
-
-
-# ----------------------------------------------------------------------------------------------------------- simulation
 
 
 def test_unit_costs() -> None:

@@ -60,9 +60,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "rank0"
 
 
-# --------------------------------------------------------------------------------------------------------------- golden
-
-
 def normalised(text: str) -> str:
     """Without times, versions, folders, and the part that is the same in every file."""
     text = re.sub(r"[ \d.]+ ms", " 0.0 ms", text)
@@ -97,9 +94,6 @@ def test_golden(tmp_path: Path) -> None:
     assert sorted(golden_name(file) for file in made) == [GOLDEN / file for file in files(GOLDEN) if file != "model.py"]
     for file, text in made.items():
         assert text == golden_name(file).read_text(), f"{file}: see GOLDEN_UPDATE at the head of this test"
-
-
-# ------------------------------------------------------------------------------------------------------ what is written
 
 
 def test_a_file_for_each_pass_that_changed_the_graph(llama: Path) -> None:

@@ -214,9 +214,6 @@ def test_ranks_whose_collectives_do_not_match_are_refused() -> None:
         assert "differs in the collectives of a step, in order: it has " in text
 
 
-# ------------------------------------------------------------------------------------------------ without collectives
-
-
 class Counting(nn.Module):
     """A layer with a buffer that each forward writes, after having read it."""
 

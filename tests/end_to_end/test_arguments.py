@@ -104,9 +104,6 @@ def test_functions_refuse_or_succeed(call: tuple[str, tuple[Any, ...], dict[str,
         FUNCTIONS[name](*args, **kwargs)
 
 
-# ------------------------------------------------------------------------------------------------ a pipeline
-
-
 def compiled(**options: Any) -> graphpp.Pipeline:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     return graphpp.compile(model, F.mse_loss, **{"microbatches": 2, **options})
@@ -167,9 +164,6 @@ def test_verify_refuses_or_succeeds(argument: str) -> None:
         good = {"model": nn.Linear(8, 8), "loss": F.mse_loss, "example": graphpp.Microbatch((X,), target=X)}
         with refused_or_done():
             graphpp.verify(**{**good, argument: value})
-
-
-# ------------------------------------------------------------------------------------------------ functions of the caller
 
 
 class Starts:
@@ -361,9 +355,6 @@ def test_unusual_tensors_are_refused_or_right(pipe: graphpp.Pipeline, kind: str)
     for method in ("step", "target", "eval"):
         with refused_or_done():
             METHODS[method](pipe, value)
-
-
-# ------------------------------------------------------------------------------------------------ habits
 
 
 HABITS: dict[str, tuple[Callable[[graphpp.Pipeline], Any], str]] = {

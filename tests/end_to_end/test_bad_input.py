@@ -192,9 +192,6 @@ def test_the_pipeline_goes_on_after_a_refused_step() -> None:
     assert all(torch.equal(p.grad, twin.model.get_parameter(fqn).grad) for fqn, p in pipe.named_parameters())
 
 
-# ------------------------------------------------------------------------------------------------ models
-
-
 class Rerun(torch.autograd.Function):
     """Checkpointing by hand: its backward adds to the gradients of parameters that it was not given."""
 
@@ -265,9 +262,6 @@ def test_an_output_that_hides_its_tensors() -> None:
         pipe.eval(X)
 
 
-# ------------------------------------------------------------------------------------------------ schedule files
-
-
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[Callable[[list[list[str]]], Path]]:
     def write(rows: list[list[str]]) -> Path:
@@ -315,9 +309,6 @@ def test_a_table_brings_its_number_of_microbatches() -> None:
         pipe.step_microbatches(parts)
 
 
-# ------------------------------------------------------------------------------------------------ on two ranks
-
-
 def stages_that_do_not_fit(rank: int) -> list[str]:
     found = []
     for options in ({"split": 4, "schedule": "1F1B"}, {"split": 3, "schedule": "LoopedBFS"}):
@@ -360,9 +351,6 @@ def test_two_pipelines_on_two_groups_of_ranks() -> None:
     losses = step(compiled(case, microbatches=4), case.batch).losses
     assert all(torch.equal(each, losses) for each, _ in found)
     assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
-
-
-# ------------------------------------------------------------------------------------------------ how a batch is cut
 
 
 def cut_shapes(example: Microbatch | None = None, microbatches: int = 4, **kwargs: Any) -> list[list[int]]:

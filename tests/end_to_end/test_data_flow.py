@@ -74,9 +74,6 @@ def check(case: Case, tied: tuple[str, ...] = (), split: list[str] = CUTS) -> gr
     return pipe
 
 
-# ----------------------------------------------------------------------------------------------------- shared parameters
-
-
 def sliced(m: Any, x: Tensor) -> Tensor:
     """One table, of which each layer uses its row."""
     for index, layer in enumerate(m.layers):
@@ -129,9 +126,6 @@ def test_ranks_that_share_a_module_keep_equal_copies() -> None:
     assert first.keys() == second.keys() == {"layers.0.weight", "layers.0.bias"}
     assert all(torch.equal(first[fqn], second[fqn]) for fqn in first)
     assert not torch.equal(first["layers.0.bias"], case(plain).model.layers[0].bias)
-
-
-# ------------------------------------------------------------------------------------------------------- crossing values
 
 
 def plain(m: Any, x: Tensor) -> Tensor:
@@ -199,9 +193,6 @@ def test_a_loss_reads_every_stage() -> None:
     check(case(every_layer, lambda output, target: square(output, target) + 0.1 * torch.stack(output.aux).sum()))
 
 
-# --------------------------------------------------------------------------------------------------------------- buffers
-
-
 def counted(m: Any, x: Tensor) -> Tensor:
     """Load of the experts, and a running mean by hand, in stage 2."""
     for index, layer in enumerate(m.layers):
@@ -224,9 +215,6 @@ def test_a_buffer_read_by_every_stage() -> None:
     check(made)
 
 
-# ---------------------------------------------------------------------------------------------------------------- frozen
-
-
 @pytest.mark.parametrize("frozen", [[0], [0, 1], [1], [3], [1, 2]])
 def test_frozen_stages(frozen: list[int]) -> None:
     made = case(plain)
@@ -247,9 +235,6 @@ def test_what_the_loss_does_not_reach_has_no_gradient() -> None:
     assert {fqn for fqn, gradient in gradients(made.model).items() if gradient is None} == {
         "table", "layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias",
     }  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------- modes and operators with a body
 
 
 def autocast_inside(m: Any, x: Tensor) -> Tensor:

@@ -143,9 +143,6 @@ def test_memory_that_is_written_too_early_changes_numbers(tmp_path: Path) -> Non
     assert run_ranks(under, 2, 2, tmp_path, Rules.LAZY, changed_too_early) == [1.0, 1.0]
 
 
-# ------------------------------------------------------------------------------------------------------ pipelines
-
-
 def differing(rank: int, ranks: int, folder: Path, rules: Sequence[Rules], fn: Callable[..., Any], *args: Any) -> list[str]:
     """The rules under which a training of this rank has other numbers than over gloo, with the names of the numbers."""
     found, expected = list[str](), by_name(fn(rank, *args))

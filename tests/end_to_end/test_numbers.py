@@ -55,9 +55,6 @@ def combos(ranks: int) -> list[Combo]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ on a rank
-
-
 def train_all(rank: int, name: str, cases: Sequence[Combo]) -> list[Numbers]:
     """This rank's numbers under every combination."""
     found = []
@@ -70,9 +67,6 @@ def train_all(rank: int, name: str, cases: Sequence[Combo]) -> list[Numbers]:
 @cache
 def uncut(name: str, microbatches: int) -> Numbers:
     return trained(1, name, split=1, microbatches=microbatches)
-
-
-# ------------------------------------------------------------------------------------------------ tests
 
 
 def test_the_matrix_is_whole() -> None:

@@ -244,9 +244,6 @@ def test_a_written_graph_is_read_again(name: str) -> None:
     assert texts[0] == texts[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
-
-
 def test_sizes_that_do_not_fit_each_other_raise() -> None:
     model = Function(lambda m, x: x + (x[chosen(x)] * x[x[..., 1] > 0]).sum())
     pipe = graphpp.compile(model, F.mse_loss, split=["last"], microbatches=1)

@@ -162,9 +162,6 @@ def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:
     return Schedule((tuple(row),), stages, microbatches, f"random order {seed}")
 
 
-# ------------------------------------------------------------------------------------------------------- three ways
-
-
 def captured(net: Net) -> JointGraph:
     """The joint graph of a program."""
     return capture(net, net.loss(), net.batch(1)[0], CPU).joint
@@ -252,9 +249,6 @@ def _collected(net: Net, numbers: Numbers) -> Numbers:
     numbers.grads = {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
     numbers.buffers = dict(net.named_buffers())
     return numbers
-
-
-# ---------------------------------------------------------------------------------------------------------- compare
 
 
 def tied(compiled: PipelineProgram) -> set[str]:

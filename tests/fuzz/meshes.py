@@ -162,9 +162,6 @@ def _steps(pipe: graphpp.Pipeline, parts: list[Microbatch]) -> Ran:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------- strategies
-
-
 @st.composite
 def cases_on_mesh(draw: st.DrawFn) -> OnMesh:
     """A mesh of 2 to 4 ranks with one to three dimensions, a schedule, for shards a `keep`, for replicas a `sum_order`."""

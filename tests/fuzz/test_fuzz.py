@@ -68,9 +68,6 @@ def test_uncut_graphs_are_close_to_eager(program: Program) -> None:
         assert not found, "\n".join(found)
 
 
-# ---------------------------------------------------------------------------------------------------------- on meshes
-
-
 @fuzz(0.05)
 @given(st.lists(on_meshes(), min_size=1, max_size=3))
 def test_meshes_equal_one_process(drawn: list[tuple[Program, OnMesh]]) -> None:

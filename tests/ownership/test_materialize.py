@@ -283,9 +283,6 @@ def test_a_pipeline_that_has_captured_nothing_says_so() -> None:
         graphpp.compile(on_meta(), nn.functional.cross_entropy).materialize(init)
 
 
-# ------------------------------------------------------------------------------------------------ memory
-
-
 def anonymous() -> int:
     """Bytes of this process's memory that are no mapped files."""
     with open("/proc/self/status") as file:

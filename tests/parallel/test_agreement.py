@@ -44,9 +44,6 @@ def message(fn: Callable[[], Any]) -> str:
     return "no error"
 
 
-# ---------------------------------------------------------------------------------------------- different arguments
-
-
 class Relu(Plain):
     """The parameters of `Plain`, with another forward."""
 

@@ -49,9 +49,6 @@ def test_tensors_of_any_strides_move(given: dict[str, Tensor]) -> None:
     assert all(each.any() for each in given.values())
 
 
-# ------------------------------------------------------------------------------------------------ over ranks
-
-
 def summand(rank: int, size: int, dtype: torch.dtype, *, exact: bool) -> Tensor:
     """`exact`: small integers, whose sums have the same bits in every order and dtype."""
     draw = torch.Generator().manual_seed(7 * rank + size)

@@ -37,9 +37,6 @@ def assert_like_eager(model: nn.Module, expected: dict[str, Tensor | None]) -> N
         assert parameter.grad is not None and torch.equal(parameter.grad, expected[fqn]), fqn
 
 
-# ------------------------------------------------------------------------------------------------ hooks and memory
-
-
 class HooksInside(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -92,9 +89,6 @@ def test_two_parameters_in_one_memory_are_refused() -> None:
     model[2].weight.data = model[0].weight.data
     with pytest.raises(graphpp.CaptureError, match=r"0\.weight and 2\.weight"):
         graphpp.compile(model, F.mse_loss).step(X, target=Y)
-
-
-# ------------------------------------------------------------------------------------------------ a model that changes
 
 
 def untie(model: nn.Sequential) -> None:
@@ -220,9 +214,6 @@ def test_another_value_in_the_loss_is_followed(make: Callable[[], tuple[Any, Cal
     before = pipe.step(X, target=Y).losses
     change()
     torch.testing.assert_close(pipe.step(X, target=Y).losses, before * 3)
-
-
-# ------------------------------------------------------------------------------------------------ a forward that assigns
 
 
 class Assigning(nn.Module):
@@ -362,9 +353,6 @@ def test_a_generator_that_a_module_holds_is_not_frozen(
     assert state(generator) == before
 
 
-# ------------------------------------------------------------------------------------------------ memory of gradients
-
-
 class Reread(nn.Module):
     """The gradient of `whole` is read again, through a view, after it was made."""
 
@@ -398,9 +386,6 @@ def test_outputs_of_an_evaluation_are_handed_over() -> None:
     pipe.eval(X)
     gc.collect()
     assert sum(t.shape == (2, 8) for t in gc.get_objects() if type(t) is Tensor) <= tensors
-
-
-# ------------------------------------------------------------------------------------------------ what is the batch
 
 
 # ------------------------------------------------------------------------------------------------ schedules

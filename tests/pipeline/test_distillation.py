@@ -118,9 +118,6 @@ def test_a_frozen_module_of_both_may_be_anywhere(students: dict[str, Any]) -> No
     assert_equal(run_ranks(distilled, 2, HALVES, students, True), eager(teacher, student))
 
 
-# ------------------------------------------------------------------------------------------------ a trained module of both
-
-
 def reads_the_student_s_layer(rank: int, split: list[str]) -> str:
     """A teacher that reads a layer which its student trains."""
     torch.set_num_threads(1)
@@ -147,9 +144,6 @@ def test_a_trained_module_of_both_is_on_one_rank_or_refused() -> None:
     for found in run_ranks(reads_the_student_s_layer, 2, ["layers.1"]):
         assert "layers.1.weight" in found
         assert "another pipeline of this process has trained" in found
-
-
-# ------------------------------------------------------------------------------------------------ one module with both
 
 
 class Pair(nn.Module):
@@ -198,9 +192,6 @@ PAIRS = {
 )
 def test_one_module_with_teacher_and_student(cut: str) -> None:
     assert_equal(run_ranks(pair_trained, 2, *PAIRS[cut]), eager(*teacher_and_student()))
-
-
-# ------------------------------------------------------------------------------------------------ a teacher that follows
 
 
 # ------------------------------------------------------------------------------------------------ the layout of outputs

@@ -55,9 +55,6 @@ def outcome(call: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-# ------------------------------------------------------------------------------------------------ the same data
-
-
 def behind(rank: int, ranks: int, late: int, kind: str, options: dict[str, Any]) -> list[str]:
     """Six calls; from the call `late` on the last rank is given other data."""
     _, pipe = compiled(ranks, parallel=graphpp.Parallel(**options))
@@ -158,9 +155,6 @@ def test_nothing_is_compared_if_so_asked() -> None:
 def test_other_intervals_are_refused(every: Any) -> None:
     with pytest.raises(graphpp.GraphPPError, match=r"parallel\.check_data: take an integer from 0"):
         graphpp.Parallel(check_data=every)
-
-
-# ------------------------------------------------------------------------------------------------ not all data
 
 
 def eager(steps: int) -> list[float]:

@@ -68,9 +68,6 @@ def assert_gradients(model: nn.Module, twin: nn.Module) -> None:
         assert torch.equal(mine.grad, theirs.grad), fqn
 
 
-# ------------------------------------------------------------------------------------------------ without a target
-
-
 @pytest.mark.parametrize(
     ("loss", "evaluates"),
     [
@@ -129,9 +126,6 @@ def test_an_evaluation_gives_the_output_s_own_loss_on_every_rank() -> None:
     assert run_ranks(evaluates_own_loss, 2) == [wanted] * 2
 
 
-# ------------------------------------------------------------------------------------------------ weights
-
-
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "rows"])
 def test_accumulation_over_steps(steps: int, reduction: str) -> None:
@@ -182,9 +176,6 @@ def test_rows_are_those_of_the_batch_where_most_arguments_are_whole() -> None:
 def test_weights_by_rows_need_rows() -> None:
     with pytest.raises(graphpp.BatchError, match="microbatch 1 has no tensor with a batch dimension: give loss_weight="):
         LossWeighting.of("rows", NO_WEIGHTS, [3, None])
-
-
-# ------------------------------------------------------------------------------------------------ short batches
 
 
 def last_batches(rank: int, schedule: str, example: bool) -> list[float]:

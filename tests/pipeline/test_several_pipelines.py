@@ -152,9 +152,6 @@ def test_a_generator_and_its_discriminator() -> None:
     assert all("Error" in each[0] and words in each[0] for each in refused), refused
 
 
-# ------------------------------------------------------------------------------------------------ calls of all ranks
-
-
 def clips_on_one_rank(rank: int, norm: float) -> list[str]:
     torch.set_num_threads(1)
     pipe = compiled(layers(), ["2"])

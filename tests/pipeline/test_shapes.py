@@ -85,9 +85,6 @@ def assert_like_eager(model: nn.Module, reference: nn.Module, names: Sequence[st
         assert (names is not None and fqn not in names) or torch.equal(model.get_buffer(fqn), buffer), fqn
 
 
-# ------------------------------------------------------------------------------------------------ uneven batches
-
-
 @pytest.mark.parametrize(
     ("size", "count", "sizes"),
     [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 3, 1]), (9, 4, [2, 2, 2, 3]), (7, 3, [3, 3, 1]), (5, 5, [1] * 5), (5, 1, [5])],
@@ -194,9 +191,6 @@ def test_a_buffer_that_only_some_microbatches_of_a_step_write_is_refused() -> No
     pipe = graphpp.compile(Counter(), nn.functional.mse_loss)
     with pytest.raises(BatchError, match=r"microbatch 1 has a shape or structure for which .* other new values of buffers"):
         pipe.step_microbatches(parts)
-
-
-# ------------------------------------------------------------------------------------------------ how many are kept
 
 
 def test_no_more_graphs_are_kept_than_asked_for(caplog: pytest.LogCaptureFixture) -> None:

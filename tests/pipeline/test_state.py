@@ -119,9 +119,6 @@ def test_nothing_is_known_before_the_first_capture() -> None:
             ask()
 
 
-# ------------------------------------------------------------------------------------------------ no memory yet
-
-
 def meta_pipeline(name: str = "llama") -> tuple[Any, graphpp.Pipeline]:
     case = CASES[name]()
     case.model.to("meta")

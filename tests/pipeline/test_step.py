@@ -34,9 +34,6 @@ def with_shared_captures(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(rank, *args)
 
 
-# ------------------------------------------------------------------------------------------------ the same numbers
-
-
 @pytest.mark.parametrize("ranks", [2, *further(1)])
 @pytest.mark.parametrize("name", ["norms", "skip", "partial", "several"])
 def test_odd_models_train_like_eager(name: str, ranks: int) -> None:
@@ -87,9 +84,6 @@ def test_tied_parameter_across_ranks() -> None:
         torch.testing.assert_close(mine, eager_norm, rtol=1e-5, atol=0)
 
 
-# ------------------------------------------------------------------------------------------------ accumulation
-
-
 def accumulate_twice(rank: int) -> dict[str, Tensor | None]:
     case = SPECIAL["plain"]()
     pipe = compiled(case, **FOUR, microbatches=4)
@@ -105,9 +99,6 @@ def test_gradients_accumulate_over_steps(ranks: int) -> None:
         for part in SPECIAL["plain"](seed).batch.microbatches(4):
             (F.cross_entropy(case.model(*part.args), part.target) / 4).backward()
     assert unequal(joined(on_ranks(ranks, accumulate_twice)), gradients(case.model)) == []
-
-
-# ------------------------------------------------------------------------------------------------ modes
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -180,9 +171,6 @@ def test_flags_are_looked_at_in_every_step() -> None:
     assert torch.equal(case.model.layers[0][0].weight.grad, grad)
 
 
-# ------------------------------------------------------------------------------------------------ buffers
-
-
 def count_batches(rank: int) -> dict[str, Tensor]:
     case = SPECIAL["norms"]()
     pipe = compiled(case, **FOUR, microbatches=8)
@@ -196,9 +184,6 @@ def test_batch_norm_sees_every_microbatch_once(ranks: int) -> None:
     tracked = [value for fqn, value in buffers.items() if fqn.endswith("num_batches_tracked")]
     assert [int(value) for value in tracked] == [8] * 4
     assert unequal(buffers, eager("norms", 8, steps=1).buffers) == []
-
-
-# ------------------------------------------------------------------------------------------------ arguments
 
 
 def masked_step(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -223,9 +208,6 @@ def test_whole_microbatches_and_examples() -> None:
     part = graphpp.Microbatch(args, {**kwargs, "table": graphpp.whole(kwargs["table"])}, target)
     pipe = compiled(case, **TWO, example=part, microbatches=4)
     assert torch.equal(pipe.step_microbatches([part]).losses, eager("masked", 4, steps=1).losses[0][:1])
-
-
-# ------------------------------------------------------------------------------------------------ parameters
 
 
 def test_local_parameters_are_the_models_own() -> None:
@@ -270,9 +252,6 @@ def test_norm_types(norm_type: float) -> None:
     step(pipe, case.batch)
     expected = nn.utils.get_total_norm([p.grad for p in case.model.parameters() if p.grad is not None], norm_type)
     assert torch.equal(pipe.clip_grad_norm_(1e9, norm_type), expected)
-
-
-# --------------------------------------------------------------------------------------------- the model is left alone
 
 
 class Watchful(nn.Module):

@@ -309,9 +309,6 @@ def test_recapture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(pipe.step(X, target=Y).losses, eager(model))
 
 
-# ------------------------------------------------------------------------------------------------ hooks on parameters
-
-
 def two_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))

@@ -337,9 +337,6 @@ def test_whatever_is_given_starts_rise_or_it_is_refused(split: Split) -> None:
     assert starts[-1] < TORCHTITAN[-1].end
 
 
-# ------------------------------------------------------------------------------------------------- a captured forward
-
-
 class Odd(nn.Module):
     """Modules that do nothing, never run, run twice, or run under a second name."""
 

@@ -38,9 +38,6 @@ def verified(case: Case, stages: int = 2, schedule: str = "1F1B", **options: Any
     return graphpp.verify(case.model, case.loss, example(case), split=CUTS[stages], schedule=schedule, **options)
 
 
-# ------------------------------------------------------------------------------------------------------ what is right
-
-
 @pytest.mark.parametrize(
     ("stages", "schedule", "ranks"),
     [(1, "auto", 1), (2, "GPipe", None), (4, "1F1B", None), (4, "Interleaved1F1B", None), (4, "LoopedBFS", 2)],
@@ -127,9 +124,6 @@ def test_a_model_without_memory_is_refused() -> None:
         graphpp.verify(case.model.to("meta"), case.loss, example(case), split=2)
     with pytest.raises(graphpp.BatchError, match="example="):
         graphpp.verify(case.model, case.loss)
-
-
-# ------------------------------------------------------------------------------------------------------ what is wrong
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[JointGraph], None]) -> None:

@@ -44,9 +44,6 @@ def differing(found: graphpp.Comparison) -> set[str]:
     return {name for name, each in found.all() if each.verdict == "differs"}
 
 
-# ------------------------------------------------------------------------------------------------ what separates
-
-
 @pytest.mark.parametrize(
     ("loss", "gradients", "rows"),
     [
@@ -110,9 +107,6 @@ def test_sums_over_many_rows_are_rounded_in_other_orders(dtype: torch.dtype) -> 
     x, y = torch.randn(4096, 64, dtype=dtype), torch.randint(10, (4096,))
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)).to(dtype)
     assert verified(model, example=graphpp.Microbatch((x,), target=y)).ok
-
-
-# ------------------------------------------------------------------------------------------------ what does not
 
 
 def test_batch_norm_is_named() -> None:
@@ -190,9 +184,6 @@ def test_dropout_is_said_not_to_be_compared() -> None:
     compared = against(found)
     assert found.ok and not compared.compared and "random numbers in 1" in compared.note
     assert "NOT COMPARED" in str(found) and "ok as far as it was compared" in str(found)
-
-
-# ------------------------------------------------------------------------------------------------ around it
 
 
 def test_what_a_step_is_compared_with() -> None:

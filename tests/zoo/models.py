@@ -57,9 +57,6 @@ class Entry:
         return Batch((), inputs, self.target(generator))
 
 
-# ------------------------------------------------------------------------------------------------------------- batches
-
-
 def words(generator: torch.Generator, length: int = LENGTH) -> Tensor:
     """Token numbers, int64 [ROWS, length], none of them special (0 to 3)."""
     return torch.randint(4, VOCAB, (ROWS, length), generator=generator)

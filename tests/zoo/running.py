@@ -137,9 +137,6 @@ def example(batch: Batch) -> graphpp.Microbatch:
     return graphpp.Microbatch(*batch.microbatches(MICROBATCHES)[0])
 
 
-# ---------------------------------------------------------------------------------------------------------- comparison
-
-
 def different(one: Run, other: Run) -> list[str]:
     """What is not bit-equal: the losses, gradients by FQN, buffers by FQN."""
     grads = {fqn for mine, theirs in zip(one.grads, other.grads, strict=True) for fqn in unequal(mine, theirs)}

@@ -222,9 +222,6 @@ def test_too_little_work_for_any_plan_is_refused_by_name(work: int) -> None:
         plans(machines="8xH100", work=work)
 
 
-# ---------------------------------------------------------------------------------- plans that run
-
-
 def test_the_best_plan_of_each_number_of_pipeline_ranks_is_printed_with_its_number() -> None:
     """So that the reader finds why a pipeline lost, or why none did not win."""
     found = plans()

@@ -93,9 +93,6 @@ def stages_of_call(joint: JointGraph, call: str) -> set[int | None]:
     return {node.meta["stage"] for node in forward(joint) if call in node.meta["calls"]} - {None}
 
 
-# ---------------------------------------------------------------------------------------------------------- the order
-
-
 @pytest.mark.parametrize("between", [chain, skip, masked, heavy, cheap, noisy, repeated, from_buffer, gates])
 def test_stages_never_fall_forward_nor_rise_backward(between: Callable[[Blocks, Tensor], Tensor]) -> None:
     uncut = joint_of(between)
@@ -129,9 +126,6 @@ def test_an_accumulation_stands_in_the_lowest_stage_of_what_it_adds() -> None:
     assert add.meta["stage"] == 1
 
 
-# ------------------------------------------------------------------------------------------------- computed anywhere
-
-
 def sent(compiled: PipelineProgram) -> list[str]:
     """The names of all values that cross a boundary in the forward direction."""
     return [meta.name for boundary in compiled.boundaries for meta in boundary.forward]
@@ -162,9 +156,6 @@ def test_views_of_parameters_are_neither_sent_nor_saved(between: Callable[[Block
         views = {node.name for node in joint.computed() if from_parameter(node)}
         assert views
         assert not views & {*sent(compiled), *(meta.name for stage in compiled.stages for meta in stage.saved)}
-
-
-# ----------------------------------------------------------------------------------------------------- written buffers
 
 
 def read_later(m: Blocks, x: Tensor) -> Tensor:

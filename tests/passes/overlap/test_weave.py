@@ -129,9 +129,6 @@ def names(graph: fx.Graph, *wanted: Callable[[fx.Node], bool]) -> list[str]:
     return [node.name for node in graph.nodes if any(test(node) for test in wanted)]
 
 
-# ------------------------------------------------------------------------------------------------ hidden collectives
-
-
 def test_all_collectives_hide_where_there_is_enough_to_compute() -> None:
     woven = weave(pair(), ticks)
     assert woven.sequence.seconds == 15 + 6 * 3
@@ -180,9 +177,6 @@ def test_weaving_does_not_hold_memory_that_it_need_not() -> None:
     greedy = estimate_order(timing, ListScheduler(SchedulingUnits(timing), timing.tail.__getitem__, float("inf")).order())
     assert woven.woven.seconds <= 1.01 * greedy.seconds
     assert woven.woven.peak < 0.75 * greedy.peak
-
-
-# --------------------------------------------------------------------------------------------------------- invariants
 
 
 @pytest.mark.parametrize("costs", [ticks, OpCosts.of("cpu"), OpCosts.of("cuda"), lambda node: 0.0, lambda node: 1.0])
@@ -263,9 +257,6 @@ def test_the_text_says_which_part_a_line_belongs_to() -> None:
         prefix = line.strip()[:2]
         assert {"f0": "stage 0 forward", "b3": "stage 3 backward"}[prefix] in line.partition("  # ")[2]
     assert "_group_0 = 'ep'" in lines
-
-
-# ------------------------------------------------------------------------------------------------------------- the clock
 
 
 def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:

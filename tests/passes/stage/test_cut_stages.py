@@ -88,9 +88,6 @@ def test_loss_and_outputs_stand_in_the_last_stage_gradients_where_they_are_made(
     assert traffic(staged)[0] == ["0|1", "1|2", "2|3"]
 
 
-# --------------------------------------------------------------------------------------------- values without a stage
-
-
 def replicated(source: str) -> StagedGraphs:
     """A mask without a stage, computed from the input through a second node; read in F0, F2, B2 and B1."""
     hand = Hand("w")
@@ -121,9 +118,6 @@ def test_a_replicated_value_is_computed_where_it_is_read_and_saved_where_the_for
     assert [[meta.name for meta in boundary.forward] for boundary in staged.boundaries] == [["first"], ["first"]]
 
 
-# -------------------------------------------------------------------------------------------------- boundaries' metas
-
-
 def test_boundaries_say_shape_dtype_strides_and_needs_grad() -> None:
     hand = Hand("w", "frozen")
     hand.parameters["frozen"] = p.TensorMeta("frozen", (2, 3), (3, 1), torch.float32, False)
@@ -151,9 +145,6 @@ def test_boundaries_say_shape_dtype_strides_and_needs_grad() -> None:
         p.TensorMeta("behind", (2, 3), (3, 1), torch.float32, False),  # through integers no gradient flows
     )
     assert boundary.backward == ()
-
-
-# ----------------------------------------------------------------------------------------------------------- the check
 
 
 def pair() -> tuple[JointGraph, StagedGraphs]:

@@ -82,9 +82,6 @@ def test_every_parameter_and_buffer_has_an_owner_in_the_models_order() -> None:
     assert all(owners(name, program) for name, _ in named)
 
 
-# ---------------------------------------------------------------------------------------------------------- the recipe
-
-
 def test_the_hook_sees_every_pass_in_order_with_its_result() -> None:
     seen: list[PassResult] = []
     program = lower(captured(Model(), torch.randn(2, D)), (0, 3), seen.append)
@@ -97,9 +94,6 @@ def test_the_hook_sees_every_pass_in_order_with_its_result() -> None:
     assert kinds == [JointGraph] * (len(seen) - 2) + [StagedGraphs, PipelineProgram]
     assert seen[-1].result is program
     assert all(passed.seconds >= 0 for passed in seen)
-
-
-# --------------------------------------------------------------------------------------------------------- relax views
 
 
 def test_a_view_takes_values_of_other_strides_than_were_captured() -> None:

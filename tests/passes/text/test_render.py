@@ -214,9 +214,6 @@ def test_a_gradient_is_handed_over_once_nobody_reads_it() -> None:
     assert [torch.is_tensor(value) for value in run([torch.zeros(2)])] == [True] * 4
 
 
-# ---------------------------------------------------------------------------------------------------- the text
-
-
 def lines_of(text: str) -> list[str]:
     return [line.strip() for line in text.partition("def run(boxed")[2].splitlines()]
 

@@ -105,9 +105,6 @@ def test_a_file_runs_in_a_process_of_its_own_and_prints_its_results(tmp_path: Pa
     assert re.search(r"sent \w+: float32\[6, 16\]\n", printed)
 
 
-# ------------------------------------------------------------------------------- objects without a name in Python
-
-
 def origin(**changes: Any) -> Origin:
     return Origin(**{"title": "a graph", "made_by": "00_test", "seconds": 0.25, "file": "a.py", **changes})
 

@@ -55,9 +55,6 @@ def test_gradients_and_norms_are_those_of_a_loop_but_for_rounding(
         assert torch.equal(torch.stack(found.norms), torch.stack(ranks[0].norms))
 
 
-# -------------------------------------------------------------------------------------------------------------- bytes
-
-
 class Counted(TorchDispatchMode):
     """The gathers of a step, the bytes that this rank sends along the mesh, and the most bytes of whole parameters at once.
 
@@ -188,9 +185,6 @@ def measured(rank: int, more: dict[str, Any], dtypes: Dtypes) -> None:
 )
 def test_a_step_sends_and_holds_what_the_plan_says(more: dict[str, Any], dtypes: Dtypes) -> None:
     run_ranks(measured, 4, more, dtypes)
-
-
-# -------------------------------------------------------------------------------------------------- all else of a pipeline
 
 
 def other_rows_later(rank: int) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -93,9 +93,6 @@ def test_a_step_starts_anew() -> None:
     assert torch.equal(total.sums["v"], torch.full((D,), 2.0))
 
 
-# -------------------------------------------------------------------------------------------------------- shared memory
-
-
 class OneGradient(nn.Module):
     """`a` and `b` have equal gradients; the gradient of `c`, if there is a `c`, is a view of them."""
 
@@ -123,9 +120,6 @@ def test_gradients_that_are_one_value_become_several_tensors(turned: bool) -> No
         assert torch.equal(mine.grad, theirs.grad)
         assert mine.grad.stride() == theirs.grad.stride()
     assert len({parameter.grad.data_ptr() for parameter in net.parameters()}) == 2 + turned
-
-
-# ----------------------------------------------------------------------------------------------------------------- ties
 
 
 def reduced(rank: int) -> dict[str, list[float]]:

@@ -168,9 +168,6 @@ def test_autocast_adds_narrow_products_into_wide_sums() -> None:
     assert counting.calls["aten._to_copy"] < plain.calls["aten._to_copy"]
 
 
-# ------------------------------------------------------------------------------------------------------ memory
-
-
 class Linears(nn.Module):
     """Weights of distinct sizes, no biases: all gradients are products."""
 
@@ -244,9 +241,6 @@ def test_what_is_no_product_is_added_in_place_once() -> None:
     assert counting.calls["aten.baddbmm_"] == MICROBATCHES * blocks * 2
 
 
-# ------------------------------------------------------------------------------------------------------- accumulators
-
-
 def sums_and_sink(initial: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[FusedAccumulator, MicrobatchSink]:
     sums = FusedAccumulator(["w"])
     sums.start({} if initial is None else {"w": initial}, {"w": dtype})
@@ -282,9 +276,6 @@ def test_another_kernel_multiplies() -> None:
     parts = [{"args[0]": part} for part in x.chunk(MICROBATCHES)]
     runner.step(parts, [torch.tensor(1 / MICROBATCHES)] * MICROBATCHES)
     assert calls.count(torch.Size((32, 31))) == MICROBATCHES
-
-
-# ---------------------------------------------------------------------------------------------------------- pipelines
 
 
 def on_two_ranks(rank: int, schedule: str) -> dict[str, Tensor]:

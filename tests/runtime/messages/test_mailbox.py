@@ -115,9 +115,6 @@ def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
     assert arrived.stride() == value.stride()
 
 
-# --------------------------------------------------------------------------------------------------------- over gloo
-
-
 class Fake:
     """A message handle that is complete when the test sets it."""
 
@@ -155,9 +152,6 @@ def test_a_lost_neighbour_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost) as caught:
         mailbox.flush()
     assert caught.value.peer == 1
-
-
-# ------------------------------------------------------------------------------------------------------------ batches
 
 
 def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = False) -> Mailbox:

@@ -90,9 +90,6 @@ def test_legal_tables_are_accepted(table: tuple[Rows, int, int, Random]) -> None
     check(schedule, ranks=len(rows), stages=stages, microbatches=microbatches)
 
 
-# ------------------------------------------------------------------------------------------ mutations
-
-
 NEARLY_ALWAYS_RIGHT = {"split a backward", "turn a batch", "take a batch apart"}
 
 
@@ -124,9 +121,6 @@ def test_any_single_loss_or_copy_is_refused(table: tuple[Rows, int, int, Random]
     assert not accepted(rows, stages, microbatches)
     row[:] = kept[:column] + kept[column + 1 :]
     assert not accepted(rows, stages, microbatches)
-
-
-# ------------------------------------------------------------------------------------------ the text of a refusal
 
 
 def refusal(text: str, ranks: int = 2, stages: int = 2, microbatches: int = 2) -> str:

@@ -79,9 +79,6 @@ def test_what_is_recomputed_goes_by_the_warm_up(ranks: int, chunks: int, microba
         assert {pair for pair in schedule.recomputed or () if pair in forwards} == set(window)
 
 
-# ------------------------------------------------------------------------------------------ as a schedule
-
-
 @pytest.mark.parametrize(("ranks", "chunks"), [*product([1, 2, 3, 4], [1, 2, 3])])
 def test_every_group_that_fits_makes_a_table_that_runs(ranks: int, chunks: int) -> None:
     for microbatches in (1, 2, 3, 5, 8):

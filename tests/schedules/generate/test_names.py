@@ -40,9 +40,6 @@ def same(ours: Schedule, theirs: list[list[Any]]) -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------------ equal to torch
-
-
 @pytest.mark.parametrize(("ranks", "local"), [*product([1, 2, 3, 4, 7, 8], [1, 2, 3, 5])])
 def test_interleaved_equals_torch(ranks: int, local: int) -> None:
     for microbatches in (count for count in range(1, 26) if admitted(ranks, count)):
@@ -99,9 +96,6 @@ def test_1f1b_has_torch_order_but_for_its_last_rank(ranks: int, microbatches: in
     assert without_idle(ours.table[-1]) == last
 
 
-# ------------------------------------------------------------------------------------------ golden files, pictures
-
-
 @pytest.mark.parametrize("stem", GOLDEN_FILES)
 def test_golden(stem: str) -> None:
     name, *counts = stem.removesuffix("-communication").rsplit("-", 3)
@@ -152,9 +146,6 @@ def test_weight_gradients_of_a_stage_come_in_the_order_of_the_microbatches(name:
     assert accepted >= 20
 
 
-# ------------------------------------------------------------------------------------------ any size, any counts
-
-
 @given(named())
 @settings(deadline=None, max_examples=examples(150))
 def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
@@ -188,9 +179,6 @@ def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
 def test_counts_that_do_not_fit(name: str, ranks: int, stages: int, microbatches: int, fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault):
         make_table(name, ranks, stages, microbatches)
-
-
-# ------------------------------------------------------------------------------------------ stage_ids
 
 
 def test_stage_ids() -> None:

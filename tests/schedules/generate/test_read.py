@@ -95,9 +95,6 @@ def test_a_table_for_other_counts_is_refused_with_both(form: str, stages: int, m
     assert f"schedule {built.name!r}" in message
 
 
-# ------------------------------------------------------------------------------------------ read
-
-
 class At:
     """A user-defined path type."""
 
@@ -146,9 +143,6 @@ def test_what_cannot_be_read(source: Any, fault: str) -> None:
     for ask in (load_schedule, lambda source: make_table(source, 2, 2, 2), lambda source: default_stages(source, 2)):
         with pytest.raises(ScheduleError, match=fault):
             ask(source)
-
-
-# ------------------------------------------------------------------------------------------ default_stages
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -150,9 +150,6 @@ def test_refusals() -> None:
         batch_p2p(crossed)
 
 
-# ------------------------------------------------------------------------------------------ without batches
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_even_ranks_talk_while_odd_ranks_listen(ranks: int) -> None:
     fused = batch_p2p(add_send_recv(make_table("1F1B", ranks, ranks, 8)))

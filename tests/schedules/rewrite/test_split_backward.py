@@ -113,9 +113,6 @@ def test_what_cannot_be_held_back(table: str, stages: list[int], fault: str) -> 
         defer_weight_grads(Schedule.of([table]), stages)
 
 
-# ------------------------------------------------------------------------------------------ split and merged
-
-
 def kinds(schedule: Schedule) -> set[Kind]:
     return {leaf.kind for _, _, action in schedule.cells() for leaf in action.leaves}
 

@@ -62,9 +62,6 @@ def known() -> dict[str, Known]:
     return {name: Known(*numbers) for name, numbers in json.loads(OPTIMA.read_text()).items()}
 
 
-# ---------------------------------------------------------------------------------- the grid
-
-
 def _uneven(random: Random, stages: int) -> Costs:
     """F, I and W drawn apart, messages that take time, half of the bytes kept between I and W."""
     each = tuple(_stage(random) for _ in range(stages))

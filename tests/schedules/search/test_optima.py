@@ -49,9 +49,6 @@ def named(case: Case) -> list[float]:
     return ends
 
 
-# ---------------------------------------------------------------------------------- the search
-
-
 _HARD = (
     "uneven 2x3 loop2 cap 1.4",
     "forms 2x5 loop2 cap 1",
@@ -94,9 +91,6 @@ def test_overlaps_beat_dualpipev_and_combined_1f1b(ranks: int, stages: int, plac
     assert end <= simulate(rival, costs).makespan * (1 + 1e-9)
     apart = schedule_auto(replace(costs, overlap=1.0), ranks=ranks, microbatches=2 * stages, placement=placement, effort=0.3)
     assert end < 0.97 * simulate(apart, costs).makespan
-
-
-# ---------------------------------------------------------------------------------- its parts
 
 
 @settings(max_examples=examples(12), deadline=None)

@@ -49,9 +49,6 @@ def random_costs(random: Random, stages: int) -> Costs:
     return Costs(tuple(stage() for _ in range(stages)), *random.choice((((), ()), (sends, sends[::-1]))))
 
 
-# ---------------------------------------------------------------------------------- the bars
-
-
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "chunks", "cap", "bar"),
     [
@@ -82,9 +79,6 @@ def test_with_enough_memory_only_the_way_to_the_last_rank_is_lost(ranks: int, mi
     costs = Costs.unit(ranks * chunks, ranks)
     schedule = schedule_auto(costs, ranks=ranks, microbatches=microbatches)
     assert simulate(schedule, costs).makespan == pytest.approx(3 * microbatches + (ranks - 1) / chunks)
-
-
-# ---------------------------------------------------------------------------------- any costs
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -137,9 +131,6 @@ def test_the_same_arguments_give_the_same_table() -> None:
     ]
     assert tables[0] == tables[1]
     assert tables[0].name == "mine"
-
-
-# ---------------------------------------------------------------------------------- placement and caps
 
 
 def test_any_placement() -> None:
@@ -254,9 +245,6 @@ def test_wrong_requests() -> None:
         schedule_auto(costs, ranks=2, microbatches=2, placement={0: 0, 1: 1})
     with pytest.raises(ScheduleError, match="microbatches: take a positive integer"):
         graphpp.schedule_auto(costs, ranks=2, microbatches=0)
-
-
-# ---------------------------------------------------------------------------------- the parts
 
 
 def problems(seed: int, ranks: int, chunks: int, microbatches: int) -> tuple[Costs, Problem]:

@@ -28,9 +28,6 @@ def spans(timeline: Timeline, rank: int) -> str:
     return " ".join(f"{event.action}:{event.start:g}-{event.end:g}" for event in timeline.on(rank))
 
 
-# ---------------------------------------------------------------------------------- by hand
-
-
 def test_two_ranks_without_messages() -> None:
     timeline = graphpp.simulate(TWO, Costs.unit(2))
     assert spans(timeline, 0) == "0F0:0-1 0F1:1-2 0B0:4-6 0B1:7-9"
@@ -95,9 +92,6 @@ def test_named_schedules_end_when_their_papers_say(name: str, stages: int, makes
     assert (timeline.makespan, timeline.peak_bytes(0)) == (makespan, peak)
 
 
-# ---------------------------------------------------------------------------------- refused
-
-
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     with pytest.raises(ScheduleError, match=r"(?s)rank 0 stops at 0B0, .*1B0 or 1I0.*rank 1 stops at 1F1, .*0F1"):
         simulate(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]), Costs.unit(2))
@@ -121,9 +115,6 @@ def test_costs_of_another_pipeline_are_refused() -> None:
         simulate(TWO, Costs.unit(3))
     with pytest.raises(ScheduleError, match="no stage 1 of 1"):
         simulate(replace(TWO, stages=1), Costs.unit(1))
-
-
-# ---------------------------------------------------------------------------------- any table
 
 
 @st.composite

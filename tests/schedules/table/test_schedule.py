@@ -137,9 +137,6 @@ def test_what_is_recomputed_may_be_any_collection_of_pairs() -> None:
             replace(table, recomputed=wrong)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------ forwards only
-
-
 def evaluated(schedule: Schedule) -> Schedule:
     """The table that an evaluation runs, after checking that every forward runs once, in its old place, and none hangs."""
     forwards = schedule.forward_only()
