@@ -91,7 +91,7 @@ class TrainingPlans:
     def _entry(self, plan: TrainingPlan) -> PlanEntry:
         details = (*plan.details.items(), ("MFU", plan.utilization))
         fits = self.cap is None or plan.peak <= self.cap
-        return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, details)
+        return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, plan.on_front, details)
 
     def __str__(self) -> str:
         """A table of the first plans and of the best for each number of pipeline ranks; then the best plan in full."""
