@@ -1,4 +1,4 @@
-"""`graphpp cache list|size|empty`: the folder of compiled regions (`cache/contents.py`)."""
+"""`graphpp cache list|empty`: the folder of compiled regions (`cache/contents.py`)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,14 @@ def add_to(root: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, help="Show and empty the folder of compiled regions.")
     root.add_typer(group, name="cache")
     add_command(group, "list")(list_entries)
-    add_command(group, "size")(size)
     add_command(group, "empty")(empty)
 
 
 def list_entries(folder: Folder = None) -> Answer:
-    """List the entries with their bytes and the time of their last use."""
-    found = _found(folder)
+    """List the entries with their bytes and the time of their last use, and their number and bytes in all."""
+    root = _folder(folder)
+    found = Listing(root, tuple(entries(root)))
     return Answer(str(found), found.document())
-
-
-def size(folder: Folder = None) -> Answer:
-    """Print the number of entries and their bytes."""
-    found = _found(folder)
-    document = {"folder": found.folder, "bytes": found.bytes, "entries": len(found.entries)}
-    return Answer(found.total, document)
 
 
 def empty(
@@ -48,11 +41,6 @@ def empty(
     root = _folder(folder)
     found = Listing(root, tuple(clear(root, keep=read_bytes("--keep", keep))), removed=True)
     return Answer(str(found), found.document())
-
-
-def _found(folder: Path | None) -> Listing:
-    root = _folder(folder)
-    return Listing(root, tuple(entries(root)))
 
 
 def _folder(folder: Path | None) -> Path:

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from graphpp.cli.command import Answer, add_command, write_text
-from graphpp.cli.costs_file import read_costs
 from graphpp.cli.schedule_inputs import SCHEDULE_HELP, Counts, complete_name, read_schedule, table_by_name, table_of
-from graphpp.cli.simulated import facts_of, simulated, spell_counts
+from graphpp.cli.simulated import facts_of, read_costs, simulated, spell_counts
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.report.page_html import html
 from graphpp.report.text_table import text_table

@@ -7,7 +7,10 @@ costs the units are seconds and bytes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from graphpp.errors import ScheduleError
+from graphpp.from_json import document, read
 from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.costs import Costs
@@ -15,6 +18,14 @@ from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
 
 _UNIT_BYTES = 1000  # of `Costs.unit`: the activations of one microbatch on all stages of a rank
+
+
+def read_costs(path: Path) -> Costs:
+    """Read costs as `json.dumps(asdict(costs))` writes them. Raises `GraphPPError` with the file and the field."""
+    found: Costs = read(Costs, document(path, str(path)), str(path))
+    if not found.stages:
+        raise ScheduleError(f"{path}: take the costs of one stage or more")
+    return found
 
 
 @dataclass(frozen=True)

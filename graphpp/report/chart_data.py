@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphpp.report.memory_view import MemoryView
-from graphpp.report.page import Page, pareto_front
+from graphpp.report.page import Page
 from graphpp.report.run_view import Curve
 from graphpp.report.timeline_view import KINDS, TimelineView
 
@@ -24,6 +24,7 @@ _BOX |= {"start": "f4", "duration": "f4"}
 
 def chart_data(page: Page) -> tuple[dict[str, Any], str]:
     columns = _Columns()
+    by_seconds = sorted(range(len(page.plans)), key=lambda at: page.plans[at].seconds)
     data = {
         "kinds": KINDS,
         "timelines": [_timeline(each, columns) for each in page.timelines],
@@ -34,7 +35,7 @@ def chart_data(page: Page) -> tuple[dict[str, Any], str]:
             for each in page.boundaries
         ],
         "plans": [{"name": each.name, "seconds": each.seconds, "bytes": each.nbytes, "fits": each.fits} for each in page.plans],
-        "front": pareto_front(page.plans),
+        "front": [at for at in by_seconds if page.plans[at].on_front and page.plans[at].fits],
         "cap": page.cap,
         "losses": _curve(page.run.losses, columns),
         "seconds": _curve(page.run.seconds, columns),

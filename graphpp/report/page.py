@@ -6,7 +6,6 @@ seconds unless the part has a unit. Texts may contain any characters. A part tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -72,8 +71,8 @@ class RelayView:
 class PlanEntry:
     """A candidate plan: `seconds` of a step, `nbytes` of the fullest rank, `reason` why it is not the best.
 
-    `fits`: whether it is within the cap; `details`: (name, text) pairs. Raises `GraphPPError` for negative or infinite seconds
-    or bytes.
+    `fits`: whether it is within the cap; `on_front`: whether no other plan has both less time and fewer bytes; `details`:
+    (name, text) pairs. Raises `GraphPPError` for negative or infinite seconds or bytes.
     """
 
     name: str
@@ -81,6 +80,7 @@ class PlanEntry:
     nbytes: int
     reason: str = ""
     fits: bool = True
+    on_front: bool = False
     details: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -105,15 +105,3 @@ class Page:
     plans: tuple[PlanEntry, ...] = ()
     cap: int | None = None
     run: RunView = field(default_factory=RunView)
-
-
-def pareto_front(plans: Sequence[PlanEntry]) -> tuple[int, ...]:
-    """Indices of the fitting plans that no other one beats in both seconds and bytes, from the fastest to the smallest."""
-    found: list[int] = []
-    least = inf
-    fitting = (at for at, plan in enumerate(plans) if plan.fits)
-    for at in sorted(fitting, key=lambda at: (plans[at].seconds, plans[at].nbytes)):
-        if plans[at].nbytes < least:
-            least = plans[at].nbytes
-            found.append(at)
-    return tuple(found)

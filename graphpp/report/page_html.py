@@ -71,14 +71,10 @@ def write_page(page: Page, path: Path) -> Path:
     text = page_html(page)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)  # temporary files are readable by their owner only
-        try:
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            made.write_text(text, encoding="utf-8")
+            os.replace(made, path)
     except OSError as fault:
         reason = f"the page cannot be written to {path} ({fault.strerror})"
         raise GraphPPError(f"{reason}: give a folder that can be written") from fault

@@ -31,7 +31,7 @@ COMMANDS = dict(leaves(typer.main.get_command(app)))
 def test_the_commands() -> None:
     assert {" ".join(path) for path in COMMANDS} >= {
         "verify", "schedule show", "schedule check", "schedule simulate", "schedule compare",
-        "cache list", "cache size", "cache empty", "doctor",
+        "cache list", "cache empty", "doctor",
     }  # fmt: skip
 
 

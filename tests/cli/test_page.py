@@ -77,7 +77,6 @@ CALLS = {
     "doctor": "doctor",
     "cache list": "cache list",
     "cache empty": "cache empty",
-    "cache size": "cache size",
 }
 OTHER = {  # words of a row that are no field of this document
     "plan": {"message"}, "schedule check": {"message"}, "schedule compare": {"simulate"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import json
 import re
@@ -159,4 +160,7 @@ def test_a_place_that_cannot_be_written_is_refused_and_left_clean(tmp_path: Path
     (tmp_path / "page.html").mkdir()
     with pytest.raises(GraphPPError, match="give a folder that can be written"):
         write_page(Page(), tmp_path / "page.html")
+    with pytest.MonkeyPatch.context() as full, pytest.raises(GraphPPError, match="No space left"):
+        full.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        write_page(Page(), tmp_path / "other.html")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "page.html"]

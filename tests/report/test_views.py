@@ -8,8 +8,9 @@ from math import inf, nan
 import pytest
 
 from graphpp.errors import GraphPPError
+from graphpp.report.chart_data import chart_data
 from graphpp.report.memory_view import MemoryView
-from graphpp.report.page import PlanEntry, pareto_front
+from graphpp.report.page import Page, PlanEntry
 from graphpp.report.run_view import RunView
 from graphpp.report.tables import moment_table
 from graphpp.report.timeline_view import KINDS, TimelineView
@@ -73,11 +74,10 @@ def test_caps_fit_the_ranks_and_may_be_missing() -> None:
         MemoryView.of([[(0.0, {"weights": 1})], []])
 
 
-def test_the_front_has_the_plans_that_nothing_beats() -> None:
-    plans = [PlanEntry("a", 3, 30), PlanEntry("b", 1, 50), PlanEntry("c", 2, 50), PlanEntry("d", 2, 40), PlanEntry("e", 4, 30)]
-    assert pareto_front(plans) == (1, 3, 0)
-    assert pareto_front([*plans, PlanEntry("f", 0.5, 90, fits=False)]) == (1, 3, 0)
-    assert pareto_front(()) == ()
+def test_the_front_joins_plans_that_fit_from_the_fastest_to_the_smallest() -> None:
+    plans = [PlanEntry("a", 3, 30, on_front=True), PlanEntry("b", 1, 50, on_front=True), PlanEntry("c", 2, 50)]
+    data, _ = chart_data(Page(plans=(*plans, PlanEntry("f", 0.5, 90, fits=False, on_front=True))))
+    assert data["front"] == [1, 0]
 
 
 @pytest.mark.parametrize(("seconds", "nbytes"), [(-1, 0), (nan, 0), (inf, 0), (1, -1)])

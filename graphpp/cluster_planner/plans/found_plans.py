@@ -47,8 +47,11 @@ class TrainingPlans:
         return tuple(sorted((each for each in self.plans if each.on_front), key=lambda each: each.step_seconds))
 
     def where(self, accepts: Callable[[TrainingPlan], bool]) -> TrainingPlans:
-        """The plans that `accepts` returns True for, with their reasons."""
-        return replace(self, plans=tuple(filter(accepts, self.plans)))
+        """The plans that `accepts` returns True for, with their reasons. Raises `NoPlanError` if there is none."""
+        plans = tuple(filter(accepts, self.plans))
+        if not plans:
+            raise NoPlanError(f"where: it accepts none of {len(self)} plans; the best is {self.best.setting}: accept others")
+        return replace(self, plans=plans)
 
     def __iter__(self) -> Iterator[TrainingPlan]:
         return iter(self.plans)
@@ -88,12 +91,10 @@ class TrainingPlans:
     def _entry(self, plan: TrainingPlan) -> PlanEntry:
         details = (*plan.details.items(), ("MFU", plan.utilization))
         fits = self.cap is None or plan.peak <= self.cap
-        return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, details)
+        return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, plan.on_front, details)
 
     def __str__(self) -> str:
         """A table of the first plans and of the best for each number of pipeline ranks; then the best plan in full."""
-        if not self.plans:
-            return "no plan"
         best_of = dict[int, int]()
         for number, each in enumerate(self.plans, 1):
             best_of.setdefault(each.setting.shape.pp, number)

@@ -6,6 +6,7 @@ With `costs=`, nothing is captured (`measured.py`). Equal arguments give equal p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,12 +109,18 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         CaptureError, NoPlanError, ScheduleError: the model cannot be captured; no plan fits, and the closest is named; `work`
             is too small, or arguments conflict.
     """
+    given = locals()
     if costs is not None:
-        others = {"model": model, "machines": machines, "tp": tp, "ep": ep, "recompute": recompute, "tensor_plan": tensor_plan}
+        _refuse_unused("costs=", given)
         shape, own_rows = MeshShape(pp=_one("pp", pp), dp_shard=dp_shard), _one("rows", rows)
-        return measured_plans(_measured(costs, state, shape, own_rows, batch, bandwidth, others), memory_cap, schedules)
+        microbatches, rest = divmod(batch, own_rows * dp_shard)
+        if rest or not microbatches:
+            raise ScheduleError(f"batch: take a multiple of {own_rows} rows on {dp_shard} ranks along dp_shard, got {batch}")
+        check_size(shape.pp, microbatches)
+        return measured_plans(MeasuredPipeline(costs, state, shape, own_rows, microbatches, bandwidth), memory_cap, schedules)
     if model is None or machines is None:
         raise ScheduleError("plan: give a model and machines=, or costs=pipe.profile(..).costs")
+    _refuse_unused("a ModelCosts" if isinstance(model, ModelCosts) else "machines=", given)
     require(ScheduleError, "machines", _MACHINES, machines)
     found = machines if isinstance(machines, Machines) else Machines.read(machines)
     known = model if isinstance(model, ModelCosts) else _captured(
@@ -138,23 +145,22 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         return find_plans(PlanRequest(known, found, batch, known.tokens, dtype, optimizer), limits, cap, space)
 
 
-def _measured(
-    costs: Costs,
-    state: Sequence[StateBytes],
-    shape: MeshShape,
-    rows: int,
-    batch: int,
-    bandwidth: float | None,
-    others: Mapping[str, object],
-) -> MeasuredPipeline:
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise ScheduleError(f"{given[0]}: costs= is of a pipeline that was measured: leave one of the two out")
-    microbatches, rest = divmod(batch, rows * shape.dp_shard)
-    if rest or not microbatches:
-        raise ScheduleError(f"batch: take a multiple of {rows} rows on {shape.dp_shard} ranks along dp_shard, got {batch}")
-    check_size(shape.pp, microbatches)
-    return MeasuredPipeline(costs, state, shape, rows, microbatches, bandwidth)
+_OF_COSTS = ("state", "dp_shard", "bandwidth")
+_OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan")
+_UNUSED = {
+    "costs=": ("model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "tp", "ep", "cp", "recompute", "offload", "work"),
+    "a ModelCosts": (*_OF_CAPTURE, *_OF_COSTS),
+    "machines=": _OF_COSTS,
+}
+"""By what a search starts from, the arguments that it does not read."""
+
+
+def _refuse_unused(source: str, given: Mapping[str, Any]) -> None:
+    """Raise `ScheduleError` for an argument that has no effect beside the source."""
+    usual = {name: each.default for name, each in inspect.signature(plan).parameters.items()}
+    unused = [name for name in _UNUSED[source] if given[name] is not usual[name] and given[name] != usual[name]]
+    if unused:
+        raise ScheduleError(f"{unused[0]}: it has no effect beside {source}: leave one of the two out")
 
 
 def _one(name: str, given: int | Sequence[int] | None) -> int:

@@ -13,7 +13,6 @@ from statistics import mean, quantiles
 
 from graphpp.arguments import NUMBER, Accepted, checked, or_none
 from graphpp.errors import GraphPPError, ScheduleError
-from graphpp.schedules.draw.chart import Chart, Rect
 from graphpp.schedules.draw.svg_elements import (
     COLLECTIVE,
     FAINT,
@@ -30,7 +29,7 @@ from graphpp.schedules.draw.svg_elements import (
     text_width,
 )
 from graphpp.schedules.simulate.simulator import timelines_of
-from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.simulate.timeline import Event, Timeline, stages_of_ranks
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import Schedule
@@ -54,16 +53,15 @@ def svg(*drawn: Schedule | Timeline, costs: Costs | None = None, width: float | 
     """
     timelines = timelines_of(drawn, costs)
     unit = _common_unit(timelines)
-    charts = [Chart.of(timeline) for timeline in timelines]
     span = max(timeline.makespan for timeline in timelines)
-    plot = _usual_width(charts, span) if width is None else max(width - _LEFT - _RIGHT, 40.0)
+    plot = _usual_width(timelines, span) if width is None else max(width - _LEFT - _RIGHT, 40.0)
     layout = _ChartLayout(SvgWriter(), Scale(_LEFT, plot, span), unit, _MARGIN)
-    layout.legend(charts, memory=any(timeline.memory for timeline in timelines))
+    layout.legend(timelines)
     grid = layout.y
     most = max((count for each in timelines for row in each.memory for _, count in row), default=0)
-    for timeline, chart in zip(timelines, charts, strict=True):
+    for timeline in timelines:
         layout.title(timeline)
-        layout.rows(timeline, chart)
+        layout.rows(timeline)
         if timeline.memory:
             layout.memory(timeline, most)
     layout.axis(grid)
@@ -78,9 +76,9 @@ def _common_unit(timelines: Sequence[Timeline]) -> str:
     return units[0]
 
 
-def _usual_width(charts: Sequence[Chart], span: float) -> float:
+def _usual_width(timelines: Sequence[Timeline], span: float) -> float:
     """A plot width at which three of four boxes can hold a number, within limits."""
-    lengths = [rect.end - rect.start for chart in charts for rect in chart.computations if rect.end > rect.start]
+    lengths = [event.duration for event in _events(timelines) if event.action.is_compute and event.duration > 0]
     if len(lengths) < 2:
         return _NARROWEST
     return min(max(span / quantiles(lengths)[0] * _BOX, _NARROWEST), _WIDEST)
@@ -95,9 +93,9 @@ class _ChartLayout:
     unit: str
     y: float
 
-    def legend(self, charts: Sequence[Chart], memory: bool) -> None:
+    def legend(self, timelines: Sequence[Timeline]) -> None:
         x, end = _MARGIN, self.scale.left + self.scale.width + _RIGHT - _MARGIN
-        for fills, text in _legend(charts, memory):
+        for fills, text in _legend(timelines):
             width = 16.0 * len(fills) + 4 + text_width(text, 11) + 14
             if x > _MARGIN and x + width > end:
                 x, self.y = _MARGIN, self.y + 20
@@ -120,31 +118,32 @@ class _ChartLayout:
         self.writer.text(_MARGIN if below else right, self.y + 8, facts, fill=FAINT)
         self.y += _LINE
 
-    def rows(self, timeline: Timeline, chart: Chart) -> None:
-        for rank, stages in enumerate(chart.stages_of_rank):
+    def rows(self, timeline: Timeline) -> None:
+        """A row for each rank: idle time, computations over it, and messages over both at the foot of the row."""
+        homes = stages_of_ranks(timeline.schedule)
+        for rank, stages in enumerate(homes):
             y = self.y + rank * (_ROW + _GAP)
             several = len(stages) > 1
             self.writer.text(_MARGIN, y + _ROW * (0.3 if several else 0.5), f"rank {rank}")
             if several:
                 self.writer.text(_MARGIN, y + _ROW * 0.76, _shortened(stages), 9, FAINT)
             self.writer.text(self.scale.x(self.scale.span) + 8, y + _ROW / 2, f"{timeline.bubble(rank):.1%} idle", fill=FAINT)
-        for rect in (*chart.idle, *chart.computations, *chart.messages):
-            self._box(rect, len(chart.stages_of_rank[rect.rank]))
-        self.y += len(chart.stages_of_rank) * (_ROW + _GAP) + 6
+            self.writer.rect((self.scale.x(0), y, self.scale.length(timeline.makespan), _ROW), IDLE, class_="idle")
+        for event in sorted(timeline.events, key=lambda event: not event.action.is_compute):
+            self._box(event, homes[event.rank])
+        self.y += len(homes) * (_ROW + _GAP) + 6
 
-    def _box(self, rect: Rect, chunks: int) -> None:
-        y = self.y + rect.rank * (_ROW + _GAP) + rect.top * _ROW
-        height = (rect.bottom - rect.top) * _ROW
-        box = (self.scale.x(rect.start), y, self.scale.length(rect.end - rect.start), height)
-        if rect.part is None or rect.event is None:
-            self.writer.rect(box, IDLE, class_="idle")
-        elif rect.part.is_compute:
-            fill = shade(rect.part.kind, rect.chunk, chunks)
-            title = self._said(rect.event)
-            self.writer.rect(box, fill, title, class_=rect.part.kind.value, stroke="#ffffff", stroke_width=0.6)
-            self._number(box, str(rect.part.microbatch), fill)
-        else:
-            self.writer.rect(box, message_colour(rect.part), self._said(rect.event), class_="message")
+    def _box(self, event: Event, stages: Sequence[int]) -> None:
+        y, title = self.y + event.rank * (_ROW + _GAP), self._said(event)
+        x, width = self.scale.x(event.start), self.scale.length(event.duration)
+        if event.action.is_compute:
+            height = _ROW / len(event.action.leaves)
+            for place, leaf in enumerate(event.action.leaves):
+                box, fill = (x, y + place * height, width, height), shade(leaf.kind, stages.index(leaf.stage), len(stages))
+                self.writer.rect(box, fill, title, class_=leaf.kind.value, stroke="#ffffff", stroke_width=0.6)
+                self._number(box, str(leaf.microbatch), fill)
+        elif event.duration > 0:
+            self.writer.rect((x, y + 0.8 * _ROW, width, 0.2 * _ROW), message_colour(event.action), title, class_="message")
 
     def _number(self, box: tuple[float, float, float, float], text: str, fill: str) -> None:
         x, y, width, height = box
@@ -186,21 +185,25 @@ class _ChartLayout:
         self.y += 20
 
 
-def _legend(charts: Sequence[Chart], memory: bool) -> Iterator[tuple[list[str], str]]:
+def _events(timelines: Sequence[Timeline]) -> list[Event]:
+    return [event for timeline in timelines for event in timeline.events]
+
+
+def _legend(timelines: Sequence[Timeline]) -> Iterator[tuple[list[str], str]]:
     """(colours, text) of each legend entry."""
-    rects = [rect for chart in charts for rect in (*chart.computations, *chart.messages) if rect.part]
-    kinds = {rect.part.kind for rect in rects if rect.part}
-    chunks = max((len(stages) for chart in charts for stages in chart.stages_of_rank), default=0)
+    events = _events(timelines)
+    kinds = {leaf.kind for event in events if event.action.is_compute for leaf in event.action.leaves}
+    chunks = max((len(stages) for each in timelines for stages in stages_of_ranks(each.schedule)), default=0)
     drawn = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if kind in kinds]
     yield from (([shade(kind, 0, 1)], legend_text(kind)) for kind in drawn)
     if chunks > 1 and drawn:
         yield [shade(drawn[0], chunk, chunks) for chunk in range(chunks)], "first to last stage of a rank"
-    messages = {message_colour(rect.part) for rect in rects if rect.part and not rect.part.is_compute}
+    messages = {message_colour(event.action) for event in events if not event.action.is_compute and event.duration > 0}
     texts = {SEND: "waits to send", RECEIVE: "waits to receive", COLLECTIVE: "collective"}
     yield from (([colour], text) for colour, text in texts.items() if colour in messages)
-    if any(chart.idle for chart in charts):
+    if any(each.bubble(rank) > 1e-9 for each in timelines for rank in range(each.schedule.ranks)):
         yield [IDLE], "idle"
-    if memory:
+    if any(each.memory for each in timelines):
         yield ["#b9c7d6"], "bytes alive"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from graphpp.schedules.search.candidate import Candidate, operation_time, pair_time
+from graphpp.schedules.search.candidate import Candidate, operation_costs, pair_time
 from graphpp.schedules.search.problem import Problem
 
 
@@ -30,7 +30,8 @@ class _Ranks:
     """All ranks. `live`: the bytes alive on each; `base`: the bytes if all weight gradients that can run had run."""
 
     def __init__(self, problem: Problem, candidate: Candidate, window: int) -> None:
-        self.problem, self.candidate, self.whole, self.window = problem, candidate, candidate.whole, window
+        self.problem, self.candidate, self.window = problem, candidate, window
+        self.took, self.more, self.change, self.leaves, _ = operation_costs(problem, bytes(candidate.whole))
         self.reader = {problem.reads[op]: op for op in range(2 * problem.count)}
         self.orders = [list(order) for order in candidate.orders]
         self.ends = [-1.0] * (2 * problem.count) + [0.0]
@@ -48,8 +49,8 @@ class _Ranks:
         if place is None:
             first = self.weights[rank][0] if self.weights[rank] else None
             # unknown `there`: the maker of the input has not started, so its whole time is still to come
-            until = there if there >= 0 else now + self._time(problem.reads[order[at]])
-            if first is not None and until - now >= problem.took[first] - 1e-9:
+            until = there if there >= 0 else now + self.took[problem.reads[order[at]]]
+            if first is not None and until - now >= self.took[first] - 1e-9:
                 self._weight(rank, now)
             elif there >= 0:
                 heapq.heappush(self.events, (there, rank))
@@ -57,7 +58,7 @@ class _Ranks:
             order.insert(at, order.pop(place))
             mate = self._mate(rank, now) if problem.pairs else None
             if mate is None:
-                self._run(rank, order[at : at + 1], now + self._time(order[at]))
+                self._run(rank, order[at : at + 1], now + self.took[order[at]])
             else:
                 order.insert(at + 1, order.pop(mate))
                 order[at : at + 2] = backward, forward = sorted(order[at : at + 2], reverse=True)
@@ -79,7 +80,7 @@ class _Ranks:
         overtaken: set[int] = set()
         for place, op, size in self._next(rank):
             stream = op // problem.microbatches  # number of a kind and stage, whose operations keep their order
-            fits = op >= count or most + self._needs(op) <= problem.cap[rank]
+            fits = op >= count or most + self.more[op] <= problem.cap[rank]
             if overtaken and stream not in overtaken and fits and 0 <= self._there(op) <= now + 1e-9:
                 return place
             overtaken.add(stream)
@@ -98,9 +99,9 @@ class _Ranks:
                 if op // problem.microbatches in overtaken or self._there(op) < 0:
                     return None
                 forward, backward = min(first, op), max(first, op)
-                saving = self._time(first) + self._time(op) - pair_time(problem, self.candidate, backward, forward)
+                saving = self.took[first] + self.took[op] - pair_time(problem, self.candidate, backward, forward)
                 alive = max(self.live[rank], most if op < count else 0)
-                fits = alive + self._needs(forward) + self._needs(backward) <= problem.cap[rank]
+                fits = alive + self.more[forward] + self.more[backward] <= problem.cap[rank]
                 return place if fits and self._there(op) - now < saving - 1e-9 else None
             overtaken.add(op // problem.microbatches)
             base += size
@@ -108,48 +109,35 @@ class _Ranks:
         return None
 
     def _next(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        order, at, problem = self.orders[rank], self.at[rank], self.problem
+        order, at = self.orders[rank], self.at[rank]
         for place in range(at, min(len(order), at + self.window)):
-            op = order[place]
-            size = problem.saved[op % problem.count // problem.microbatches]
-            yield place, op, size if op < problem.count else -size
+            yield place, order[place], self._saved(order[place])
 
     def _fits(self, rank: int, op: int) -> bool:
         """Whether the operation fits into memory now, or no pending weight gradient is left that could free memory."""
-        return self.live[rank] + self._needs(op) <= self.problem.cap[rank] or not self.weights[rank]
-
-    def _needs(self, op: int) -> int:
-        count, needs = self.problem.count, self.problem.needs[op % self.problem.count // self.problem.microbatches]
-        if op < count:
-            return needs.forward
-        return needs.whole if self.whole[op - count] else needs.inputs
-
-    def _time(self, op: int) -> float:
-        return operation_time(self.problem, self.candidate, op)
+        return self.live[rank] + self.more[op] <= self.problem.cap[rank] or not self.weights[rank]
 
     def _weight(self, rank: int, now: float) -> None:
         weight = self.weights[rank].pop(0)
-        self.live[rank] -= self.problem.kept[weight % self.problem.count // self.problem.microbatches]
-        self.free[rank] = now + self.problem.took[weight]
+        self.live[rank] += self.change[weight]
+        self.free[rank] = now + self.took[weight]
         heapq.heappush(self.events, (self.free[rank], rank))
 
     def _run(self, rank: int, ops: Sequence[int], end: float) -> None:
         self.free[rank] = end
         for op in ops:
             self.ends[op] = end
-            self._count_bytes(rank, op)
+            self.at[rank] += 1
+            self.base[rank] += self._saved(op)
+            self.live[rank] += self.change[op]
+            if self.leaves[op]:
+                self.weights[rank].append(op + self.problem.count)
         heapq.heappush(self.events, (end, rank))
         for reader in (self.reader[op] for op in ops if op in self.reader):
             other = self.problem.rank_of(reader)
             heapq.heappush(self.events, (max(end + self.problem.lag[reader], self.free[other]), other))
 
-    def _count_bytes(self, rank: int, op: int) -> None:
-        problem, count = self.problem, self.problem.count
-        stage = op % count // problem.microbatches
-        change = problem.saved[stage] if op < count else -problem.saved[stage]
-        self.at[rank] += 1
-        self.base[rank] += change
-        self.live[rank] += change
-        if op >= count and not self.whole[op - count]:
-            self.live[rank] += problem.kept[stage]
-            self.weights[rank].append(op + count)
+    def _saved(self, op: int) -> int:
+        """The change of the saved bytes by a forward, or by a backward whose weight gradient has run."""
+        saved = self.problem.saved[op % self.problem.count // self.problem.microbatches]
+        return saved if op < self.problem.count else -saved

@@ -51,7 +51,7 @@ class Moves:
 
     def step(self, current: Sequenced, limit: float) -> Sequenced | None:
         neighbour = self.neighbour(current)
-        return evaluate_sequence(self.elements, *neighbour, limit, current) if neighbour else None
+        return evaluate_sequence(self.elements, *neighbour, limit) if neighbour else None
 
     def neighbour(self, old: Sequenced) -> _Neighbour | None:
         """Another sequence, or other forms of backwards; None if nothing changes."""

@@ -50,9 +50,11 @@ class Elements:
         return cls(problem, ranks, before, list(map(tuple, after)))
 
     @cached_property
-    def every(self) -> int:
-        """The number of elements between two states that `evaluate_sequence` keeps."""
-        return max(16, len(self.ranks) // 40)
+    def operations(self) -> Sequence[Sequence[tuple[int, int, int, float]]]:
+        """By element its operations, of a message two: the number, the rank, the operation that it reads, and the lag."""
+        problem, receive = self.problem, 2 * self.problem.count
+        each = ([(element + at * receive, rank) for at, rank in enumerate(ranks)] for element, ranks in enumerate(self.ranks))
+        return [[(op, rank, problem.reads[op], problem.lag[op]) for op, rank in ops] for ops in each]
 
     def rows(self, sequence: Iterable[int]) -> list[list[int]]:
         rows: list[list[int]] = [[] for _ in range(self.problem.ranks)]

@@ -113,21 +113,9 @@ class StepTimes:
             self._actions.append(action)
         self._prices = list(numbers)
         self._collective = [price.is_collective for price in self._prices]
-        self._plain = self._computations()
         self._counts = [Counter[int]() for _ in range(self._ranks)]
-        for rank, price, _ in self._plain:
-            self._counts[rank][price] += 1
-
-    def _computations(self) -> list[_Step]:
-        """The steps that compute, renumbered without the others."""
-        number: dict[int, int] = {}
-        found: list[_Step] = []
-        for at, (rank, price, reads) in enumerate(self._steps):
-            if not self._collective[price]:
-                number[at] = len(found)
-                own = tuple([(number[source], lag) for source, lag in reads if source in number])
-                found.append((rank, price, own))
-        return found
+        for rank, price, _ in self._steps:
+            self._counts[rank][price] += not self._collective[price]
 
     def seconds(self, costs: Costs, *, collectives: bool = True, copies: HostCopies | None = None) -> StepSpan:
         """The span of a step. `collectives`: with gathers and reductions; `copies`: of offloaded values."""
@@ -137,23 +125,10 @@ class StepTimes:
         took, lags = [price.seconds(costs) for price in self._prices], _lags(costs)
         if not collectives:
             took = [0.0 if own else each for each, own in zip(took, self._collective, strict=True)]
-        shared = any(each for each, own in zip(took, self._collective, strict=True) if own)
-        makespan = self._alone(took, lags) if copies is None and not shared else self._on_lines(took, lags, copies)
         busy = tuple(sum(took[price] * count for price, count in counts.items()) for counts in self._counts)
-        return StepSpan(makespan, busy)
+        return StepSpan(self._makespan(took, lags, copies), busy)
 
-    def _alone(self, took: Sequence[float], lags: Sequence[float]) -> float:
-        free, ends = [0.0] * self._ranks, [0.0] * len(self._plain)
-        for at, (rank, price, reads) in enumerate(self._plain):
-            begin = free[rank]
-            for source, lag in reads:
-                there = ends[source] + lags[lag]
-                if there > begin:  # faster than max(), and a search spends its time here
-                    begin = there
-            free[rank] = ends[at] = begin + took[price]
-        return max(free, default=0.0)
-
-    def _on_lines(self, took: Sequence[float], lags: Sequence[float], copies: HostCopies | None) -> float:
+    def _makespan(self, took: Sequence[float], lags: Sequence[float], copies: HostCopies | None) -> float:
         """Gathers and reductions run one after the other while the rank computes; so do the copies."""
         free, line, ends = [0.0] * self._ranks, [0.0] * self._ranks, [0.0] * len(self._steps)
         for at, (rank, price, reads) in enumerate(self._steps):
@@ -165,13 +140,15 @@ class StepTimes:
                 ends[at] = begin + seconds
                 continue
             for source, lag in reads:
-                begin = max(begin, ends[source] + lags[lag])
+                there = ends[source] + lags[lag]
+                if there > begin:  # faster than max(), and a search spends its time here
+                    begin = there
             if copies is None:
                 free[rank] = ends[at] = begin + seconds
             else:
                 action = self._actions[at]
                 free[rank] = ends[at] = copies.after(rank, action, copies.before(rank, action, begin) + seconds)
-        return max(*free, *line)
+        return max(*free, *line, 0.0)
 
 
 def check_stages(costs: Costs, name: str, stages: int) -> None:

@@ -36,7 +36,8 @@ class StageCosts:
     sent_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        numbers = (self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes)
+        numbers = [self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes]
+        numbers += (each for sizes in (self.peak_bytes, self.received_bytes, self.sent_bytes) for each in sizes.values())
         if not all(number is None or 0 <= number < inf for number in numbers):
             raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
 

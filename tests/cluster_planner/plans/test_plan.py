@@ -73,7 +73,7 @@ def costs(dtype: torch.dtype | None, device_type: str) -> ModelCosts:
 def plans(machines: str = "8xH100", **options: Any) -> TrainingPlans:
     given: dict[str, Any] = {"batch": BATCH, "work": 4_000, **options}
     known = costs(given.get("param_dtype", torch.bfloat16), "cpu" if str(machines).endswith("CPU") else "cuda")
-    return graphpp.plan(known, example=example(), machines=machines, **given)
+    return graphpp.plan(known, machines=machines, **given)
 
 
 def test_the_best_plan_comes_first_and_the_others_have_reasons() -> None:
@@ -185,6 +185,14 @@ def test_all_plans_come_back_from_json_and_stand_on_a_page() -> None:
     assert "8xH100_SXM" in text and all(str(each.setting) in text for each in found)
     with pytest.raises(GraphPPError, match="with one plan or more"):
         TrainingPlans.from_json('{"plans": []}')
+    with pytest.raises(NoPlanError, match=f"where: it accepts none of {len(found)} plans; the best is pp 4 x dp_shard 2"):
+        found.where(lambda each: each.setting.rows == 1000)
+
+
+def test_an_argument_that_has_no_effect_is_refused() -> None:
+    for given, source in (({"example": example()}, "a ModelCosts"), ({"dp_shard": 2}, "a ModelCosts")):
+        with pytest.raises(ScheduleError, match=f"{next(iter(given))}: it has no effect beside {source}: leave one of the two"):
+            plans(**given)
 
 
 def _edited(path: str, value: object) -> str:

@@ -161,3 +161,14 @@ def test_a_schedule_draws_itself_at_unit_costs() -> None:
 def test_a_table_that_cannot_run_is_refused() -> None:
     with pytest.raises(ScheduleError):
         graphpp.svg(Schedule.of(["0B0 0F0", "1F0 1B0"]))
+
+
+def test_the_parts_of_an_overlap_share_its_width_and_messages_lie_at_the_foot_of_the_row() -> None:
+    upper, lower = (box for box in boxes(graphpp.svg(placed(Schedule.of(["0F0 0F1 1F0 (1F1;1B0)OVERLAP_F_B 1B1 0B0 0B1"])))) if
+                    box["height"] < 26)  # fmt: skip
+    assert (upper["x"], upper["width"]) == (lower["x"], lower["width"])
+    assert (upper["height"], lower["y"]) == (13, upper["y"] + 13)
+    costs = replace(graphpp.Costs.unit(2, 2, send=0.5), blocking=True)
+    svg = graphpp.svg(graphpp.simulate(make_table("1F1B", 2, 2, 2), costs))
+    feet = {box["y"] + box["height"] for box in boxes(svg, "message")}
+    assert feet == {box["y"] + box["height"] for box in boxes(svg, "idle")} and {"waits to send", "idle"} <= {*texts(svg)}

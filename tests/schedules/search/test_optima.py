@@ -144,7 +144,6 @@ def test_the_times_of_sequences_with_messages_are_the_simulators(case: Case, see
 @settings(max_examples=examples(12), deadline=None)
 @given(st.sampled_from([case for case in CASES if case.microbatches < 8 and case.costs.overlap == 1]), st.integers(0, 10**6))
 def test_a_sequence_takes_the_time_of_its_rows(case: Case, seed: int) -> None:
-    """`evaluate_sequence` goes on from where a sequence differs from another one, `evaluate_rows` begins anew."""
     random = Random(seed)
     problem = Problem.of(case.costs, case.home, case.microbatches, case.caps)
     elements = Elements.of(with_messages(problem, case.costs) if case.costs.blocking else problem)
@@ -153,7 +152,7 @@ def test_a_sequence_takes_the_time_of_its_rows(case: Case, seed: int) -> None:
     for _ in range(30):
         candidate, sequence = Moves(elements, random).neighbour(current) or (current.candidate, current.sequence)
         limit = random.choice((inf, current.total + 1e-9))
-        found = evaluate_sequence(elements, candidate, sequence, limit, current)
+        found = evaluate_sequence(elements, candidate, sequence, limit)
         rows = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
         assert (found is None) == (rows is None)
         if found and rows:

@@ -17,7 +17,7 @@ from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.devices import CPU_CORE, Link, Machines
 from graphpp.errors import ScheduleError
 from tests import internals
-from tests.cluster_planner.plans.test_plan import LENGTH, costs, example, trained
+from tests.cluster_planner.plans.test_plan import LENGTH, costs, trained
 from tests.distributed import run_ranks
 
 FAST, SLOW = 1e10, 2e7  # bytes/s between the device and the host
@@ -41,7 +41,7 @@ def request_of(bandwidth: float | None) -> PlanRequest:
 
 def plans(bandwidth: float | None, **options: Any) -> TrainingPlans:
     given = {"pp": 2, "param_dtype": None, "rows": 4, "batch": 32, "schedules": ["LoopedBFS"], "work": 20_000, **options}
-    return graphpp.plan(costs(None, "cpu"), example=example(), machines=machines(bandwidth), **given)
+    return graphpp.plan(costs(None, "cpu"), machines=machines(bandwidth), **given)
 
 
 def test_offload_takes_bytes_and_a_slow_link_takes_time() -> None:
