@@ -119,30 +119,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 48_280,
-    "graphpp/_torch": 2_170,
-    "graphpp/backends": 1_160,
-    "graphpp/batch": 500,
-    "graphpp/cache": 280,
-    "graphpp/capture": 4_740,
-    "graphpp/checkpoint": 1_550,
-    "graphpp/cli": 1_550,
-    "graphpp/cluster_planner": 4_510,
-    "graphpp/compiler": 2_260,
+    "graphpp": 46_000,
+    "graphpp/_torch": 2_030,
+    "graphpp/backends": 1_060,
+    "graphpp/batch": 480,
+    "graphpp/cache": 270,
+    "graphpp/capture": 4_520,
+    "graphpp/checkpoint": 1_440,
+    "graphpp/cli": 1_470,
+    "graphpp/cluster_planner": 4_310,
+    "graphpp/compiler": 2_110,
     "graphpp/integrations": 20,
-    "graphpp/options": 990,
-    "graphpp/ownership": 1_280,
-    "graphpp/parallel": 2_310,
-    "graphpp/passes": 5_160,
-    "graphpp/pipeline": 2_540,
-    "graphpp/planner": 1_870,
-    "graphpp/report": 870,
-    "graphpp/runtime": 4_070,
-    "graphpp/schedules": 7_490,
-    "graphpp/verification": 1_400,
+    "graphpp/options": 970,
+    "graphpp/ownership": 1_210,
+    "graphpp/parallel": 2_200,
+    "graphpp/passes": 4_930,
+    "graphpp/pipeline": 2_400,
+    "graphpp/planner": 1_800,
+    "graphpp/report": 810,
+    "graphpp/runtime": 3_740,
+    "graphpp/schedules": 7_000,
+    "graphpp/verification": 1_340,
     "tests": 42_000,
 }
-MOST_FILES = 396  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 393  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ QUICK = (
     "tests/report/test_page_html.py",
     "tests/runtime/gradients/test_accumulate.py::test_any_order_gives_the_sum_in_order",
     "tests/schedules/check/test_shard_order.py",
-    "tests/schedules/draw/test_chart.py",
+    "tests/schedules/draw/test_pictures.py",
     "tests/schedules/generate/test_combined_1f1b.py",
     "tests/schedules/rewrite/test_add_idle_cells.py",
     "tests/schedules/search/test_scheduler.py::test_unit_costs[V-Half",
