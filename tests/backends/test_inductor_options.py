@@ -86,6 +86,7 @@ def test_options_that_are_read_before_inductor_compiles_are_refused() -> None:
         graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(options))
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_no_refused_option_is_read_from_the_decompositions_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
