@@ -47,7 +47,7 @@ def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
         if not node.meta["backward"]:
             twins.setdefault(node.meta.get("seq", -1), node.meta["stage"])
     _move_to_readers([node for node in joint.computed() if node.meta["backward"] and node.meta["stage"] is not None])
-    _check_written_buffers(joint)
+    _check(joint, written)
     return joint
 
 
@@ -127,7 +127,15 @@ def _is_particular(node: fx.Node) -> bool:
     return node.meta.get("role") in (program.Seed(), program.RandomKey())
 
 
-def _check_written_buffers(joint: JointGraph) -> None:
+def _check(joint: JointGraph, written: set[str]) -> None:
+    for node in (node for node in joint.computed() if node.meta["stage"] is not None):
+        for source in (source for source in stage_inputs(node) if source.meta["backward"] == node.meta["backward"]):
+            step = node.meta["stage"] - source.meta["stage"]
+            assert (step <= 0) if node.meta["backward"] else (step >= 0), f"{node} is before its input {source}"
+    _check_written_buffers(joint, written)
+
+
+def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
     """Raise `CaptureError` unless all readers of a written buffer share the stage of its update, if that has one."""
     inputs = joint.inputs()
     for role, update in joint.outputs():

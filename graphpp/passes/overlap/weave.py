@@ -59,7 +59,7 @@ def weave(parts: Sequence[PhaseGraph], cost: Cost) -> WovenGraph:
     end = graph.output_node()
     for node in order:
         end.prepend(node)
-    graph.lint()  # every input comes before its reader
+    _check(parts, graph)
     return WovenGraph(tuple(parts), graph, woven, sequence)
 
 
@@ -116,3 +116,18 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], part: 
     if node.op == "get_attr" and "held" not in copy.meta:
         raise TypeError(f"{node.format_node()} names an attribute of a module, and the woven graph has none")
     return copy
+
+
+def _check(parts: Sequence[PhaseGraph], graph: fx.Graph) -> None:
+    graph.lint()  # checks that every input comes before its reader
+    for name, part in zip(name_parts(parts), parts, strict=True):
+        expected = [(f"{name.prefix}_{node.name}", node.target) for node in part.graph.nodes if _computes(node)]
+        found = [(node.name, node.target) for node in graph.nodes if _computes(node) and node.meta["part"] == name]
+        assert sorted(map(str, expected)) == sorted(map(str, found)), f"{name.title}: operations are lost or doubled"
+        issued = [node.name for node in graph.nodes if is_collective(node) and node.meta["part"] == name]
+        ordered = [f"{name.prefix}_{node.name}" for node in part.graph.nodes if is_collective(node)]
+        assert issued == ordered, f"{name.title}: collectives changed their order"
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output")

@@ -75,7 +75,9 @@ def _rewritten(whole: PhaseGraph) -> PhaseGraph:
     end.meta = {**whole.graph.output_node().meta, "roles": [role for role, _ in results]}
     remove_unused(graph)
     graph.lint()
-    return replace(whole, graph=graph, outputs=tuple(role for role, _ in results))
+    rewritten = replace(whole, graph=graph, outputs=tuple(role for role, _ in results))
+    _check(whole, rewritten)
+    return rewritten
 
 
 @dataclass(frozen=True)
@@ -170,3 +172,10 @@ def _transposed(value: object, matmul: fx.Node) -> fx.Node:
         node = matmul.graph.call_function(aten.transpose.int, (value, -2, -1))
     node.meta = {**matmul.meta, "val": value.meta["val"].mT}
     return node
+
+
+def _check(whole: PhaseGraph, rewritten: PhaseGraph) -> None:
+    """Raise `AssertionError` unless roles are unchanged; a gradient may have several results."""
+    before, after = list(dict.fromkeys(whole.outputs)), list(dict.fromkeys(rewritten.outputs))
+    assert before == after, "a result of the backward is lost or doubled"
+    assert rewritten.inputs == tuple(node.meta["role"] for node in rewritten.graph.find_nodes(op="placeholder"))

@@ -15,6 +15,7 @@ A stage that sends nothing (the first stage, or one after frozen stages) has an 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ def split_weight_grad(joint: JointGraph, staged: StagedGraphs, may_recompute: Ma
             kept[stage] = memory_of(named[name] for name in _names(second.inputs))
             in_first = memory_of(named[name] for name in _names((*first.inputs, *first.outputs)))
             unread[stage] = tuple(memory for memory in kept[stage] if memory not in in_first)
+            _check(whole, first, second, may_recompute)
     return replace(staged, graphs=graphs, kept_memory=tuple(kept), unread_memory=tuple(unread))
 
 
@@ -193,3 +195,13 @@ def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
         return [source for source in node.all_input_nodes if source not in kept and source.op != "placeholder"]
 
     return reached(wanted - kept, missing)
+
+
+def _check(whole: PhaseGraph, first: PhaseGraph, second: PhaseGraph, may_recompute: MayRecompute) -> None:
+    """Raise `AssertionError` unless every node of B is in a half, and every result comes from exactly one half."""
+    runs = Counter(node.name for half in (first, second) for node in half.graph.nodes if _runs(node))
+    again = {node.name: may_recompute(node) for node in whole.graph.nodes if _runs(node)}
+    assert runs.keys() == again.keys(), f"lost between I and W: {again.keys() - runs.keys()}"
+    assert all(again[name] for name, count in runs.items() if count > 1), "a node runs twice"
+    results = [role for half in (first, second) for role in half.outputs if not isinstance(role, program.Saved)]
+    assert sorted(map(repr, results)) == sorted(map(repr, whole.outputs)), "a result of the backward is lost or doubled"
