@@ -150,7 +150,7 @@ def _line_of(fault: Exception) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of a value's type; for a class, its description."""
+    """The name of a value's type; for a class: that the value is a class."""
     return shown(value) if isinstance(value, type) else type(value).__name__
 
 

@@ -19,8 +19,8 @@ def further(*cases: Any) -> list[Any]:
     return [pytest.param(*values, marks=pytest.mark.exhaustive) for values in each]
 
 
-def cases(names: Iterable[str], *leading: str) -> list[Any]:
-    """The leading names, and the other names of a dict or list as further cases."""
+def cases(names: Iterable[Any], *leading: Any) -> list[Any]:
+    """The leading cases, and the others of `names` as further cases."""
     return [*leading, *further(*(name for name in names if name not in leading))]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import graphpp
-from tests.exhaustive import further
+from tests.exhaustive import cases
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
@@ -21,7 +21,6 @@ TEXTS = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/**/*.md")
 PATHS = re.compile(r"(?<![\w/])((?:graphpp|tests|benchmarks|examples|docs)/[\w/.]*\w)")
 SHORT = re.compile(r"`((?:\w+/)+\w+\.py)`")
 LINKS = re.compile(r"\]\((?!https?:)([^)#\s]+)")
-SLOW = {ROOT / f"docs/{name}.md" for name in ("large_models", "meshes", "planner", "training", "your_loop")}  # 6 to 13 s
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,7 +37,7 @@ def run(document: Path, namespace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [*(each for each in DOCUMENTS if each not in SLOW), *further(*sorted(SLOW))],
+    cases(sorted(DOCUMENTS), ROOT / "README.md"),
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ Contract
 --------
 - A `ReplayedProgram` replaces a program's `run`, with the same arguments and results. The first `WARM_UPS` runs execute eagerly
   on the recorder's stream, the next run is recorded, later runs replay it.
-- Parameters, buffers and constants are read in place. All other arguments are copied into static memory. If a copied argument
-  changes its shape or strides, or an argument read in place changes its address, the program is recorded again, at most
+- Parameters, buffers and constants are read in place. All other arguments are copied into static memory. If an argument
+  changes its shape, strides or dtype, or an argument read in place its address, the program is recorded again, at most
   `RECORDINGS` times.
 - Every result is copied out of the recording's memory. So no replay overwrites live values: saved values of other microbatches,
   messages in flight, gradients. This also lets all recordings of a rank share one memory pool, replayed in any order. The cost:

@@ -45,7 +45,7 @@ class Agreement:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, described: Callable[[int], str] = "rank {}".format
     ) -> None:
-        """`device`: of the rank's tensors. `described`: the text of a world rank in errors."""
+        """`device`: of the rank's tensors. `described`: how an error names a rank of the world."""
         self._described = described
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
@@ -179,7 +179,7 @@ class Round:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Raises `MismatchError` if ranks differ or another rank failed."""
+        """End the round. Raises `MismatchError` if ranks differ or another rank failed."""
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt by the user
         differs: Exception | None = None

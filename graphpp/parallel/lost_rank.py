@@ -41,7 +41,7 @@ class FailureBoard:
     def __init__(
         self, groups: Sequence[dist.ProcessGroup | None], name: str, described: Callable[[int], str] = "rank {}".format
     ) -> None:
-        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: the text of a world rank in errors."""
+        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: how an error names a rank."""
         self._described = described
         self._pipeline = groups[0]
         self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]

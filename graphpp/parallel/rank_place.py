@@ -93,7 +93,7 @@ class RankPlace:
         return Agreement(group, self.device, self.described)
 
     def described(self, rank: int) -> str:
-        """The text of a world rank in errors: "rank 5", or "rank 5 (pp 1, tp 0)" with its coordinates on the mesh."""
+        """How an error names a rank of the world: "rank 5", or "rank 5 (pp 1, tp 0)" with its coordinates on the mesh."""
         found = [] if self.mesh is None else (self.mesh.mesh == rank).nonzero().tolist()
         if self.mesh is None or not found:
             return f"rank {rank}"

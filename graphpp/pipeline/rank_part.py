@@ -1,7 +1,8 @@
 """The methods of a pipeline for this rank's parameters and buffers: memory, values, files.
 
-Contract: they return the model's own objects. Methods marked "Called by all ranks" raise on all ranks and change nothing, or on
-none. Other ranks' parameters and buffers take no memory here after `materialize` or `release`; `gather` brings their values.
+Contract: the methods return the model's own objects. Methods marked "Called by all ranks" raise on all ranks and change
+nothing, or on none. Other ranks' parameters and buffers take no memory here after `materialize` or `release`;
+`gather` brings them.
 """
 
 from __future__ import annotations

@@ -311,7 +311,6 @@ def scaled(factor: float) -> Callable[..., Any]:
     return compile_region
 
 
-@pytest.mark.exhaustive
 def test_verify_finds_a_backend_that_computes_something_else() -> None:
     case = MODELS["llama"]()
     assert not graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=scaled(1.00005)).ok

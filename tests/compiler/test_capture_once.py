@@ -247,7 +247,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "model", "starts"), [(2, SETS, 1), *further((2, SETS, 6), (4, SETS, 6), (2, GEMMA, 6), (4, GEMMA, 6))]
 )

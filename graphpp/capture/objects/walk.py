@@ -52,6 +52,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch import aot
 from graphpp._torch.parallel.sharded_tensor import is_placement
+from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.capture.objects.names import comes_with_torch, in_cell, is_implicit, is_of_library
 
 Path = tuple[Any, ...]
@@ -175,6 +176,8 @@ class Walk:
     def items(self, path: Path, value: Any, place: Place | None = None, depth: int | None = None) -> Iterator[Item]:
         """The object and all objects that it leads to, depth first."""
         depth = self._limits.depth if depth is None else depth
+        if type(value) in SYMBOLIC:  # a size that an earlier trace left in the object counts as its number
+            value = hint(value)
         kind = kind_of(value)
         self._objects += kind != "plain"
         if self._is_beyond(kind, value, depth):

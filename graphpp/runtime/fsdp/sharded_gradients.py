@@ -12,7 +12,8 @@
   call `finish` once per training step.
 - Programs that gather one layer at a time give their gradients to a `LayerSink`. Once a layer's gradients of one microbatch are
   complete, their sums start. Each rank adds its rows to the stage's sums in microbatch order: ((m0 + m1) + ..) / replicas with
-  m0 = r0 + r1 + .., then over the copies. These bits differ from the above, but are equal under every schedule.
+  m0 = r0 + r1 + .., then over the copies. These bits differ from those of whole
+  sums, but are equal under every schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from graphpp.parallel.sums import PendingSums, Sums, bundles, merged
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, deferred_matmul
-from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedReduction
+from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 
 _Key = tuple[int, str]  # a stage and the FQN of a parameter
 
@@ -64,7 +65,7 @@ class ShardedGradients:
         replicas: int,
         sum_dtype: torch.dtype | None,
         over_ranks: Sums,
-        partial: PartialSums = NO_PARTIAL_SUMS,
+        partial: PartialSums,
     ) -> None:
         """`stages`: the sums of each local stage; `replicas`: the divisor of the sums; `over_ranks` adds over ranks."""
         self._stages, self._tied, self._sharded, self._replicas = stages, tied, sharded, replicas

@@ -75,6 +75,3 @@ class PartialSums:
         ]
         for work in works:
             work.wait()
-
-
-NO_PARTIAL_SUMS = PartialSums()

@@ -18,7 +18,7 @@ from graphpp._torch.parallel.sharded_tensor import are_plain, with_local
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.runtime.dtensors import local_gradient, local_tensor
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
-from graphpp.runtime.gradients.tied import NO_PARTIAL_SUMS, PartialSums, TiedReduction
+from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 
 
 class WholeGradients:
@@ -31,8 +31,8 @@ class WholeGradients:
         replicas: Replicas,
         tensor: Callable[[str], torch.Tensor],
         sum_dtype: torch.dtype | None,
-        experts: Collection[str] = (),
-        partial: PartialSums = NO_PARTIAL_SUMS,
+        experts: Collection[str],
+        partial: PartialSums,
     ) -> None:
         """`stages`: the sums of each local stage; `tensor` gives a parameter by FQN; `experts`: FQNs of experts' parameters."""
         self._stages, self._tied, self._replicas, self._experts = stages, tied, replicas, frozenset(experts)

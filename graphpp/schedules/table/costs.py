@@ -7,7 +7,7 @@ the end of its B. With a split backward, `saved_bytes` live until the end of I, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 
 from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, checked, one_of, or_none, require
@@ -36,10 +36,11 @@ class StageCosts:
     sent_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        numbers = [self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes]
-        numbers += (each for sizes in (self.peak_bytes, self.received_bytes, self.sent_bytes) for each in sizes.values())
-        if not all(number is None or 0 <= number < inf for number in numbers):
-            raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
+        for each in fields(self):
+            given = getattr(self, each.name)
+            for number in given.values() if isinstance(given, Mapping) else (given,):
+                if number is not None and not 0 <= number < inf:
+                    raise ScheduleError(f"{each.name} of {self}: times and bytes are finite numbers, 0 or more, got {number}")
 
     def change(self, kind: Kind) -> tuple[int, int]:
         """Change of the rank's live bytes at the start of an F, B, I or W, and at its end."""

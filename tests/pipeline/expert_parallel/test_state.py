@@ -59,7 +59,6 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
     return resumed(pipe, checkpoint, folder, step, saves=saves)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saves", "loads"),
     [
