@@ -3,7 +3,7 @@
 #   make demo                     train a Llama on two processes and compare it with one
 #   make quick                    a first minute: one process, every package
 #   make test                     tests of every kind, on JOBS processes
-#   make test-all                 all cases of every kind, with 2,000 random programs in place of 10
+#   make test-all                 all cases of every kind, with 2,000 random programs in place of 8
 #   make lint | types             ruff | mypy
 #   make house                    print the packages, their imports, upward arrows and circles
 #   make models                   run the models of tests/zoo and write docs/models.md

@@ -19,7 +19,7 @@ import torch
 
 from tests.distributed import cpu_seconds
 
-MARGIN = 2.5  # the budgets were recorded on a busy machine from runs that had not ended: 1.5 when they are recorded anew
+MARGIN = 1.5
 SLACK = 5.0
 REFERENCE = "reference"  # the key of the reference's seconds in FILE
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-PROGRAMS = int(os.environ.get("GRAPHPP_FUZZ", "10"))
+PROGRAMS = int(os.environ.get("GRAPHPP_FUZZ", "8"))
 
 
 def further(*cases: Any) -> list[Any]:

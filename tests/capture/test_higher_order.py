@@ -14,6 +14,7 @@ from torch._higher_order_ops.while_loop import while_loop
 import graphpp
 from graphpp import CaptureError
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.models import Batch, Case
 from tests.reference import eager_steps
 from tests.training import same
@@ -144,7 +145,7 @@ def check(name: str, *found: tuple[Tensor, dict[str, Tensor | None]]) -> None:
 SAME = ("scan", "scan with a module", "map", "associative_scan", "cond", "while_loop without a gradient")
 
 
-@pytest.mark.parametrize("name", [*SAME, *(name for name in FUNCTIONS if name.endswith("detached"))])
+@pytest.mark.parametrize("name", [*SAME, *further(*(name for name in FUNCTIONS if name.endswith("detached")))])
 def test_as_in_eager(name: str) -> None:
     check(name, trained(0, name))
 

@@ -16,7 +16,7 @@ from tests.special_models import CUTS, Plain
 from tests.training import CASES, capturing, compiled, step
 
 NAMES = ["llama", "hf_gpt2", "norms", "several"]
-DEAR = [("llama", 1), ("llama", 2), ("hf_gpt2", 1)]
+DEAR = [(name, ranks) for name in ("llama", "hf_gpt2") for ranks in (1, 2)]
 
 
 def split(name: str) -> Any:

@@ -200,6 +200,7 @@ def measured(rank: int, schedule: str, keep: int | None) -> None:
         compiled(mesh=mesh, parallel=parallel, schedule=schedule, memory=graphpp.Memory(cap=most - 1))[0].step(x, target=x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("schedule", "keep"), [("LoopedBFS", 1), *further(("Interleaved1F1B", None), ("Interleaved1F1B", 1))])
 def test_ranks_with_shards_hold_what_the_plan_says(schedule: str, keep: int | None) -> None:
     run_ranks(measured, 4, schedule, keep)

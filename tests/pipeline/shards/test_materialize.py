@@ -195,6 +195,7 @@ def uniform(module: nn.Module) -> None:
         parameter.data.uniform_()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's account of a process")
 @pytest.mark.parametrize(
     ("mesh", "form"),

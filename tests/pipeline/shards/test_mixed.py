@@ -230,6 +230,7 @@ def same_values(found: dict[str, Tensor], was: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, was[name]) for name, value in found.items() if name in was)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtypes", [[None, BF16], *further([BF16, None], [BF16, BF16])])
 def test_checkpoints_fit_pipelines_of_every_dtype(dtypes: list[torch.dtype | None], tmp_path: Path) -> None:
     """All replicas have one batch, so the training of two ranks is that of four."""

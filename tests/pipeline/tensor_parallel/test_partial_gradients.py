@@ -87,6 +87,7 @@ def seen_by_a_hook(rank: int) -> torch.Tensor:
     return seen["weight"]
 
 
+@pytest.mark.exhaustive
 def test_a_hook_sees_the_gradient_of_all_ranks() -> None:
     expected = accumulated_alone(1, 1)["layers.0.norm.weight"]
     for found in run_ranks(seen_by_a_hook, 2):

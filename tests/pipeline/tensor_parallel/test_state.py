@@ -35,7 +35,7 @@ def states(rank: int, mesh: Mesh, folder: Path) -> None:
     check_state_dicts(pipe, decoder(layers=2, tied=True).state_dict(), folder)
 
 
-@pytest.mark.parametrize(("mesh",), [(PIPE,), *further((SHARDS,), (TENSOR,), (REPLICAS,))])
+@pytest.mark.parametrize(("mesh",), [(TENSOR,), *further((SHARDS,), (PIPE,), (REPLICAS,))])
 def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path) -> None:
     run_ranks(states, mesh.ranks, mesh, tmp_path)
 
