@@ -34,7 +34,7 @@ class Question:
 
 
 QUESTIONS = {
-    "DeepSeek-V3": Question("671B", 4096, "1024xH100", 8192, 60), "Llama-405B": Question("405B", 8192, "512xH100", 512, 30),
+    "DeepSeek-V3": Question("671B", 4096, "1024xH100", 8192, 60), "Llama-405B": Question("405B", 8192, "512xH100", 512, 45),
 }  # fmt: skip
 
 
