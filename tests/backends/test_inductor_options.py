@@ -156,6 +156,7 @@ def test_convolutions_keep_their_strides_where_that_is_faster(tmp_path: Path, mo
     assert given_to_torch(monkeypatch, region, cache=tmp_path / "b") == graph
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("optimized", [False, *further(True)])
 def test_convolutions_compute_the_same_either_way(optimized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

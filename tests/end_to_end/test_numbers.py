@@ -97,6 +97,7 @@ def test_cut_and_uncut_are_the_same_bits(name: str, ranks: int, microbatches: in
         assert differences(whole(parts), uncut(name, combo.microbatches)) == [], combo
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["hf_gpt2_labels", *further("hf_llama_labels", "hf_vit_labels")])
 def test_cut_and_uncut_are_the_same_bits_with_the_models_own_loss(name: str) -> None:
     mine = trained(2, name, split=cuts(name, 2), schedule="1F1B", microbatches=8)

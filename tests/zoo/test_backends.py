@@ -37,6 +37,7 @@ def verified(entry: Entry, backend: Any) -> graphpp.Verification:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["clip", *further("mixtral", "t5", "unet")])
 def test_regions_taken_out(name: str) -> None:
     found = verified(ZOO[name], interpreted)

@@ -88,6 +88,7 @@ def filled(rank: int, mesh: Mesh) -> None:
     assert pipe.step(tokens, target=target).loss < first
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh",), [(SHARDS,), *further((PIPE,), (EXPERTS,), (SHARDED_PIPE,))])
 def test_models_on_meta_get_the_values_of_one_process(mesh: Mesh) -> None:
     run_ranks(filled, mesh.ranks, mesh)
