@@ -64,10 +64,12 @@ def doctor(
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, graphpp, torch and the libraries; None: not installed."""
+    """Versions of Python, graphpp, torch with its build, and the libraries; None: not installed."""
+    import torch
+
     installed = {each.name.lower(): each.version for each in metadata.distributions()}
     own = {"python": platform.python_version(), "graphpp": str(sys.modules["graphpp"].__version__)}
-    return {**own, **{name: installed.get(name) for name in ("torch", *REQUIRED, *OPTIONAL)}}
+    return {**own, "torch": str(torch.__version__), **{name: installed.get(name) for name in (*REQUIRED, *OPTIONAL)}}
 
 
 def is_supported(release: str) -> bool:
