@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -30,7 +32,46 @@ from graphpp.errors import CheckpointError
 _EXTRA_STATE = "_extra_state"  # torch's key for the result of a module's `get_extra_state`
 
 
-def check_not_saving(calls: Any) -> None:
+class Trained(Protocol):
+    """The part of a pipeline that a checkpoint needs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's entries of the model's state dict."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters of this rank's stages."""
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy this rank's entries into the model."""
+
+
+class RankCalls(Protocol):
+    """The part of a pipeline's calls on this rank that a checkpoint needs."""
+
+    steps: int
+    saving: str | None  # the folder of an asynchronous save, until `wait` is called
+
+    @property
+    def file_group(self) -> dist.ProcessGroup | None:
+        """The pipeline's process group for checkpoints; None for one process."""
+
+    @property
+    def file_group_of_all(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks of all replicas for checkpoints; None for one process."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """A context around a call of all ranks."""
+
+    def all_ranks(
+        self, what: str, alike: Mapping[str, Sequence[str]] = ...
+    ) -> AbstractContextManager[dict[str, Sequence[str]]]:
+        """A context around work of every rank; the yielded lines must be equal on all ranks at its end."""
+
+    def all_replicas(self, what: str) -> AbstractContextManager[None]:
+        """A context around work of every replica."""
+
+
+def check_not_saving(calls: RankCalls) -> None:
     """Raise `CheckpointError` if an asynchronous save is not over."""
     if calls.saving is not None:
         raise CheckpointError(f"the asynchronous save into {calls.saving} is not over: call wait() of its result")
@@ -40,19 +81,18 @@ def check_not_saving(calls: Any) -> None:
 class TrainingState:
     """A pipeline's current training state.
 
-    `pipeline`, `calls`: a `Pipeline` and its `Calls`, whose package is above this one. `check_listed` raises if the model's
-    state dict lacks a tensor of this rank; `first`: whether this is the pipeline's first rank; `flat_parts` returns the flat
-    parameters.
+    `check_listed` raises if the model's state dict lacks a tensor of this rank; `first`: whether this is the pipeline's first
+    rank; `flat_parts` returns the flat parameters.
     """
 
-    pipeline: Any
+    pipeline: Trained
     check_listed: Callable[[], None]
     optimizers: Sequence[Optimizer]
     others: Sequence[Stateful]
     extra: dict[str, Any]
     device: torch.device
     first: bool
-    calls: Any
+    calls: RankCalls
     flat_parts: Callable[[], optimizer_state.Own] = dict
 
     def entries(self) -> dict[str, Any]:

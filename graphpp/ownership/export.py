@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 
 from graphpp.arguments import TEXT, callback
 from graphpp.checkpoint.restore import without_os_errors
+from graphpp.checkpoint.training_state import RankCalls
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.dtensors import whole_tensor
@@ -79,10 +79,10 @@ class Export:
                 found.setdefault(self.holders.get(id(tensor), 0), {})[name] = tensor
         return dict(sorted(found.items()))
 
-    def save(self, folder: Path, place: RankPlace, calls: Any, check: Callable[[], None]) -> None:
+    def save(self, folder: Path, place: RankPlace, calls: RankCalls, check: Callable[[], None]) -> None:
         """Write all files into `folder`. Called by all ranks; of several replicas the first one writes.
 
-        `calls`: the pipeline's `Calls`. `check` raises if this rank's tensors cannot be written.
+        `check` raises if this rank's tensors cannot be written.
         """
         first, unfinished = place.first_holder, folder / _UNFINISHED
         if not place.writes_files:

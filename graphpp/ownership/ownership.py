@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
-from typing import Any
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -31,9 +32,30 @@ from graphpp.runtime.fsdp.flat_parameters import FlatParameter
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters, check_written
 from graphpp.runtime.model_state import ModelState, TensorReader
+from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import is_released
 
 _STALE = WeakTensorKeyDictionary()  # copy of a parameter trained elsewhere -> (training rank, version of the copy)
+
+
+class Readers(Protocol):
+    """The stages of a captured graph, as readers of parameters and buffers."""
+
+    @property
+    def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
+        """The ranks whose stages read each parameter, in order."""
+
+    def parameters(self, rank: int) -> AbstractSet[str]:
+        """The parameters that the stages of a rank read."""
+
+    def buffers(self, rank: int) -> AbstractSet[str]:
+        """The buffers that the stages of a rank read."""
+
+    def stages_of_parameter(self, rank: int) -> Mapping[str, Sequence[int]]:
+        """For each parameter that the stages of a rank read, these stages."""
+
+    def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
+        """(stage, FQN) of each tensor that a forward writes."""
 
 
 class Ownership:
@@ -44,11 +66,11 @@ class Ownership:
         state: ModelState,
         place: RankPlace,
         options: Options,
-        captured: Callable[[], Any],
+        captured: Callable[[], Readers],
         after_exchange: Callable[[], None],
         agreement: Agreement,
     ) -> None:
-        """`captured` returns the first `CompiledGraph` or raises; `after_exchange` is called after tensors were replaced."""
+        """`captured` returns the first graph or raises; `after_exchange` is called after tensors of the model were replaced."""
         self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
         self._captured, self._after_exchange, self._agreement = captured, after_exchange, agreement
         self.sharded: ShardedParameters | None = None
@@ -153,7 +175,7 @@ class Ownership:
     def flat_parts(self) -> Sequence[FlatParameter]:
         return () if self.sharded is None else self.sharded.flat_parts
 
-    def check_copies(self, graph: Any) -> None:
+    def check_copies(self, graph: Readers) -> None:
         """Raise `GraphPPError` if this rank would read a stale parameter that another pipeline trained on another rank."""
         own = graph.parameters(self._place.rank) if _STALE else ()
         for fqn, tensor in self._state.named(own, among=self._state.parameters):

@@ -129,7 +129,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     )  # fmt: skip
     dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
     if known.param_dtype != dtype:
-        raise ScheduleError(f"param_dtype={param_dtype}: the costs were captured with param_dtype={known.param_dtype}")
+        captured = f"the costs were captured with param_dtype={known.param_dtype}"
+        raise ScheduleError(f"param_dtype={param_dtype}: {captured}: give both the same one")
     limits = MeshLimits(
         stages=len(known.starts), experts=known.expert_ranks, tp=max(1, known.tensor_ranks), cp=max(_listed(cp)),
         domain=found.per_machine,
