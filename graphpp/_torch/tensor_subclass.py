@@ -1,10 +1,11 @@
-"""The private names of torch for a tensor subclass that answers questions about metadata and refuses everything else.
+"""The private names of torch for tensor subclasses: those of users, and one that answers questions about metadata alone.
 
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.Tensor._make_subclass`: a subclass instance that shares another tensor's memory
 - `torch.utils._python_dispatch._disable_current_modes`: disables fake tensor modes and tracers
-- `torch._C.DisableTorchFunctionSubclass`: disables `__torch_function__` of subclasses
+- `torch._C.DisableTorchFunctionSubclass`, `torch._C._is_torch_function_enabled`: whether subclasses' `__torch_function__` is on
+- `torch._C._disabled_torch_function_impl`, `torch._C._disabled_torch_dispatch_impl`: of classes that override nothing
 - `torch._C.TensorBase.grad`: the property behind `tensor.grad`
 - `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`: metadata
 """
@@ -52,3 +53,19 @@ def made(kind: type[T], blank: torch.Tensor, requires_grad: bool) -> T:
 def without_subclasses() -> AbstractContextManager[None]:
     found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return found
+
+
+def overrides(kind: type[torch.Tensor]) -> bool:
+    """Whether functions of torch call `kind.__torch_function__`; results of the inherited one are of class `kind`."""
+    return kind is not torch.Tensor and kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+
+
+def subclasses_decide() -> bool:
+    enabled: bool = torch._C._is_torch_function_enabled()
+    return enabled
+
+
+def dispatches(kind: type[torch.Tensor]) -> bool:
+    """Whether a class computes by a `__torch_dispatch__` of its own, and is none of torch's classes for tracing."""
+    own = getattr(kind, "__torch_dispatch__", torch._C._disabled_torch_dispatch_impl)
+    return own is not torch._C._disabled_torch_dispatch_impl and not kind.__module__.startswith("torch._subclasses.")

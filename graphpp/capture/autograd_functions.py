@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import autograd, pytree
+from graphpp._torch.tensor_subclass import dispatches
 from graphpp.capture.source_lines import user_line
 from graphpp.errors import CaptureError
 
@@ -44,15 +45,16 @@ class FunctionCall:
     def run(self, tensors: Iterable[torch.Tensor]) -> Any:
         """Apply the Function to `tensors` in place of the recorded tensors."""
         remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        leaves = [next(remaining) if _is_traced(leaf) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.function.apply(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 @dataclass
 class FunctionCalls:
-    """The custom Functions that one forward applied, in order."""
+    """The custom Functions that one forward applied, in order. `within`: the context in which their own forwards run."""
 
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     applied: list[FunctionCall] = field(default_factory=list)
     _inside: bool = False
     _grad_enabled: bool = True
@@ -84,7 +86,7 @@ class FunctionCalls:
 
         @wraps(own)
         def record(*args: Any, **kwargs: Any) -> Any:
-            tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_flatten((args, kwargs))[0])
+            tensors = any(map(_is_traced, pytree.tree_flatten((args, kwargs))[0]))
             arguments = args[1:] if with_context else args
             return self._record(function, arguments, kwargs) if tensors else own(*args, **kwargs)
 
@@ -95,7 +97,7 @@ class FunctionCalls:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         call = FunctionCall(function, leaves, spec, user_line(), self._grad_enabled)
         self.applied.append(call)
-        results = iter(_OPERATOR([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], len(self.applied) - 1))
+        results = iter(_OPERATOR(list(filter(_is_traced, leaves)), len(self.applied) - 1))
         return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
 
     def restore_into(self, module: fx.GraphModule) -> None:
@@ -127,6 +129,11 @@ class FunctionCalls:
                     f"a custom autograd.Function ({names}) {effect} {fqn}, which is not among its arguments: the captured "
                     f"graph would do without it. Pass {fqn} to the Function and return its gradient, or its new value."
                 )
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether an argument is a tensor of the trace; one whose class computes itself is not (`tensor_objects.py`)."""
+    return isinstance(leaf, torch.Tensor) and not dispatches(type(leaf))
 
 
 def _lost_backward(function: str, place: str) -> CaptureError:
@@ -167,7 +174,7 @@ def _fake(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     """The operator's fake results, from the Function's own forward on fake tensors."""
     functions = _current.get()
     call = functions.applied[number]
-    with torch.no_grad(), functions.inside():
+    with torch.no_grad(), functions.inside(), functions.within():
         call.returned = call.run(tensors)
     leaves = pytree.tree_flatten(call.returned)[0]
     results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

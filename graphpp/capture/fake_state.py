@@ -2,7 +2,7 @@
 
 Contract: while `fake_state` is open, every parameter and buffer is a fake tensor of the same shape, dtype (`param_dtype` for
 floating-point parameters, if given) and requires_grad on the step's device. Tied tensors stay tied; a `DTensor` is replaced by
-its local shard. Other threads see the fake tensors too: calling a module of the model or stepping a pipeline there raises
+its local shard, and a tensor whose class computes itself by None (`tensor_objects.py`). Other threads see the fake tensors too: calling a module of the model or stepping a pipeline there raises
 `GraphPPError`. Other uses, such as `state_dict()`, are not refused.
 """
 
@@ -17,36 +17,43 @@ from torch import nn
 
 from graphpp._torch import aot
 from graphpp._torch.this_thread import replaced
+from graphpp.capture.tensor_objects import TensorObjects, computes_itself, places_of
 from graphpp.errors import GraphPPError
 from graphpp.runtime.dtensors import spread_tensor
 from graphpp.runtime.fsdp.precision import floating_as
+
+_CAPTURED: set[int] = set()  # the modules, by `id`, of models under capture
 
 
 @contextlib.contextmanager
 def fake_state(
     model: nn.Module, mode: Any, device: torch.device, param_dtype: torch.dtype | None = None
-) -> Iterator[None]:
-    fakes: dict[int, torch.Tensor] = {}
-    stores: list[dict[str, Any]] = [store for module in model.modules() for store in (module._parameters, module._buffers)]
-    originals = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+) -> Iterator[TensorObjects]:
+    fakes: dict[int, torch.Tensor | None] = {}
+    places, modules = places_of(model), set(map(id, model.modules()))
     with _refuse_calls_elsewhere(model):
-        for store, name, tensor in originals:
-            if id(tensor) not in fakes:
-                part, wanted = spread_tensor(tensor), param_dtype if isinstance(tensor, nn.Parameter) else None
-                dtype = floating_as(wanted, tensor.dtype)
-                fakes[id(tensor)] = aot.fake_like(mode, tensor, device, dtype, part and part.local)
-            store[name] = fakes[id(tensor)]
+        for place in places:
+            if id(place.tensor) not in fakes:
+                fakes[id(place.tensor)] = None if computes_itself(place) else _fake_of(place.tensor, mode, device, param_dtype)
+        for place in places:
+            place.store[place.name] = fakes[id(place.tensor)]
+        _CAPTURED.update(modules)
         try:
-            yield
+            yield TensorObjects(places)
         finally:
-            for store, name, tensor in originals:
-                store[name] = tensor
+            _CAPTURED.difference_update(modules)
+            for place in places:
+                place.store[place.name] = place.tensor
+
+
+def _fake_of(tensor: torch.Tensor, mode: Any, device: torch.device, param_dtype: torch.dtype | None) -> torch.Tensor:
+    part, wanted = spread_tensor(tensor), param_dtype if isinstance(tensor, nn.Parameter) else None
+    return aot.fake_like(mode, tensor, device, floating_as(wanted, tensor.dtype), part and part.local)
 
 
 def refuse_fake_state(modules: Iterable[nn.Module]) -> None:
     """Raise `GraphPPError` if another thread is capturing the model of these modules."""
-    stores = [store.values() for module in modules for store in (module._parameters, module._buffers)]
-    if any(aot.is_fake(tensor) for tensors in stores for tensor in tensors):
+    if _CAPTURED and not _CAPTURED.isdisjoint(map(id, modules)):
         raise GraphPPError(f"a thread steps a pipeline {_MEANWHILE}")
 
 

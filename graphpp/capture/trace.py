@@ -51,6 +51,7 @@ from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mi
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
 from graphpp.capture.source_lines import user_line
 from graphpp.capture.stacked_rnn import unstack_rnn
+from graphpp.capture.tensor_objects import TensorObjects
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.errors import CaptureError
@@ -117,7 +118,8 @@ def capture(
             return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
         return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
 
-    with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
+    with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype) as objects, grad:
+        wrapper.objects = TensorObjects() if direct else objects
         exported = same_in_every_call(export(()), export)
         module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
         updates = found.writes.updates.values()
@@ -153,6 +155,7 @@ class _TracedStep(nn.Module):
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
+        self.objects = TensorObjects()
         self.begin(())
 
     def begin(self, updates: Iterable[NumberUpdate]) -> None:
@@ -160,9 +163,9 @@ class _TracedStep(nn.Module):
         self.updates, self.found = updates, TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        found = self.found
-        with undo_writes(self.model, found.writes, self.updates):
-            results = self._results(tensors)
+        found, traced = self.found, self.objects.traced
+        with self.objects.in_use(), undo_writes(self.model, found.writes, self.updates):
+            results = [(role, traced(value)) for role, value in self._results(tensors)]
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
         return tuple(part_of_dtensor(x) if isinstance(role, program.BufferUpdate) else gathered(x) for role, x in results)
@@ -189,7 +192,7 @@ def _export(
     answering: Answering,
 ) -> Exported:
     """Export a call that begins with `updates`, within the context `answering()`."""
-    functions = FunctionCalls()
+    functions = FunctionCalls(wrapper.objects.again)
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
     with contextlib.ExitStack() as patches:

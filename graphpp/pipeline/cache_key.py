@@ -126,8 +126,8 @@ class KeyMaker:
         thread captures the model.
         """
         look = self._watch.look()
+        refuse_fake_state(self._watch.modules)
         if look is not self._checked:
-            refuse_fake_state(self._watch.modules)
             self._take(look)
         if look.structure is not self._structure and look.structure != self._structure:
             raise GraphPPError(

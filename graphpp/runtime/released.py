@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -32,11 +33,12 @@ _ADVICE = (
 
 
 class _Original(NamedTuple):
-    """The tensor that a stand-in replaces: its FQN, the rank that has it, and its class."""
+    """The tensor that a stand-in replaces: its FQN, the rank that has it, its class, and the object while somebody holds it."""
 
     fqn: str
     rank: int
     kind: type[torch.Tensor]
+    tensor: Callable[[], torch.Tensor | None]
 
 
 _HOLDERS = WeakTensorKeyDictionary()  # a stand-in -> its `_Original`
@@ -54,7 +56,7 @@ class _Released(torch.Tensor):
             with without_subclasses():
                 return function(*args, **(kwargs or {}))
         found = next(leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, _Released))
-        fqn, rank, _ = _HOLDERS[found]
+        fqn, rank, *_ = _HOLDERS[found]
         raise GraphPPError(
             f"{fqn} has no values on this rank: rank {rank} of the pipeline holds it, and its memory here was given back. "
             f"{_ADVICE}"
@@ -64,7 +66,7 @@ class _Released(torch.Tensor):
         return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub has a nameless argument
-        fqn, rank, _ = _HOLDERS[self]
+        fqn, rank, *_ = _HOLDERS[self]
         return f"<{fqn}, which rank {rank} holds: {list(self.shape)} {self.dtype}>"
 
 
@@ -82,7 +84,7 @@ def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
     kind: type[_Released] = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedBuffer
     found = made(kind, blank, tensor.requires_grad)
     vars(found).update(vars(tensor))
-    _HOLDERS[found] = _Original(fqn, rank, type(tensor))
+    _HOLDERS[found] = _Original(fqn, rank, type(tensor), weakref.ref(tensor))
     return found
 
 
@@ -102,6 +104,12 @@ def like(tensor: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     """The class of a tensor; for a stand-in, of the tensor it replaces."""
     return _HOLDERS[tensor].kind if isinstance(tensor, _Released) else type(tensor)
+
+
+def original(tensor: torch.Tensor) -> torch.Tensor:
+    """The object that a stand-in replaced if somebody holds it, else a blank one of its class; any other tensor itself."""
+    replaced = _HOLDERS[tensor].tensor() if isinstance(tensor, _Released) else tensor
+    return like(tensor, tensor) if replaced is None else replaced
 
 
 def is_released(tensor: object) -> bool:
