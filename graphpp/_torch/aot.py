@@ -15,7 +15,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.fx._lazy_graph_module`: `_use_lazy_graph_module`, `_make_graph_module`: Python code is generated at the first run
 - `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverloadPacket`: operator classes
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: metadata that traced nodes inherit
-- `torch.utils._python_dispatch.TorchDispatchMode`: observes the operators of an eager run
+- `torch.utils._python_dispatch`: `TorchDispatchMode`, which observes the operators of a run; `_disable_current_modes`
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributions import Distribution
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphpp._torch import pytree
 from graphpp._torch.this_thread import replaced, uncollected
@@ -50,6 +50,7 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 set_grad_enabled = torch._C._set_grad_enabled
 
 DispatchMode = TorchDispatchMode
+no_modes = _disable_current_modes
 HigherOrderOperator = torch._ops.HigherOrderOperator
 Operator = torch._ops.OperatorBase
 OperatorPacket = torch._ops.OpOverloadPacket
@@ -109,6 +110,13 @@ def fake_like(
 
 def is_fake(tensor: torch.Tensor | None) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def is_pure(function: Any) -> bool:
+    """Whether an operator neither writes into its arguments nor draws random numbers."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    return not function._schema.is_mutable and torch.Tag.nondeterministic_seeded not in function.tags
 
 
 def distributions_unchecked() -> Context:

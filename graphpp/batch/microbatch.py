@@ -139,6 +139,10 @@ class FlatMicrobatch:
         leaves = (f"{path}: {_describe_kind(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
         return (f"the structure {self.spec}", *leaves)
 
+    def without_data(self) -> FlatMicrobatch:
+        """The microbatch with meta tensors of the same layouts, which take no memory."""
+        return replace(self, values=tuple(_without_data(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.values))
+
     def with_ordered_integers(self) -> FlatMicrobatch:
         """The microbatch with integer and bool tensors made contiguous, which does not change the results of kernels."""
         if not any(map(is_unordered_integers, self.values)):
@@ -164,6 +168,10 @@ def with_tensors(example: Microbatch, values: Sequence[torch.Tensor]) -> Microba
     remaining = iter(values)
     filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.values)
     return FlatMicrobatch(flat.spec, flat.paths, filled).microbatch()
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def is_plain_data(leaf: Any) -> bool:

@@ -2,9 +2,10 @@
 
 Contract
 --------
-- `note_operators` runs forward and loss once as a capture does, makes no graph, and leaves the model unchanged. It returns an
+- `note_operators` runs forward and loss once as a capture does, makes no graph, and leaves the model unchanged. It notes an
   `Operation` for each operator that ran: its arguments, with plain numbers as text and tensors by origin (parameter or buffer
   by FQN, input by path, number of the operation that made it, constant), and the layouts of its results.
+- `Operations.asked` has the constants of which the code reads numbers (`.item()`): a trace makes such numbers part of the graph.
 - Two runs have equal operations if code and state are unchanged. A constant equals another one in the same memory, whose values
   the graph reads in each step, and one with the values that the first had when it was noted.
 - `CaptureError` is raised where the code cannot run on fake tensors.
@@ -13,7 +14,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -22,7 +23,19 @@ import torch
 from torch import nn
 
 from graphpp._torch import aot, pytree
-from graphpp.capture.source_lines import calling_line, source_line
+from graphpp._torch.export_thread import traces_in_this_thread
+from graphpp._torch.parallel.in_place_collectives import as_functional
+from graphpp.batch.microbatch import Microbatch, tensors_by_path
+from graphpp.capture.eager_branches import Answering, as_eager_first
+from graphpp.capture.explain_errors import explain_errors
+from graphpp.capture.fake_state import fake_state
+from graphpp.capture.loss import LossFunction
+from graphpp.capture.outside_state import refuse_outside_state
+from graphpp.capture.refusals import refuse_during_trace
+from graphpp.capture.source_lines import calling_line, source_line, user_line
+from graphpp.capture.tensor_objects import TensorObjects
+from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
+from graphpp.capture.trace import TracedStep
 
 _SHOWN = 4  # constants of at most so many elements are shown with their values
 _COPIED = 4_096  # constants of at most so many elements are compared with a copy
@@ -52,7 +65,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator that ran. `line`: the user's source line, where lines are noted."""
+    """One operator that ran. `line`: the user's source line, empty if a library called it."""
 
     operator: str
     arguments: str
@@ -68,9 +81,47 @@ class Operation:
         return f"{self.operator}({self.arguments}){constants}"
 
 
-def first_difference(before: Sequence[Operation], now: Sequence[Operation]) -> int | None:
+@dataclass(frozen=True)
+class Operations:
+    ran: Sequence[Operation]
+    asked: Sequence[torch.Tensor]
+
+
+@traces_in_this_thread()
+def note_operators(
+    model: nn.Module,
+    loss: LossFunction | None,
+    example: Microbatch,
+    device: torch.device,
+    *,
+    training: bool,
+    param_dtype: torch.dtype | None = None,
+) -> Operations:
+    """The operations of forward and loss on fake tensors. Arguments as for `capture`."""
+    step, mode, spread = TracedStep(model, loss, example, training), aot.fake_mode(), SpreadTensors.of(model)
+    inputs = {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
+
+    def run(answering: Answering) -> Operations:
+        notes = OperatorNotes()
+        step.begin(())
+        patches = explain_errors(), answering(), refuse_during_trace(), refuse_outside_state(), spread.read_as_dtensors()
+        with contextlib.ExitStack() as stack:
+            for each in (*patches, mode):
+                stack.enter_context(each)
+            notes.name({**inputs, **dict(model.named_buffers()), **dict(model.named_parameters())})
+            with notes:
+                step(*inputs.values())
+        return Operations(notes.operations, notes.read if notes.asked else ())
+
+    grad = contextlib.nullcontext() if training else torch.no_grad()
+    with aot.quick(), as_functional(user_line), fake_state(model, mode, device, param_dtype) as objects, grad:
+        step.objects = TensorObjects() if spread.places else objects
+        return as_eager_first(run, aot.as_under_export)
+
+
+def first_difference(before: Operations, now: Operations) -> int | None:
     """The index of the first operation that differs, or None."""
-    pairs = enumerate(zip_longest(before, now))
+    pairs = enumerate(zip_longest(before.ran, now.ran))
     return next((at for at, (old, new) in pairs if old is None or new is None or not old.same(new)), None)
 
 
@@ -79,10 +130,11 @@ class OperatorNotes(aot.DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, lines: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self._lines = lines
+        self.read: list[torch.Tensor] = []  # the constants with which operators computed, without other tensors
+        self.asked = False  # whether the code read a number of a constant, or of such a result
         self._names: dict[int, str] = {}
         self._alive: list[Any] = []  # so that no `id` is reused
 
@@ -91,17 +143,28 @@ class OperatorNotes(aot.DispatchMode):
         self._names |= {id(tensor): name for name, tensor in tensors.items()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "prim":  # asks for the device of a tensor
+            return function(*args, **(kwargs or {}))
         constants: list[Constant] = []
         arguments = f"{self._text(args, constants)[1:-1]}{self._text(kwargs, constants) if kwargs else ''}"
-        line = source_line(calling_line()) if self._lines else ""
-        found = function(*args, **(kwargs or {}))
+        found = self._run(function, args, kwargs or {})
         results = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
         number = len(self.operations)
         mode = "" if torch.is_grad_enabled() else " without grad"
         layouts = ", ".join(map(_layout, results)) + mode
-        self.operations.append(Operation(str(function), arguments, layouts, tuple(constants), line))
+        self.operations.append(Operation(str(function), arguments, layouts, tuple(constants), source_line(calling_line())))
         self.name({f"%{number}.{at}": tensor for at, tensor in enumerate(results)})
         return found
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; on constants alone with their values, since export gives the code numbers of constants too."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(map(aot.is_fake, tensors)) or not aot.is_pure(function):
+            return function(*args, **kwargs)
+        self.asked |= function is torch.ops.aten._local_scalar_dense.default
+        self.read += tensors
+        with aot.no_modes():
+            return function(*args, **kwargs)
 
     def _text(self, value: Any, constants: list[Constant]) -> str:
         """An argument as text; adds the constants in it to `constants`."""

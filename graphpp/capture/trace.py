@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -60,6 +60,9 @@ from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 
+if TYPE_CHECKING:
+    from graphpp.capture.audit import Audit
+
 
 @dataclass(frozen=True)
 class CapturedGraph:
@@ -67,7 +70,7 @@ class CapturedGraph:
 
     `fixed_because`: why the graph is for one size although several sizes were requested. `updates`: the numbers that each call
     leaves in attributes; the graph is also valid for calls that begin with them. `seconds`: the time of the capture, including
-    the wait for the rank that captured.
+    the wait for the rank that captured. `audit`: the later checks of the state that a graph depends on, on the rank that captured.
     """
 
     joint: JointGraph
@@ -76,6 +79,7 @@ class CapturedGraph:
     updates: tuple[NumberUpdate, ...] = ()
     fixed_because: str = ""
     seconds: float = field(default=0.0, compare=False)
+    audit: Audit | None = field(default=None, compare=False)
 
 
 @traces_in_this_thread()  # around check_model too: another capture puts fake parameters into the model
@@ -99,7 +103,7 @@ def capture(
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 
-    wrapper, varying = _TracedStep(model, loss, example, training), varying or {}
+    wrapper, varying = TracedStep(model, loss, example, training), varying or {}
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
     spread = SpreadTensors.of(model)
@@ -148,7 +152,7 @@ def capture(
     return CapturedGraph(joint, found.output_spec, found.output_leaves, tuple(updates))
 
 
-class _TracedStep(nn.Module):
+class TracedStep(nn.Module):
     """Model and loss as one module over the microbatch's tensors. The loss is no submodule, so that it adds no FQNs."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
@@ -184,7 +188,7 @@ class _TracedStep(nn.Module):
 
 
 def _export(
-    wrapper: _TracedStep,
+    wrapper: TracedStep,
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,

@@ -24,6 +24,8 @@ from functools import partial
 import torch
 
 from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture.audit import Audit
+from graphpp.capture.operators import Operations, note_operators
 from graphpp.capture.outputs import check_output_leaves
 from graphpp.capture.sizes.open_sizes import Open, with_open_sizes
 from graphpp.capture.trace import CapturedGraph, capture
@@ -101,17 +103,37 @@ def capture_graphs(
             _LOG.warning("artifact=%s is not used, because model and loss cannot be compared with another process's", folder)
         elif several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
-        return [capture_graph(request, each, training, sizes) for each, sizes in wanted]
+        return _audited(request, [capture_graph(request, each, training, sizes) for each, sizes in wanted], examples, training)
     capturing = _Capturing(request, held, digest, training)
     if not several:
-        return [capturing.obtained(*each)[0] for each in wanted]
+        return _audited(request, [capturing.obtained(*each)[0] for each in wanted], examples, training)
     began = time.perf_counter()
     sent = json.loads(agreement.from_first(partial(capturing.written, wanted)))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        return capturing.captured or [capture_graph(request, each, training, sizes) for each, sizes in wanted]
+        made = capturing.captured or [capture_graph(request, each, training, sizes) for each, sizes in wanted]
+        return _audited(request, made, examples, training)
     graphs = capturing.read_again or [capturing.read(text) for text in sent["graphs"]]
-    return [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
+    graphs = [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
+    return _audited(request, graphs, examples, training) if capturing.read_again else graphs
+
+
+def _audited(
+    request: CompileRequest, graphs: Sequence[CapturedGraph], examples: Sequence[FlatMicrobatch], training: bool
+) -> list[CapturedGraph]:
+    """The graphs with audits of the state that they depend on (`capture/audit.py`), on a rank that captured them."""
+    debug, device, param_dtype = request.options.debug, request.place.device, request.options.parallel.param_dtype
+
+    def audit(example: FlatMicrobatch) -> Audit:
+        batch = example.without_data().microbatch()
+
+        def note() -> Operations:
+            with torch.inference_mode(False), torch.enable_grad():
+                return note_operators(request.model, request.loss, batch, device, training=training, param_dtype=param_dtype)
+
+        return Audit(note, debug.audit, by_time=request.place.tp_group is None)
+
+    return [replace(graph, audit=audit(example)) for graph, example in zip(graphs, examples, strict=True)]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from graphpp.arguments import COUNT, FLAG, or_none
+from graphpp.arguments import COUNT, FLAG, INDEX, or_none
 from graphpp.options.option import Group, Option, group_reader, read_folder
 
 
@@ -33,6 +33,13 @@ class Debug(Group):
         read=COUNT,
         about="How many captured graphs a pipeline keeps in memory, one per kind of microbatch and mode of the model; the "
         "least recently used one is dropped first.",
+    )
+    audit: Option[int | None, int | None] = Option(
+        None,
+        read=or_none(INDEX),
+        about="How often model and loss are run on fake tensors, to find state that changed since the capture and is not "
+        "watched. 1: in each call of a graph, n: in each n-th, 0: never. None: in the calls 2, 4, 8, .. of a graph, and then so "
+        "rarely that it takes at most 0.5 % of the time.",
     )
     dynamic: Option[bool | None, bool | None] = Option(
         None,

@@ -48,12 +48,6 @@ class GraphKey(NamedTuple):
         """The key of the graphs with open sizes for microbatches of the kind of `part`."""
         return self.training, part.kind, self.around
 
-    def difference(self, before: GraphKey) -> str:
-        if before.training != self.training:
-            return "training and evaluation took turns"
-        pairs = zip(self.signature, before.signature, strict=False)
-        return next((f"it had {new}, after {old}" for new, old in pairs if new != old), "an attribute of the model changed")
-
 
 CallKey = tuple[GraphKey, ...]
 
@@ -158,6 +152,15 @@ class KeyMaker:
 
     def recapture(self) -> None:
         self._recaptures += 1
+
+    def difference(self, key: GraphKey, before: GraphKey) -> str:
+        """Why `key` is another one than `before`, in words."""
+        if before.training != key.training:
+            return "training and evaluation took turns"
+        lines = zip(key.signature, before.signature, strict=False)
+        changed = map(self._watch.name_of, key.around.conditions.changed(before.around.conditions))
+        reasons = [f"it had {new}, after {old}" for new, old in lines if new != old] + [f"{name} changed" for name in changed]
+        return next(iter(reasons), "autocast changed, or pipe.recapture() was called")
 
     def after_step(self, call: StepCall, updates: Sequence[Sequence[NumberUpdate]]) -> None:
         """Change the model's numbers as the call's microbatches do in eager; `updates`: of each microbatch's graph."""

@@ -86,18 +86,24 @@ class GraphCache:
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
         self.tables = Tables(options.schedule, place.ranks, self._shards, message_flow(place.group, place.device))
         self.first: CompiledGraph | None = None
+        self._reasons: set[str] = set()  # why graphs were captured again
 
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model in its current state.
 
-        Raises `GraphPPError` as `KeyMaker.key` does, and where another pipeline has trained a parameter on another rank.
+        Raises `GraphPPError` as `KeyMaker.key` does, and where another pipeline has trained a parameter on another rank;
+        `CaptureError` if state of a known graph has changed unseen (`capture/audit.py`).
         """
         key = self._keys.key(training, [part.signature for part in parts])
         if self.first is not None:
             self.ownership.check_copies(self.first)
         if self.ownership.sharded is not None:
             self.ownership.sharded.check(self._state)
-        return StepCall(parts, key, weighting)
+        call = StepCall(parts, key, weighting)
+        for graph in dict.fromkeys(self._known(*each) for each in call.distinct.items()):
+            if graph is not None and graph.captured.audit is not None:
+                graph.captured.audit.check()
+        return call
 
     def recapture(self) -> None:
         self._keys.recapture()
@@ -131,8 +137,19 @@ class GraphCache:
         """
         new = [str(at) for at, (key, part) in enumerate(call.distinct.items()) if self._known(key, part) is None]
         if len(new) == len(call.distinct):
-            return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
+            before = next(reversed(self._prepared), None)
+            return "nothing yet" if before is None else f"nothing yet, because {self._keys.difference(call.key[0], before[0])}"
         return f"no graph for microbatches of shape {', '.join(new)}" if new else "a graph"
+
+    def _log_reason(self, new: GraphKey) -> None:
+        """Log why a graph is captured although the pipeline has graphs, once for each reason."""
+        before = next(reversed(self._prepared), None)
+        if before is None or self._request.place.rank != 0:
+            return
+        reason = self._keys.difference(new, before[0])
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            _LOG.info("model and loss are captured again, because %s", reason)
 
     def captured(self) -> CompiledGraph:
         """The first graph that was captured. Raises `GraphPPError` before anything is captured."""
@@ -211,6 +228,8 @@ class GraphCache:
         known = {key: self._known(key, part) for key, part in call.distinct.items()}
         new = {key: part for key, part in call.distinct.items() if known[key] is None}
         open_sizes = [self._sizes.open(key, part) for key, part in new.items()]
+        for key in new:
+            self._log_reason(key)
         made = capture_graphs(self._request, self._pipeline, list(new.values()), call.training, open_sizes)
         if new:
             self._keys.after_capture()
@@ -267,7 +286,7 @@ class GraphCache:
                     "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise "
                     "debug=graphpp.Debug(max_graphs=...).",
                     self._request.options.debug.max_graphs,
-                    key.difference(before),
+                    self._keys.difference(key, before),
                 )
         if begins:
             self.ownership.release_if_asked()

@@ -106,7 +106,7 @@ class Item(NamedTuple):
 class Limits:
     """Limits of a walk: levels of nesting, items of a container, bytes of a NumPy array, number of objects."""
 
-    depth: int = 4
+    depth: int = 6
     items: int = 1_000
     array: int = 65_536
     objects: int = 50_000
@@ -189,7 +189,7 @@ class Walk:
             self._seen[id(value)] = path, value
         yield Item(path, kind, value, place)
         if kind in self._parts:
-            below = depth if isinstance(value, MethodType) else depth - 1
+            below = depth if isinstance(value, MethodType | staticmethod | classmethod) else depth - 1
             for step, each, where in self._parts[kind](value):
                 yield from self.items((*path, step), each, where, below)
 
@@ -217,13 +217,13 @@ class Walk:
         yield from self._own_parts(module)
 
     def _own_parts(self, module: nn.Module) -> Parts:
-        """A module's hooks, class and attributes: plain data, tensors and `forward` always, others if the code names them.
+        """A module's hooks, class and attributes: tensors and `forward` always, others if the code names them.
 
         All attributes of torch's own modules are entered, since their code is not read.
         """
         of_torch = any(base.__module__.startswith("torch.") and base is not nn.Module for base in type(module).__mro__)
         for name, value in vars(module).items():
-            always = name == "forward" or type(value) in PLAIN or type(value) is torch.Tensor
+            always = name == "forward" or type(value) is torch.Tensor
             if name not in _ALL_REGISTRIES and (always or of_torch or name in self._names):
                 yield name, value, None
         for kind in HOOKS:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from graphpp.capture.objects.names import names_in
-from graphpp.capture.objects.walk import PLAIN, Item, Limits, Path
+from graphpp.capture.objects.walk import PLAIN, Item, Limits
 from graphpp.capture.watch.conditions import Watch
 from graphpp.runtime.dtensors import spread_tensor
 from graphpp.runtime.released import class_of
@@ -49,15 +49,14 @@ class ModelDigest:
 
     def __init__(self, model: nn.Module, loss: Any, *facts: object) -> None:
         watch = Watch(model, loss)
-        self._fqns = list(dict(model.named_modules()))
         self.per_process: str | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.groups: dict[str, str] = {}
         lines, orders = [repr(_settings()), *map(repr, facts), *_ties(model)], []
         for item in watch.items(_EVERYTHING):
-            name = self._name(item.path)
+            name = watch.name_of(item.path)
             if item.first is not None:
-                lines.append(f"{name}\tas\t{self._name(item.first)}")
+                lines.append(f"{name}\tas\t{watch.name_of(item.first)}")
             else:
                 lines += [f"{name}\t{item.kind}\t{text}" for text in self._texts(name, item)]
                 if item.kind == "mapping":
@@ -77,13 +76,6 @@ class ModelDigest:
     def name_of_group(self) -> Mapping[str, str]:
         """The name of a process group in model or loss, by the group's name in this process."""
         return {group: name for name, group in reversed(self.groups.items())}
-
-    def _name(self, path: Path) -> str:
-        """A path as text: the module's FQN, then keys and attributes."""
-        root, *rest = path
-        if isinstance(root, int):
-            root = f"model.{self._fqns[root]}" if root < len(self._fqns) else f"loss.{root - len(self._fqns)}"
-        return ".".join([root.rstrip("."), *(each if isinstance(each, str) else f"[{each!r}]" for each in rest)])
 
     def _texts(self, name: str, item: Item) -> Iterator[str]:
         """The lines that compare an object, without its parts that are items themselves."""

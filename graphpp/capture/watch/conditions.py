@@ -61,6 +61,10 @@ class Conditions:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Conditions) and self._hash == other._hash and self.pairs == other.pairs)
 
+    def changed(self, before: Conditions) -> list[Path]:
+        """The paths whose values differ."""
+        return sorted({path for path, _ in self.pairs ^ before.pairs}, key=str)
+
 
 @dataclass(frozen=True)
 class Look:
@@ -76,7 +80,7 @@ class Watch:
         ids = set(map(id, own))
         of_loss = [each for each in loss.modules() if id(each) not in ids] if isinstance(loss, nn.Module) else []
         self.modules = [*own, *of_loss]
-        self._own, self._loss = len(own), loss
+        self._own, self._loss, self._fqns = len(own), loss, [fqn for fqn, _ in model.named_modules()]
         self._tree = {id(module): (at,) for at, module in enumerate(self.modules)}
         self._frozen: dict[Path, Any] = {}
         self._kinds: set[type] = set()  # classes of the objects walked
@@ -107,6 +111,13 @@ class Watch:
         if changed:
             self._frozen |= {path: before.get(path, _ABSENT) for path in changed}
             self._seen = None
+
+    def name_of(self, path: Path) -> str:
+        """A path as text: the module's FQN, then keys and attributes."""
+        root, *rest = path
+        if isinstance(root, int):
+            root = f"model.{self._fqns[root]}" if root < self._own else f"loss.{root - self._own}"
+        return ".".join([root.rstrip("."), *(each if isinstance(each, str) else f"[{each!r}]" for each in rest)])
 
     def items(self, limits: Limits) -> list[Item]:
         """The objects that the code of model and loss reads."""
