@@ -141,7 +141,7 @@ class FlatMicrobatch:
 
     def without_data(self) -> FlatMicrobatch:
         """The microbatch with meta tensors of the same layouts, which take no memory."""
-        return replace(self, values=tuple(_without_data(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.values))
+        return replace(self, values=tuple(map(_without_data, self.values)))
 
     def with_ordered_integers(self) -> FlatMicrobatch:
         """The microbatch with integer and bool tensors made contiguous, which does not change the results of kernels."""
@@ -170,8 +170,10 @@ def with_tensors(example: Microbatch, values: Sequence[torch.Tensor]) -> Microba
     return FlatMicrobatch(flat.spec, flat.paths, filled).microbatch()
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _without_data(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def is_plain_data(leaf: Any) -> bool:

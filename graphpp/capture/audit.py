@@ -1,7 +1,7 @@
 """Check at some calls that forward and loss still compute what was captured.
 
-A graph depends on state that nobody can list: closures behind methods, patched functions, objects of libraries. `watch/` follows
-changes of common state at once. An audit finds all others, later: it runs forward and loss once more on fake tensors and
+A graph depends on state that nobody can list: patched functions, objects of libraries, the environment. `watch/` follows
+changes of common state at once. An audit finds all others, later: it runs forward and loss once more on fake tensors, and
 compares the operators with those of the capture (`operators.py`).
 
 Contract: `Audit.check` audits the calls 2, 4, 8, .. of a graph, and then so rarely that audits take at most `_SHARE` of the
@@ -15,8 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-
-import torch
 
 from graphpp.capture.operators import Operations, first_difference
 from graphpp.errors import CaptureError

@@ -2,8 +2,9 @@
 
 Contract: while `fake_state` is open, every parameter and buffer is a fake tensor of the same shape, dtype (`param_dtype` for
 floating-point parameters, if given) and requires_grad on the step's device. Tied tensors stay tied; a `DTensor` is replaced by
-its local shard, and a tensor whose class computes itself by None (`tensor_objects.py`). Other threads see the fake tensors too: calling a module of the model or stepping a pipeline there raises
-`GraphPPError`. Other uses, such as `state_dict()`, are not refused.
+its local shard, and a tensor whose class computes itself by None (`tensor_objects.py`). Other threads see the fake tensors too:
+calling a module of the model or stepping a pipeline there raises `GraphPPError`. Other uses, such as `state_dict()`, are not
+refused.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Contract
 - `note_operators` runs forward and loss once as a capture does, makes no graph, and leaves the model unchanged. It notes an
   `Operation` for each operator that ran: its arguments, with plain numbers as text and tensors by origin (parameter or buffer
   by FQN, input by path, number of the operation that made it, constant), and the layouts of its results.
-- `Operations.asked` has the constants of which the code reads numbers (`.item()`): a trace makes such numbers part of the graph.
+- `Operations.asked` has the constants of which the code reads numbers (`.item()`), which a trace makes part of the graph.
 - Two runs have equal operations if code and state are unchanged. A constant equals another one in the same memory, whose values
   the graph reads in each step, and one with the values that the first had when it was noted.
 - `CaptureError` is raised where the code cannot run on fake tensors.
@@ -131,7 +131,7 @@ class OperatorNotes(aot.DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.read: list[torch.Tensor] = []  # the constants with which operators computed, without other tensors
         self.asked = False  # whether the code read a number of a constant, or of such a result

@@ -14,7 +14,10 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpp._torch import tensor_subclass
 from graphpp._torch.this_thread import replaced
+from graphpp.capture.source_lines import is_user_file
 from graphpp.errors import CaptureError
 from graphpp.runtime.dtensors import spread_tensor
 from graphpp.runtime.released import original
@@ -53,9 +57,9 @@ def computes_itself(place: Place) -> bool:
         return False
     if place.tensor.requires_grad:
         raise CaptureError(
-            f"the parameter {place.fqn} is a {type(place.tensor).__qualname__}, a class of tensors with operators of its own, and "
-            "requires grad: gradients of such parameters cannot be captured. Freeze it (requires_grad_(False)), for example as "
-            "the base of LoRA, or train a plain nn.Parameter."
+            f"the parameter {place.fqn} is a {type(place.tensor).__qualname__}, a class with operators of its own, and "
+            "requires grad: gradients of such parameters cannot be captured. Freeze it (requires_grad_(False)), for example "
+            "as the base of LoRA, or train a plain nn.Parameter."
         )
     return True
 
@@ -76,7 +80,7 @@ class TensorObjects:
                 self._mode.add(place.own, tensor)
             place.store[place.name] = place.own
         try:
-            with self._mode, replaced(torch.Tensor, "as_subclass", lambda tensor, kind: self._mode.as_subclass(tensor, kind)):
+            with self._mode, replaced(torch.Tensor, "as_subclass", _as_subclass(self._mode)):
                 yield
         finally:
             for place, tensor in zip(self._places, traced, strict=True):
@@ -110,12 +114,16 @@ class _Traced(TorchFunctionMode):
         if overriding is not None and tensor_subclass.subclasses_decide():
             with self:
                 return overriding.__torch_function__(function, types, args, dict(kwargs or {}))
+        _refuse_wrapped(function)
         found = function(*self.traced(args), **self.traced(dict(kwargs or {})))
         return self._with_objects(found)
 
+    def tensor(self, value: torch.Tensor) -> torch.Tensor:
+        return self._traced.get(id(value), (value, value))[1]
+
     def traced(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._traced.get(id(value), (value, value))[1]
+            return self.tensor(value)
         if type(value) in (list, tuple):
             return type(value)(map(self.traced, value))
         if type(value) is dict:
@@ -129,9 +137,34 @@ class _Traced(TorchFunctionMode):
 
     def as_subclass(self, tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         """An object of class `kind` whose traced tensor is that of `tensor`: torch cannot make one of a fake tensor."""
-        traced = self.traced(tensor)
+        traced = self.tensor(tensor)
         if not tensor_subclass.overrides(kind):
             return traced
         own = tensor_subclass.made(kind, _BLANK, False)
         self._traced[id(own)] = own, traced
         return own
+
+
+def _refuse_wrapped(function: Any) -> None:
+    """Raise `CaptureError` if `function` wraps a function of torch under its name: each mode of the trace would call it again.
+
+    Torch's own function passes the object of its name to modes, and is the user's wrapper by then.
+    """
+    if isinstance(function, FunctionType) and is_user_file(function.__code__.co_filename):
+        frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(2)))
+        asking = next(code for code in frames if code.co_name != "handle_torch_function")
+        if asking is not function.__code__ and not is_user_file(asking.co_filename):
+            raise CaptureError(
+                f"{asking.co_name} of torch was replaced by {function.__qualname__} ({function.__code__.co_filename}:"
+                f"{function.__code__.co_firstlineno}), which calls the original: a trace would call it several times. Let the "
+                "model call your function by its own name."
+            )
+
+
+def _as_subclass(mode: _Traced) -> Callable[[torch.Tensor, type[torch.Tensor]], torch.Tensor]:
+    """A function for `Tensor.as_subclass`: a bound method would not get the tensor."""
+
+    def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        return mode.as_subclass(tensor, kind)
+
+    return as_subclass

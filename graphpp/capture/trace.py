@@ -70,7 +70,7 @@ class CapturedGraph:
 
     `fixed_because`: why the graph is for one size although several sizes were requested. `updates`: the numbers that each call
     leaves in attributes; the graph is also valid for calls that begin with them. `seconds`: the time of the capture, including
-    the wait for the rank that captured. `audit`: the later checks of the state that a graph depends on, on the rank that captured.
+    the wait for the rank that captured. `audit`: the later checks of the state that a graph depends on; None on other ranks.
     """
 
     joint: JointGraph

@@ -37,9 +37,9 @@ class Debug(Group):
     audit: Option[int | None, int | None] = Option(
         None,
         read=or_none(INDEX),
-        about="How often model and loss are run on fake tensors, to find state that changed since the capture and is not "
-        "watched. 1: in each call of a graph, n: in each n-th, 0: never. None: in the calls 2, 4, 8, .. of a graph, and then so "
-        "rarely that it takes at most 0.5 % of the time.",
+        about="How often model and loss run on fake tensors, to find changes of state that is not watched. 1: in each call of "
+        "a graph; n: in each n-th; 0: never. None: in the calls 2, 4, 8, .. of a graph, and then so rarely that audits take at "
+        "most 0.5 % of the time.",
     )
     dynamic: Option[bool | None, bool | None] = Option(
         None,

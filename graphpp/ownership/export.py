@@ -175,15 +175,20 @@ def gathered(
     return {key: copy for key, copy in found.items() if copy is not None}
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; quantised tensors of libraries know no `to(copy=True)`."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+
+
 def _passed(tensor: torch.Tensor, holder: int | None, place: RankPlace, rank: int | None) -> torch.Tensor | None:
     """Send or receive one tensor; returns the copy on a receiving rank, else None."""
     receives = rank is None or rank == place.rank
     if holder is None or place.group is None or (rank is not None and holder == rank):
-        return whole_tensor(tensor).to("cpu", copy=True) if receives else None
+        return _copied(whole_tensor(tensor)) if receives else None
     if place.rank == holder:
         sent = whole_tensor(tensor).contiguous()
         _bytes_pass(sent, holder, place, rank)
-        return sent.to("cpu", copy=True) if receives else None
+        return _copied(sent) if receives else None
     if not receives:
         return None
     arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)

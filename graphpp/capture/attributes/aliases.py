@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from graphpp._torch import aot
 from graphpp._torch.parallel.sharded_tensor import local_of
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -24,7 +25,7 @@ def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
     for leaf in gc.get_objects() if addresses else ():
         plain = type(leaf) in (torch.Tensor, nn.Parameter)
         own = leaf if plain else local_of(leaf) if issubclass(type(leaf), torch.Tensor) else None  # a DTensor's shard
-        if own is not None and leaf.requires_grad and _memory(own)[0] in addresses:
+        if own is not None and not aot.is_fake(own) and leaf.requires_grad and _memory(own)[0] in addresses:
             raise CaptureError(
                 f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
                 "the model: it would get no gradient. Assign it to a module as an nn.Parameter (not within a list or dict)."
