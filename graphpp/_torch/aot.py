@@ -112,6 +112,13 @@ def is_fake(tensor: torch.Tensor | None) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+@contextlib.contextmanager
+def regions_replaced(run: Callable[..., Any]) -> Iterator[None]:
+    """Call `run` in place of every operator with a body, and of `torch.compile`, by which torch traces such bodies."""
+    with replaced(HigherOrderOperator, "__call__", run), replaced(torch, "compile", run):
+        yield
+
+
 def is_pure(function: Any) -> bool:
     """Whether an operator neither writes into its arguments nor draws random numbers."""
     if not isinstance(function, torch._ops.OpOverload):

@@ -49,7 +49,7 @@ class Audit:
         try:
             return self._note()
         except CaptureError as error:
-            _LOG.warning("unwatched state of model and loss is not audited, because they run only under a trace: %s", error)
+            _LOG.warning("unwatched state is not audited, because model and loss run only under a trace: %s", error)
             return None
 
     def _versions(self) -> list[int]:

@@ -31,13 +31,22 @@ def _explain(error: Exception) -> GraphPPError:
     message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     frames = (user_frame(traceback.extract_tb(cause.__traceback__)) or source_line(str(cause)) for cause in chain)
     place = next(filter(None, frames), "(no line of the model's own code)")
-    by_value = any(word in f"{type(cause).__name__} {cause}" for cause in chain for word in _DATA_DEPENDENT)
-    by_value_remedy = f"{_BY_VALUE} {_EXPERTS}" if "transformers" in place else _BY_VALUE
+    by_value = any(map(_asks_for_values, chain))
+    by_value_remedy = f"{BY_VALUE} {_EXPERTS}" if "transformers" in place else BY_VALUE
     remedy = by_value_remedy if by_value else _BY_WRITE if _WRITES in str(error) else _BY_SHAPE
     subject = "loss" if any(map(runs_loss, chain)) else "model"
     return CaptureError(
         f"the {subject} cannot be captured as one graph: {type(error).__name__}: {message}\n  at {place}\n{remedy}"
     )
+
+
+def is_of_trace(error: BaseException) -> bool:
+    """Whether only a trace raises such an error: a refusal, or a question for values that no tensor has under a trace."""
+    return any(isinstance(cause, GraphPPError) or _asks_for_values(cause) for cause in causes(error))
+
+
+def _asks_for_values(error: BaseException) -> bool:
+    return any(word in f"{type(error).__name__} {error}" for word in _DATA_DEPENDENT)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -49,8 +58,11 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-_DATA_DEPENDENT = ("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()")
-_BY_VALUE = (
+_DATA_DEPENDENT = (
+    *("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()"),
+    *("Cannot access data pointer", "FakeTensor"),
+)
+BY_VALUE = (
     "Values of tensors must not steer Python (if, while, int(), len(), .item(), numpy): write such a choice with torch.where "
     "or torch.cond, or compute it outside and pass it as an argument. If the line has no such choice, torch cannot trace its "
     "operation for a size that only the data decides: give the operation a known size, with padding or a mask."

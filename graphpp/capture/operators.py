@@ -8,7 +8,7 @@ Contract
 - `Operations.asked` has the constants of which the code reads numbers (`.item()`), which a trace makes part of the graph.
 - Two runs have equal operations if code and state are unchanged. A constant equals another one in the same memory, whose values
   the graph reads in each step, and one with the values that the first had when it was noted.
-- `CaptureError` is raised where the code cannot run on fake tensors.
+- `CaptureError` is raised where the code cannot run on fake tensors, or calls an operator with a body.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from graphpp.capture.loss import LossFunction
 from graphpp.capture.outside_state import refuse_outside_state
 from graphpp.capture.refusals import refuse_during_trace
 from graphpp.capture.source_lines import calling_line, source_line, user_line
-from graphpp.capture.tensor_objects import TensorObjects
+from graphpp.capture.tensor_objects import RegionsTraced, TensorObjects, end_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.capture.trace import TracedStep
+from graphpp.errors import CaptureError
 
 _SHOWN = 4  # constants of at most so many elements are shown with their values
 _COPIED = 4_096  # constants of at most so many elements are compared with a copy
@@ -109,14 +110,17 @@ def note_operators(
             for each in (*patches, mode):
                 stack.enter_context(each)
             notes.name({**inputs, **dict(model.named_buffers()), **dict(model.named_parameters())})
-            with notes:
+            with notes, aot.regions_replaced(end_trace):
                 step(*inputs.values())
         return Operations(notes.operations, notes.read if notes.asked else ())
 
     grad = contextlib.nullcontext() if training else torch.no_grad()
     with aot.quick(), as_functional(user_line), fake_state(model, mode, device, param_dtype) as objects, grad:
         step.objects = TensorObjects() if spread.places else objects
-        return as_eager_first(run, aot.as_under_export)
+        try:
+            return as_eager_first(run, aot.as_under_export)
+        except RegionsTraced as ended:
+            raise CaptureError("they call an operator with a body, such as torch.cond") from ended
 
 
 def first_difference(before: Operations, now: Operations) -> int | None:

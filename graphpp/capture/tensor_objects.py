@@ -6,6 +6,8 @@ Contract
   a dict, with `is`) are those of eager. Every call of torch gets the traced tensor of each object among its arguments, and a
   call that returns a traced tensor returns its object. Code that reads memory without calling torch gets the real values;
   `refuse_foreign_leaves` refuses a trained parameter that reached the graph this way.
+- Code that calls operators with bodies (`torch.cond`, `scan`) sees the traced tensors (`with_objects_first`).
+- An error that eager does not have, and that the code caught, is a `CaptureError` at the end.
 - A subclass with `__torch_function__` decides about its objects' operations, as in eager. Its results keep the class.
 - A frozen tensor of a class with `__torch_dispatch__`, such as quantised weights, has no traced tensor: its class computes with
   the tensors inside, which become constants of the graph. `CaptureError` is raised for such a class that trains.
@@ -18,19 +20,21 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from graphpp._torch import tensor_subclass
+from graphpp._torch import aot, tensor_subclass
+from graphpp._torch.parallel.sharded_tensor import is_dtensor_class
 from graphpp._torch.this_thread import replaced
-from graphpp.capture.source_lines import is_user_file
+from graphpp.capture.explain_errors import BY_VALUE, is_of_trace
+from graphpp.capture.source_lines import is_user_file, user_line
 from graphpp.errors import CaptureError
-from graphpp.runtime.dtensors import spread_tensor
-from graphpp.runtime.released import original
+from graphpp.runtime.released import like, original
 
+T = TypeVar("T")
 _BLANK = torch.empty((), device="meta")
 
 
@@ -48,12 +52,17 @@ def places_of(model: nn.Module) -> list[Place]:
     named = ((f"{fqn}." if fqn else "", module) for fqn, module in model.named_modules())
     stores = ((prefix, store) for prefix, module in named for store in (module._parameters, module._buffers))
     found = ((store, name, held, prefix + name) for prefix, store in stores for name, held in store.items())
-    return [Place(*place, original(place[2])) for place in found if place[2] is not None]
+    return [Place(*place, _own(place[2])) for place in found if place[2] is not None]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The object that the code sees: for a shard of a whole parameter a plain parameter, as after a gather."""
+    return like(tensor, _BLANK) if is_dtensor_class(type(tensor)) else original(tensor)
 
 
 def computes_itself(place: Place) -> bool:
     """Whether a tensor's class computes by `__torch_dispatch__`. Raises `CaptureError` if such a tensor trains."""
-    if not tensor_subclass.dispatches(type(place.tensor)) or spread_tensor(place.tensor) is not None:
+    if not tensor_subclass.dispatches(type(place.tensor)) or is_dtensor_class(type(place.tensor)):
         return False
     if place.tensor.requires_grad:
         raise CaptureError(
@@ -64,8 +73,27 @@ def computes_itself(place: Place) -> bool:
     return True
 
 
+class RegionsTraced(BaseException):
+    """Ends a trace whose code calls an operator with a body, such as `torch.cond`: torch traces bodies without the mode."""
+
+
+def with_objects_first(trace: Callable[[TensorObjects], T], objects: TensorObjects) -> T:
+    """`trace(objects)`, or where the code calls operators with bodies, a trace in which it sees the traced tensors."""
+    try:
+        return trace(objects)
+    except RegionsTraced:
+        return trace(TensorObjects())
+
+
+def end_trace(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RegionsTraced
+
+
 class TensorObjects:
-    """The model's own tensors. `places`: where they belong; their stores have fake tensors, or None, outside of `in_use`."""
+    """The model's own tensors. `places`: where they belong; their stores have fake tensors, or None, outside of `in_use`.
+
+    Without places the code sees the traced tensors.
+    """
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
         self._places = places
@@ -73,6 +101,9 @@ class TensorObjects:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
+        if not self._places:
+            yield
+            return
         traced = [store[name] for store, name, *_ in self._places]
         self._mode = _Traced()
         for place, tensor in zip(self._places, traced, strict=True):
@@ -80,15 +111,17 @@ class TensorObjects:
                 self._mode.add(place.own, tensor)
             place.store[place.name] = place.own
         try:
-            with self._mode, replaced(torch.Tensor, "as_subclass", _as_subclass(self._mode)):
+            as_subclass = replaced(torch.Tensor, "as_subclass", _as_subclass(self._mode))
+            with self._mode, as_subclass, aot.regions_replaced(end_trace):
                 yield
+            self._mode.refuse_caught_error()
         finally:
             for place, tensor in zip(self._places, traced, strict=True):
                 place.store[place.name] = tensor
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
         """A context inside `in_use` for the user's code that torch runs within a call of its own."""
-        return self._mode
+        return self._mode if self._places else contextlib.nullcontext()
 
     def traced(self, value: Any) -> Any:
         """The traced tensor of an object of the model; every other value itself."""
@@ -102,6 +135,7 @@ class _Traced(TorchFunctionMode):
         super().__init__()
         self._traced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of an object -> object, traced tensor
         self._own: dict[int, torch.Tensor] = {}  # id of a traced tensor -> object
+        self.error: tuple[Exception, str] | None = None  # the first error that eager does not have, and the user's line
 
     def add(self, own: torch.Tensor, traced: torch.Tensor) -> None:
         self._traced[id(own)] = own, traced
@@ -115,8 +149,24 @@ class _Traced(TorchFunctionMode):
             with self:
                 return overriding.__torch_function__(function, types, args, dict(kwargs or {}))
         _refuse_wrapped(function)
-        found = function(*self.traced(args), **self.traced(dict(kwargs or {})))
+        try:
+            if function is torch.Tensor.__reduce_ex__:
+                raise CaptureError("a tensor is pickled, or copied by copy.copy, while the model runs: use tensor.clone()")
+            found = function(*self.traced(args), **self.traced(dict(kwargs or {})))
+        except Exception as error:
+            if is_of_trace(error):
+                self.error = self.error or (error, user_line())
+            raise
         return self._with_objects(found)
+
+    def refuse_caught_error(self) -> None:
+        """Raise `CaptureError` if the code caught an error that eager does not have."""
+        if self.error is not None:
+            error, line = self.error
+            raise CaptureError(
+                f"the code of model or loss caught an error of the trace, so the graph would take the branch of the error in "
+                f"every step: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n  at {line}\n{BY_VALUE}"
+            ) from error
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
         return self._traced.get(id(value), (value, value))[1]

@@ -51,7 +51,7 @@ from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mi
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
 from graphpp.capture.source_lines import user_line
 from graphpp.capture.stacked_rnn import unstack_rnn
-from graphpp.capture.tensor_objects import TensorObjects
+from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.errors import CaptureError
@@ -120,10 +120,14 @@ def capture(
         given = tuple(fakes.values())
         if direct:
             return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
-        return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
+
+        def exported_with(used: TensorObjects) -> Exported:
+            wrapper.objects = used
+            return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
+
+        return with_objects_first(exported_with, objects)
 
     with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype) as objects, grad:
-        wrapper.objects = TensorObjects() if direct else objects
         exported = same_in_every_call(export(()), export)
         module, functions, found, inputs = exported.module, exported.functions, exported.found, exported.inputs
         updates = found.writes.updates.values()
