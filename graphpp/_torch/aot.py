@@ -13,7 +13,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`
 - `torch.distributions.Distribution._validate_args`: whether distributions check arguments
 - `torch.fx._lazy_graph_module`: `_use_lazy_graph_module`, `_make_graph_module`: Python code is generated at the first run
-- `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverloadPacket`: operator classes
+- `torch._ops`: `OperatorBase`, `OpOverload`, `HigherOrderOperator`, `OpOverloadPacket`: operator classes
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: metadata that traced nodes inherit
 - `torch.utils._python_dispatch`: `TorchDispatchMode`, which observes the operators of a run; `_disable_current_modes`
 """

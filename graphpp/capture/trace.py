@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -60,9 +60,6 @@ from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 
-if TYPE_CHECKING:
-    from graphpp.capture.audit import Audit
-
 
 @dataclass(frozen=True)
 class CapturedGraph:
@@ -70,7 +67,8 @@ class CapturedGraph:
 
     `fixed_because`: why the graph is for one size although several sizes were requested. `updates`: the numbers that each call
     leaves in attributes; the graph is also valid for calls that begin with them. `seconds`: the time of the capture, including
-    the wait for the rank that captured. `audit`: the later checks of the state that a graph depends on; None on other ranks.
+    the wait for the rank that captured. `audit` checks in a later call that the state did not change on which the
+    graph depends (`watch/audit.py`); None on ranks that did not capture.
     """
 
     joint: JointGraph
@@ -79,7 +77,7 @@ class CapturedGraph:
     updates: tuple[NumberUpdate, ...] = ()
     fixed_because: str = ""
     seconds: float = field(default=0.0, compare=False)
-    audit: Audit | None = field(default=None, compare=False)
+    audit: Callable[[], None] | None = field(default=None, compare=False)
 
 
 @traces_in_this_thread()  # around check_model too: another capture puts fake parameters into the model

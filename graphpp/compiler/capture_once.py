@@ -17,21 +17,21 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.audit import Audit
-from graphpp.capture.operators import Operations, note_operators
 from graphpp.capture.outputs import check_output_leaves
 from graphpp.capture.sizes.open_sizes import Open, with_open_sizes
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.digest import ModelDigest, UnreadableError
 from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
+from graphpp.capture.watch.audit import Audit
+from graphpp.capture.watch.operators import Operations, note_operators
 from graphpp.compiler.artifact import Artifact
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
@@ -121,17 +121,17 @@ def capture_graphs(
 def _audited(
     request: CompileRequest, graphs: Sequence[CapturedGraph], examples: Sequence[FlatMicrobatch], training: bool
 ) -> list[CapturedGraph]:
-    """The graphs with audits of the state that they depend on (`capture/audit.py`), on a rank that captured them."""
+    """The graphs with audits of the state that they depend on (`capture/watch/audit.py`), on a rank that captured them."""
     debug, device, param_dtype = request.options.debug, request.place.device, request.options.parallel.param_dtype
 
-    def audit(example: FlatMicrobatch) -> Audit:
+    def audit(example: FlatMicrobatch) -> Callable[[], None]:
         batch = example.without_data().microbatch()
 
         def note() -> Operations:
             with torch.inference_mode(False), torch.enable_grad():
                 return note_operators(request.model, request.loss, batch, device, training=training, param_dtype=param_dtype)
 
-        return Audit(note, debug.audit, by_time=request.place.tp_group is None)
+        return Audit(note, debug.audit, by_time=request.place.tp_group is None).check
 
     return [replace(graph, audit=audit(example)) for graph, example in zip(graphs, examples, strict=True)]
 

@@ -92,7 +92,7 @@ class GraphCache:
         """A call over these microbatches, with the model in its current state.
 
         Raises `GraphPPError` as `KeyMaker.key` does, and where another pipeline has trained a parameter on another rank;
-        `CaptureError` if state of a known graph has changed unseen (`capture/audit.py`).
+        `CaptureError` if state of a known graph has changed unseen (`capture/watch/audit.py`).
         """
         key = self._keys.key(training, [part.signature for part in parts])
         if self.first is not None:
@@ -102,7 +102,7 @@ class GraphCache:
         call = StepCall(parts, key, weighting)
         for graph in dict.fromkeys(self._known(*each) for each in call.distinct.items()):
             if graph is not None and graph.captured.audit is not None:
-                graph.captured.audit.check()
+                graph.captured.audit()
         return call
 
     def recapture(self) -> None:

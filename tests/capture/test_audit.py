@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp import CaptureError
-from graphpp.capture.audit import Audit
-from graphpp.capture.operators import Operations
+from graphpp.capture.watch.audit import Audit
+from graphpp.capture.watch.operators import Operations
 from tests.distributed import run_ranks
 
 WIDTH = 4
@@ -81,7 +81,7 @@ def list_of_a_tensor() -> Changing:
 def number_of_a_tensor_attribute() -> Changing:
     model = Model()
     model.weight = torch.tensor(1.0)  # type: ignore[assignment]
-    model.factor = lambda: model.weight.item()  # type: ignore[method-assign, operator]
+    model.factor = partial(lambda of: of.weight.item(), model)  # type: ignore[method-assign]
     return Changing(model, F.mse_loss, lambda: model.weight.fill_(2.0))  # type: ignore[operator]
 
 
@@ -268,8 +268,9 @@ def hook_on_all_modules() -> Changing:
     handles: list[Any] = []
     double = lambda module, args, output: output * 2 if type(module) is nn.Linear else None  # noqa: E731
     register = nn.modules.module.register_module_forward_hook
-    add, remove = lambda: handles.append(register(double)), lambda: handles[0].remove()  # noqa: E731
-    return Changing(Model(), F.mse_loss, add, remove)
+    return Changing(
+        Model(), F.mse_loss, lambda: handles.append(register(double)), lambda: [each.remove() for each in handles]
+    )
 
 
 def environment() -> Changing:
@@ -445,7 +446,7 @@ class Noting:
 
 def test_audits_double_their_distance_and_end_at_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     noting = Noting(0.1)
-    monkeypatch.setattr("graphpp.capture.audit.time.perf_counter", lambda: noting.now)
+    monkeypatch.setattr("graphpp.capture.watch.audit.time.perf_counter", lambda: noting.now)
     audited = noting.calls(Audit(noting), 1_000)
     assert audited[:6] == [1, 2, 4, 8, 16, 32]
     # An audit takes a tenth of a call, so 20 calls pay for it, or 21 where the quotient is rounded up: 0.1 / (0.005 * 1.0).

@@ -84,6 +84,7 @@ def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> 
             "memory.optimizer": "sgd",
             "gradients.reduction": "sum",
         "gradients.dtype": torch.float32, "gradients.fused": True, "debug.max_graphs": 3,
+        "debug.audit": 7,
         "debug.dynamic": True, "parallel.check_data": 7, "parallel.keep": 2, "parallel.param_dtype": torch.bfloat16,
         "parallel.reduce_dtype": torch.bfloat16,
             "parallel.replica_values": "broadcast", "parallel.timeout": 3, "parallel.start_timeout": 4,

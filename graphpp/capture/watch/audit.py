@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 
-from graphpp.capture.operators import Operations, first_difference
+from graphpp.capture.watch.operators import Operations, first_difference
 from graphpp.errors import CaptureError
 
 _SHARE = 0.005

@@ -25,6 +25,7 @@ from torch import nn
 from graphpp._torch import aot, pytree
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.parallel.in_place_collectives import as_functional
+from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.batch.microbatch import Microbatch, tensors_by_path
 from graphpp.capture.eager_branches import Answering, as_eager_first
 from graphpp.capture.explain_errors import explain_errors
@@ -98,9 +99,12 @@ def note_operators(
     training: bool,
     param_dtype: torch.dtype | None = None,
 ) -> Operations:
-    """The operations of forward and loss on fake tensors. Arguments as for `capture`."""
+    """The operations of forward and loss on fake tensors. Arguments as for `capture`.
+
+    Dispatch modes around the call, such as a counter of FLOPs, do not see these operations.
+    """
     step, mode, spread = TracedStep(model, loss, example, training), aot.fake_mode(), SpreadTensors.of(model)
-    inputs = {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
+    inputs: dict[str, torch.Tensor] = {}
 
     def run(answering: Answering) -> Operations:
         notes = OperatorNotes()
@@ -115,7 +119,9 @@ def note_operators(
         return Operations(notes.operations, notes.read if notes.asked else ())
 
     grad = contextlib.nullcontext() if training else torch.no_grad()
-    with aot.quick(), as_functional(user_line), fake_state(model, mode, device, param_dtype) as objects, grad:
+    quick, functional = aot.quick(), as_functional(user_line)
+    with aot.no_modes(), quick, functional, fake_state(model, mode, device, param_dtype) as objects, grad:
+        inputs |= {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
         step.objects = TensorObjects() if spread.places else objects
         try:
             return as_eager_first(run, aot.as_under_export)
@@ -182,6 +188,8 @@ class OperatorNotes(aot.DispatchMode):
             return f"{{{', '.join(f'{key}: {self._text(each, constants)}' for key, each in value.items())}}}"
         if isinstance(value, list | tuple):
             return f"[{', '.join(self._text(each, constants) for each in value)}]"
+        if type(value) in SYMBOLIC:  # a size that an earlier trace left in an object
+            return str(hint(value))
         return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else str(value)
 
 
