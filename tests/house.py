@@ -120,14 +120,14 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
     "graphpp": 46_000,
-    "graphpp/_torch": 2_030,
+    "graphpp/_torch": 2_040,
     "graphpp/backends": 1_060,
     "graphpp/batch": 480,
     "graphpp/cache": 270,
     "graphpp/capture": 4_520,
     "graphpp/checkpoint": 1_480,
     "graphpp/cli": 1_470,
-    "graphpp/cluster_planner": 4_320,
+    "graphpp/cluster_planner": 4_310,
     "graphpp/compiler": 2_110,
     "graphpp/integrations": 20,
     "graphpp/options": 970,
