@@ -138,8 +138,8 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/planner": 1_800,
     "graphpp/report": 810,
     "graphpp/runtime": 3_740,
-    "graphpp/schedules": 7_000,
-    "graphpp/verification": 1_340,
+    "graphpp/schedules": 7_010,
+    "graphpp/verification": 1_380,
     "tests": 42_000,
 }
 MOST_FILES = 393  # Python files of graphpp/, `__init__.py` included

@@ -26,12 +26,13 @@ from graphpp._torch import pytree
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import PhaseKey, StagedGraphs
 from graphpp.passes.text.naming import PythonNames
+from graphpp.passes.text.render import format_role
 from graphpp.runtime import program
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.report import Comparison, Difference, FirstDifference, difference, same
-from graphpp.verification.runs import Step, run_cut, run_eager, run_uncut
+from graphpp.verification.runs import Step, rounds, run_cut, run_eager, run_uncut
 
 Values = Sequence[Mapping[str, Any]]  # per microbatch, the values of the joint graph by name
 _PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")
@@ -56,6 +57,18 @@ def first_in_results(
         for microbatch, each in differences:
             if each.verdict == worst:
                 return _first_difference(words, node, each, _stage_of(role, compiled), microbatch)
+    return None
+
+
+def first_not_finite(joint: JointGraph, values: Values) -> FirstDifference | None:
+    """The first input, parameter or value of the joint graph with NaN, else with an infinite element."""
+    for is_wrong in (torch.isnan, torch.isinf):
+        for microbatch, known in enumerate(values):
+            for node in joint.graph.nodes:
+                if node.users and rounds(value := known[node.name]) and is_wrong(value).any():
+                    role = node.meta.get("role")
+                    what = node.name if role is None else format_role(role)
+                    return _first_difference(what, node, Difference(verdict="not finite"), None, microbatch)
     return None
 
 
