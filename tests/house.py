@@ -134,11 +134,11 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/ownership": 1_240,
     "graphpp/parallel": 2_200,
     "graphpp/passes": 4_980,
-    "graphpp/pipeline": 2_400,
+    "graphpp/pipeline": 2_410,
     "graphpp/planner": 1_800,
     "graphpp/report": 810,
     "graphpp/runtime": 3_740,
-    "graphpp/schedules": 7_010,
+    "graphpp/schedules": 7_000,
     "graphpp/verification": 1_380,
     "tests": 42_000,
 }

@@ -44,7 +44,7 @@ class StagePlan:
     @property
     def cells(self) -> tuple[str, ...]:
         sizes = map(spell_bytes, (self.sent_forward_bytes, self.sent_backward_bytes, self.saved_bytes))
-        return str(self.stage), str(self.rank), ", ".join(self.modules) or "(empty)", f"{self.parameters:,}", *sizes
+        return str(self.stage), str(self.rank), ", ".join(self.modules) or "(no module)", f"{self.parameters:,}", *sizes
 
 
 @dataclass(frozen=True)
