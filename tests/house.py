@@ -120,7 +120,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
     "graphpp": 46_000,
-    "graphpp/_torch": 2_040,
+    "graphpp/_torch": 2_050,
     "graphpp/backends": 1_060,
     "graphpp/batch": 480,
     "graphpp/cache": 270,
@@ -137,9 +137,9 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/pipeline": 2_410,
     "graphpp/planner": 1_830,
     "graphpp/report": 810,
-    "graphpp/runtime": 3_740,
+    "graphpp/runtime": 3_800,
     "graphpp/schedules": 7_000,
-    "graphpp/verification": 1_380,
+    "graphpp/verification": 1_370,
     "tests": 42_000,
 }
 MOST_FILES = 393  # Python files of graphpp/, `__init__.py` included

@@ -111,6 +111,13 @@ def is_fake(tensor: torch.Tensor | None) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def rounds(value: Any) -> bool:
+    """Whether a value is rounded and its dtype has arithmetic (float8 and complex32 have none)."""
+    if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
+        return False
+    return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
+
+
 def distributions_unchecked() -> Context:
     return replaced(Distribution, "_validate_args", False)
 

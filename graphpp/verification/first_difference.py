@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from graphpp._torch import pytree
+from graphpp._torch import aot, pytree
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import PhaseKey, StagedGraphs
 from graphpp.passes.text.naming import PythonNames
@@ -32,7 +32,7 @@ from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.report import Comparison, Difference, FirstDifference, difference, same
-from graphpp.verification.runs import Step, rounds, run_cut, run_eager, run_uncut
+from graphpp.verification.runs import Step, run_cut, run_eager, run_uncut
 
 Values = Sequence[Mapping[str, Any]]  # per microbatch, the values of the joint graph by name
 _PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")
@@ -65,7 +65,7 @@ def first_not_finite(joint: JointGraph, values: Values) -> FirstDifference | Non
     for is_wrong in (torch.isnan, torch.isinf):
         for microbatch, known in enumerate(values):
             for node in joint.graph.nodes:
-                if node.users and rounds(value := known[node.name]) and is_wrong(value).any():
+                if node.users and aot.rounds(value := known[node.name]) and is_wrong(value).any():
                     role = node.meta.get("role")
                     what = node.name if role is None else format_role(role)
                     return _first_difference(what, node, Difference(verdict="not finite"), None, microbatch)
