@@ -257,7 +257,7 @@ class GraphCache:
         for key, graph in graphs.items():
             self.first = self.first or graph
             said = graph.plan.without_gradient
-            if said not in self._said and self._request.place.rank == 0:
+            if said not in self._said and self._request.place.first_of_all:
                 _LOG.warning("%s", said)
             self._said.add(said)
             self._sizes.keep(key, call.distinct[key], graph)

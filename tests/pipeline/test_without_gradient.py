@@ -6,9 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import graphpp
+from tests.distributed import run_ranks
 
 WIDTH = 4
 
@@ -86,3 +88,23 @@ def test_parameters_without_a_gradient_are_named_once(
     train = graphpp.compile(model, F.mse_loss, split=["layers.2"], microbatches=2, example=given)
     assert [stage.trained for stage in train.plan.stages] == trained
     assert bool(named) == ("no gradient reaches" in str(train))
+
+
+def said_by(rank: int) -> list[str]:
+    """What a rank of two replicas logs."""
+    torch.set_num_threads(1)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("graphpp").addHandler(handler)
+    mesh, x = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_replicate")), torch.zeros(4, WIDTH)
+    torch.manual_seed(0)
+    graphpp.compile(Model(torch.sin, tied=True), F.mse_loss, mesh=mesh).step(x, target=x)
+    torch.manual_seed(0)
+    graphpp.compile(Unused(), F.mse_loss, mesh=mesh).step(x, target=x)
+    return said
+
+
+def test_one_rank_of_all_replicas_names_them() -> None:
+    first, second = run_ranks(said_by, 2)
+    assert len(first) == 1 and "never.weight" in first[0] and second == []
