@@ -14,7 +14,7 @@ from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.tensor_parallel.check_meshes import check_meshes
-from graphpp.cluster_planner.plans.as_options import DECIDED, with_plan
+from graphpp.cluster_planner.plans.as_options import with_plan
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.backend import BackendLike
@@ -107,10 +107,9 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         CaptureError, SplitError, ScheduleError, BatchError, GraphPPError: a model, loss or option that cannot be compiled.
         MismatchError: ranks were given different arguments; every rank raises. All are `GraphPPError`; nothing is changed.
     """
-    if plan is not None:
-        given = {"split": split, "schedule": schedule, "microbatches": microbatches}
-        decided = with_plan(plan, {**given, "parallel": parallel, "memory": memory, "gradients": gradients}, example)
-        split, schedule, microbatches, parallel, memory, gradients = (decided[name] for name in DECIDED)
+    split, schedule, microbatches, parallel, memory, gradients = with_plan(
+        plan, (split, schedule, microbatches, parallel, memory, gradients), example
+    )
     ranks = Options(parallel=parallel).parallel
     if plan is not None and mesh is None:
         mesh = planned_mesh(model, plan.mesh, ranks.device, ranks.start_timeout)
@@ -147,6 +146,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     gradients: GradientsLike = None,
     debug: DebugLike = None,
     artifact: str | os.PathLike[str] | None = None,
+    plan: TrainingPlan | None = None,
     ranks: int | None = None,
     tolerance: float | None = None,
     against: Against = "microbatches",
@@ -164,7 +164,9 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
             `against="whole batch"` a whole batch, which is cut as `Pipeline.step` cuts it.
         microbatches: None: as many as the table or list has, else one per rank, at least 2; for a whole batch as `step` does.
         mesh: as for `graphpp.compile`; only the sizes of its dimensions `pp` and, for `memory.cap`, `dp_shard` count.
-        ranks: the schedule's number of ranks. None: that of the mesh, the table or the split, else 2.
+        plan: as for `graphpp.compile`. Its `keep` and `param_dtype` are left out: they say how shards are gathered, and there
+            are none. Its microbatches may have any number of rows here.
+        ranks: the schedule's number of ranks. None: that of the plan, the mesh, the table or the split, else 2.
         tolerance: the relative difference that counts as rounding. None: 1e-6 in float32, and as many units in the last
             place of the coarsest floating dtype that the model computes in (bfloat16: 0.066). Values that a backend compiles,
             or that a trace computes by other operators than eager, may then differ by ten times the measured rounding of
@@ -190,19 +192,23 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
         absent = [path for path, tensor in flatten_microbatch(each).tensors.items() if tensor.is_meta]
         if absent:
             raise BatchError(f"verify computes with the data of example=, and {absent[0]} has none: it is on the meta device")
+    split, schedule, microbatches, parallel, memory, gradients = with_plan(
+        plan, (split, schedule, microbatches, parallel, memory, gradients), sharded=False
+    )
+    planned, shards = (pipeline_ranks(mesh), shard_ranks(mesh)) if plan is None else _planned_ranks(plan, mesh, ranks)
     options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug, artifact)
     if options.parallel.mixed:
         raise GraphPPError(
             "parallel.param_dtype and parallel.reduce_dtype: verify compares with eager, which has no shards: leave "
             "them out, and give a copy of the model with its parameters in the dtype in which they are to compute"
         )
-    if options.parallel.keep == 0 and shard_ranks(mesh) is not None:
+    if options.parallel.keep == 0 and shards is not None:
         raise GraphPPError(
             "parallel.keep=0: verify runs all ranks in one process, where there is nothing to gather: leave it out, for the "
             "programs compute the same without it"
         )
     compiler_of(options.backend)
-    count = ranks_of(ranks if ranks is not None else pipeline_ranks(mesh), options)
+    count = ranks_of(ranks if ranks is not None else planned, options)
     options.memory.caps(count)
     if len(several) > 1 and options.microbatches not in (None, len(several)):
         raise BatchError(f"example= has {len(several)} microbatches, microbatches={options.microbatches}: leave one out")
@@ -210,13 +216,23 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     wanted = options.microbatches or max(2, count)
     require(BatchError, "microbatches", _VERIFIED, wanted)
     device = usable_device(options.parallel.device or device_of(model))
-    place = SimulatedPlace(device, None, count=count, shard_count=shard_ranks(mesh))
+    place = SimulatedPlace(device, None, count=count, shard_count=shards)
     dumps = debug is not None
     if against == "whole batch":
         parts, whole = cut_as_in_a_step(several[0], count, options), flatten_microbatch(several[0])
         return verified(model, loss, options, place, parts, tolerance, dumps, whole)
     parts = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
     return verified(model, loss, options, place, parts, tolerance, dumps)
+
+
+def _planned_ranks(plan: TrainingPlan, mesh: MeshLike, ranks: object) -> tuple[int, int | None]:
+    """The ranks of a pipeline and of a parameter's shards. Raises `GraphPPError` if a mesh or ranks were given that differ."""
+    shape = plan.setting.shape
+    if mesh is not None:
+        check_planned(mesh, plan.mesh)
+    if ranks not in (None, shape.pp):
+        raise GraphPPError(f"ranks: plan= is for {shape.pp}, got {ranks}: leave one of the two out")
+    return shape.pp, shape.shards if shape.shards > 1 else None
 
 
 def _check_parallel(options: Options, place: RankPlace) -> None:

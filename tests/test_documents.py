@@ -5,6 +5,7 @@ A picture that a block writes equals the picture of that name in docs/; `GOLDEN_
 Files that a document names, and links to files, exist.
 """
 
+import inspect
 import os
 import re
 from pathlib import Path
@@ -71,6 +72,21 @@ def test_files_that_are_named_exist(document: Path) -> None:
     if document.name.startswith("design"):  # its paths are below graphpp/, but for those of other folders
         named |= {ROOT / "graphpp" / path for path in SHORT.findall(text) if not (ROOT / path).exists()}
     assert sorted(str(path) for path in named if not path.exists()) == []
+
+
+def test_the_table_of_the_pipeline_has_all_its_methods_with_their_arguments() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/pipeline.md").read_text(), re.MULTILINE)
+    calls = [call for row in rows for call in re.findall(r"`([^`]*)`", row) if call != "print(pipe)"]
+    public = {name: getattr(graphpp.Pipeline, name) for name in dir(graphpp.Pipeline) if not name.startswith("_")}
+
+    def call(name: str, method: Any) -> str:
+        if not callable(method):
+            return name
+        given = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
+        marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+        return f"{name}({', '.join(marks.get(each.kind, '') + each.name for each in given)})"
+
+    assert sorted(calls) == sorted(call(name, method) for name, method in public.items())
 
 
 def test_the_changelog_has_the_version() -> None:

@@ -21,7 +21,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -126,6 +126,13 @@ def is_pure(function: Any) -> bool:
     return not function._schema.is_mutable and torch.Tag.nondeterministic_seeded not in function.tags
 
 
+def rounds(value: Any) -> bool:
+    """Whether a value is rounded and its dtype has arithmetic (float8 and complex32 have none)."""
+    if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
+        return False
+    return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
+
+
 def distributions_unchecked() -> Context:
     return replaced(Distribution, "_validate_args", False)
 
@@ -191,6 +198,19 @@ def calls_within(around: Callable[[nn.Module], Context]) -> Iterator[None]:
 
     with replaced(nn.Module, "_call_impl", call):
         yield
+
+
+def called_once(stands_for: Mapping[nn.Module, nn.Module]) -> Context:
+    """Within this context a call of a key, with its hooks, is skipped: it returns what the value's last call returned."""
+    original: Callable[..., Any] = nn.Module._call_impl
+    results: dict[nn.Module, Any] = {}
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module not in stands_for:
+            results[module] = original(module, *args, **kwargs)
+        return results[stands_for.get(module, module)]
+
+    return replaced(nn.Module, "_call_impl", call)
 
 
 class LinesNoted(TorchFunctionMode):

@@ -41,7 +41,6 @@ def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
             enabled, body, *operands = node.args
             enter = aot.set_grad_enabled, (bool(enabled),)
             _inline(module, node, body, operands, enter, (bool(enabled), grad_enabled))
-    module.recompile()
     return module
 
 
@@ -87,7 +86,6 @@ def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:
         entered = module.graph.call_function(aot.enter_autocast, (device_type, dtype, True, cached))
     with module.graph.inserting_before(module.graph.output_node()):
         module.graph.call_function(aot.exit_autocast, (entered,))
-    module.recompile()
 
 
 def drop_value_checks(module: fx.GraphModule, *, of_data: bool) -> None:
@@ -103,7 +101,6 @@ def drop_value_checks(module: fx.GraphModule, *, of_data: bool) -> None:
         is_check = _checks(node.target) and (of_data or not _reads_data(node))
         if is_check or isinstance(node.meta.get("val"), SYMBOLIC):
             module.graph.erase_node(node)
-    module.recompile()
 
 
 def _reads_data(node: fx.Node) -> bool:

@@ -30,7 +30,6 @@ def unstack_rnn(module: fx.GraphModule) -> fx.GraphModule:
                 with module.graph.inserting_before(node):
                     results = _layers(module.graph, node, args)
                 _replace(module.graph, node, results)
-    module.recompile()
     return module
 
 

@@ -134,6 +134,7 @@ def capture(
             run_under_autocast(module, device.type)
         if not direct:
             on_export(module)
+            module.recompile()  # once for all changes of its graph
         without, writes = torch.autocast(device.type, enabled=False), refuse_writes(model, updates)
         trace = aot.traced_before(mode, module) if direct else aot.joint_trace(mode, module, inputs)
         with explain_errors(), writes, without, trace as traced:

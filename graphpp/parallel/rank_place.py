@@ -153,6 +153,10 @@ class RankPlace:
         return self.same_parameters is None or dist.get_rank(self.same_parameters) == 0
 
     @property
+    def first_of_all(self) -> bool:
+        return self.everyone is None or dist.get_rank(self.everyone) == 0
+
+    @property
     def first_of_stage(self) -> bool:
         """Whether this rank has the first parts of the parameters of its stages."""
         several = (self.tp_group, self.experts_group, None if self.sharding is None else self.sharding.group)

@@ -87,6 +87,7 @@ class GraphCache:
         self.tables = Tables(options.schedule, place.ranks, self._shards, message_flow(place.group, place.device))
         self.first: CompiledGraph | None = None
         self._reasons: set[str] = set()  # why graphs were captured again
+        self._said = {""}  # sentences about parameters without a gradient
 
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model in its current state.
@@ -274,6 +275,10 @@ class GraphCache:
         begins = self.first is None
         for key, graph in graphs.items():
             self.first = self.first or graph
+            said = graph.plan.without_gradient
+            if said not in self._said and self._request.place.first_of_all:
+                _LOG.warning("%s", said)
+            self._said.add(said)
             self._sizes.keep(key, call.distinct[key], graph)
             before = next(reversed(self._graphs), None)
             if graph.general is not None:

@@ -19,7 +19,11 @@ _REMEDIES = {
     "to cuda cpu": "a pipeline is bound to its devices: give parallel=graphpp.Parallel(device=...) to graphpp.compile",
     "half bfloat16 float double type": "change the dtype of the model before graphpp.compile: its own parameters are trained",
     "train training": "the model has the flags: call model.train() or model.eval() before pipe.step; pipe.eval(x) runs a batch",
-    "save save_checkpoint save_pretrained load_checkpoint": "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a "
+    "save_pretrained push_to_hub": "pipe.save_weights(folder) writes the weights of all ranks as safetensors for Hugging Face, "
+    "and model.config.save_pretrained(folder) the configuration",
+    "generate": "model.generate(...) where one rank has the whole model; else pipe.save_weights(folder), and generate with a "
+    "model that is loaded from there",
+    "save save_checkpoint load_checkpoint": "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a "
     "training; pipe.gather() has the whole state dict",
     "module": _MODULE,
     "compile": 'a pipeline is compiled: give backend="inductor" to graphpp.compile',

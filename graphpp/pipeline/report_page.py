@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import fx
 
 from graphpp._torch.symbols import considering
@@ -62,7 +61,7 @@ def write_report(
     first, so_far = cache.captured(), run()
     if folder.exists() and not folder.is_dir():
         raise GraphPPError(f"folder: {folder} is a file: give a folder, into which {_FILE} is written")
-    if request.place.everyone is None or dist.get_rank(request.place.everyone) == 0:
+    if request.place.first_of_all:
         write_page(page_of(request, first, cache.tables, profile, so_far), folder / _FILE)
     return folder / _FILE
 

@@ -16,16 +16,23 @@ from graphpp.planner.shard_plan import ShardPlan
 from graphpp.report.page import BoundaryView, Page, StageView
 from graphpp.report.text_table import text_table
 from graphpp.report.timeline_view import TimelineView
-from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.runtime.program import Gradient, PipelineProgram, StageProgram
 from graphpp.schedules.simulate.simulator import timelines_of
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes
 
+_SHOWN = 8  # FQNs
+_WITHOUT_GRADIENT = (
+    "no gradient reaches these parameters, though they require one: {}{}. An optimizer leaves them as they are. Look for "
+    "detach(), no_grad() and modules that the forward does not call; where this is meant, requires_grad_(False) says so"
+)
+
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its rank, its modules, and its bytes, per microbatch except `parameter_bytes`."""
+    """One stage: its rank, its modules, and its bytes, per microbatch except `parameter_bytes`. `trained`: how many of its
+    parameters get a gradient (None: an evaluation); `untrained`: FQNs of those that require a gradient and get none."""
 
     stage: int
     rank: int
@@ -35,6 +42,8 @@ class StagePlan:
     sent_forward_bytes: int
     sent_backward_bytes: int
     saved_bytes: int
+    trained: int | None = None
+    untrained: tuple[str, ...] = ()
 
     @property
     def view(self) -> StageView:
@@ -44,7 +53,8 @@ class StagePlan:
     @property
     def cells(self) -> tuple[str, ...]:
         sizes = map(spell_bytes, (self.sent_forward_bytes, self.sent_backward_bytes, self.saved_bytes))
-        return str(self.stage), str(self.rank), ", ".join(self.modules) or "(empty)", f"{self.parameters:,}", *sizes
+        counts = f"{self.parameters:,}", "-" if self.trained is None else f"{self.trained:,}"
+        return str(self.stage), str(self.rank), ", ".join(self.modules) or "(no module)", *counts, *sizes
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,15 @@ class Plan:
         """Stage -> rank within the group."""
         return {stage.stage: stage.rank for stage in self.stages}
 
+    @property
+    def without_gradient(self) -> str:
+        """A sentence about the parameters that require a gradient and get none; "" if there are none."""
+        names = list(dict.fromkeys(fqn for stage in self.stages for fqn in stage.untrained))
+        whole = [f"stage {stage.stage}" for stage in self.stages if stage.untrained and not stage.trained]
+        some = [*names[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])]
+        trained = f"; {', '.join(whole)} {'is' if len(whole) == 1 else 'are'} not trained at all" if whole else ""
+        return _WITHOUT_GRADIENT.format(", ".join(some), trained) if names else ""
+
     def to_html(self) -> str:
         """The plan as a self-contained HTML page: the schedule with F = I = W = 1, and the memory of ranks, stages and
         boundaries. `pipe.report` writes a page with seconds. Write the text to a file with `encoding="utf-8"`."""
@@ -98,14 +117,15 @@ class Plan:
         """The stages with their bytes, then the memory of each rank and the shards."""
         ranks, away = self.schedule.ranks, bool(self.offload_windows)
         place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
-        heads = ("stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved", *(["offloaded"] if away else []))
+        heads = ["stage", "rank", "modules", "parameters", "trained", "sent →", "sent ←", "saved", *["offloaded"] * away]
         rows = [(*stage.cells, *([self._offloaded(stage.stage)] if away else [])) for stage in self.stages]
         calls = f"; the model checkpoints {self.checkpoints} call{'s' * (self.checkpoints > 1)}" if self.checkpoints else ""
         table = text_table(
             heads, rows, left=("modules",), wraps=("modules",), caption=f"bytes per microbatch{calls}",
             title=f"{place}, {self.schedule.name}, {self.schedule.microbatches} microbatches",
         )  # fmt: skip
-        return "\n".join([table, *(str(part) for part in (self.memory, self.sharding) if part is not None)])
+        parts = self.without_gradient or None, self.memory, self.sharding
+        return "\n".join([table, *(str(part) for part in parts if part is not None)])
 
     def _offloaded(self, stage: int) -> str:
         """`1.2 MiB, 5 of 8`: the most bytes that a microbatch offloads, and how many microbatches offload any."""
@@ -118,6 +138,7 @@ class Plan:
 
 def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:
     metas = [joint.parameters[fqn] for fqn in stage.parameters]
+    trained = {role.fqn for role, _ in joint.outputs() if isinstance(role, Gradient)}
     forward = program.boundaries[stage.index].forward if stage.index < len(program.stages) - 1 else ()
     backward = program.boundaries[stage.index - 1].backward if stage.index else ()
     return StagePlan(
@@ -129,6 +150,8 @@ def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram
         sent_forward_bytes=sum(value.nbytes for value in forward),
         sent_backward_bytes=sum(value.nbytes for value in backward),
         saved_bytes=stage.saved_bytes,
+        trained=sum(meta.nbytes // meta.dtype.itemsize for meta in metas if meta.name in trained) if joint.training else None,
+        untrained=tuple(meta.name for meta in metas if meta.requires_grad and joint.training and meta.name not in trained),
     )
 
 

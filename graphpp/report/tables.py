@@ -79,7 +79,7 @@ def moment_table(view: MemoryView) -> Table:
 def stage_table(stages: Sequence[StageView]) -> Table:
     rows = (
         (
-            str(each.stage), str(each.rank), ", ".join(each.modules) or "(empty)", f"{each.parameters:,}",
+            str(each.stage), str(each.rank), ", ".join(each.modules) or "(no module)", f"{each.parameters:,}",
             spell_bytes(each.parameter_bytes), spell_bytes(each.saved_bytes),
         )
         for each in stages

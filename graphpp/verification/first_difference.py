@@ -22,10 +22,11 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from graphpp._torch import pytree
+from graphpp._torch import aot, pytree
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import PhaseKey, StagedGraphs
 from graphpp.passes.text.naming import PythonNames
+from graphpp.passes.text.render import format_role
 from graphpp.runtime import program
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
@@ -56,6 +57,18 @@ def first_in_results(
         for microbatch, each in differences:
             if each.verdict == worst:
                 return _first_difference(words, node, each, _stage_of(role, compiled), microbatch)
+    return None
+
+
+def first_not_finite(joint: JointGraph, values: Values) -> FirstDifference | None:
+    """The first input, parameter or value of the joint graph with NaN, else with an infinite element."""
+    for is_wrong in (torch.isnan, torch.isinf):
+        for microbatch, known in enumerate(values):
+            for node in joint.graph.nodes:
+                if node.users and aot.rounds(value := known[node.name]) and is_wrong(value).any():
+                    role = node.meta.get("role")
+                    what = node.name if role is None else format_role(role)
+                    return _first_difference(what, node, Difference(verdict="not finite"), None, microbatch)
     return None
 
 

@@ -1,6 +1,7 @@
 """The result of `graphpp.verify`, as data and as text. It contains no tensors.
 
-- A `Difference` is "equal" (every bit, NaN equal to NaN), "close" (relative size within the tolerance) or "differs".
+- A `Difference` is "equal" (every bit, NaN equal to NaN), "close" (relative size within the tolerance) or "differs". A loss or
+  gradient with NaN or infinite elements that would be equal or close is "not finite": such a comparison shows nothing.
 - The relative size is the norm of the difference divided by the norm of the reference. For a gradient the divisor is at least
   1/1000 of an average gradient's norm at that size: a gradient that is zero up to rounding (an attention key's bias) has no
   significant digits.
@@ -18,8 +19,8 @@ import torch
 from graphpp.errors import GraphPPError
 from graphpp.planner.plan import Plan
 
-Verdict = Literal["equal", "close", "differs"]
-_ORDER: tuple[Verdict, ...] = ("equal", "close", "differs")
+Verdict = Literal["equal", "close", "not finite", "differs"]
+_ORDER: tuple[Verdict, ...] = ("equal", "close", "not finite", "differs")
 _SHOWN = 8  # losses, gradients and buffers, each
 
 
@@ -32,7 +33,7 @@ class Difference:
     verdict: Verdict = "equal"
 
     def __str__(self) -> str:
-        sizes = "" if self.verdict == "equal" else f": {self.largest:.2e}, relative {self.relative:.2e}"
+        sizes = "" if self.verdict in ("equal", "not finite") else f": {self.largest:.2e}, relative {self.relative:.2e}"
         return f"{self.verdict}{sizes}"
 
 
@@ -82,7 +83,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        return self.verdict != "differs"
+        return self.verdict in ("equal", "close")
 
     def all(self) -> Iterator[tuple[str, Difference]]:
         """(name of the loss, gradient or buffer, difference) of every compared value, equal ones included."""
@@ -128,7 +129,9 @@ def loss_name(microbatch: int, losses: int) -> str:
     return "loss" if losses == 1 else f"loss of microbatch {microbatch}"
 
 
-_SAID: dict[Verdict, str] = {"equal": "equal, every bit", "close": "close, within rounding", "differs": "THEY DIFFER"}
+_SAID: dict[Verdict, str] = {
+    "equal": "equal, every bit", "close": "close, within rounding", "not finite": "NOT FINITE", "differs": "THEY DIFFER",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether no compared value differs by more than its tolerance."""
+        """Whether no compared value differs by more than its tolerance, and all losses and gradients are finite."""
         return all(each.ok for each in self._comparisons)
 
     @property
@@ -167,7 +170,9 @@ class Verification:
         return "\n".join([str(self.plan), "", checked, *map(str, self._comparisons), "", self._last_line()])
 
     def _last_line(self) -> str:
-        if not (self.cut.ok and self.eager.ok):
+        if "not finite" in (self.cut.verdict, self.eager.verdict):
+            said = "NOTHING IS SHOWN, for losses or gradients are NaN or infinite"
+        elif not (self.cut.ok and self.eager.ok):
             said = "WRONG, do not train with this pipeline"
         elif not self.ok:
             said = "NOT THE WHOLE BATCH, though equal to a loop over the microbatches"

@@ -123,17 +123,10 @@ class _Watched(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if self._jitter is not None and _rounds(value):
+        if self._jitter is not None and aot.rounds(value):
             value = self._jitter.move(value)
         self.values[n.name] = value
         return value
-
-
-def _rounds(value: Any) -> bool:
-    """Whether a result is rounded and its dtype has arithmetic (float8 and complex32 have none)."""
-    if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
-        return False
-    return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
 
 
 def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers, step: Step) -> None:

@@ -55,10 +55,16 @@ def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances)
         return found
     while _may_be_decisions(found) and (other := next(tolerances.decisions, None)) is not None:
         found = found.excused_by(_compared(title, ours, other, tolerances))
+    if found.verdict == "not finite":
+        return replace(found, note=_NOT_FINITE)
     excused = sum(a is not b for (_, a), (_, b) in zip(first.all(), found.all(), strict=True))
     return replace(found, note=tolerances.note + (_DECIDED.format(excused) if excused else ""))
 
 
+_NOT_FINITE = (
+    "Losses or gradients are NaN or infinite in both runs, so equal bits show nothing. Give data and parameters with which "
+    "those of eager are finite."
+)
 _DECIDED = (
     "; {} results belong to other decisions, such as a ReLU's about an element near zero: they are those of the uncut graph, "
     "rounded otherwise"
@@ -75,7 +81,7 @@ def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances
     squares = [(widened(gradient).norm().item() ** 2, gradient.numel()) for gradient in theirs.grads.values()]
     average = (sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5  # root mean square
     losses = tuple(
-        difference(a, b, tolerances.of(loss_name(index, len(ours.losses))))
+        _of_result(a, b, tolerances.of(loss_name(index, len(ours.losses))))
         for index, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))
     )
     gradients: dict[str, Difference] = {}
@@ -85,11 +91,16 @@ def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances
             gradients[fqn] = Difference(math.inf, math.inf, "differs")  # a gradient of zeros is not the same as none
             continue
         floor = average / 1000 * right.numel() ** 0.5
-        gradients[fqn] = difference(left, right, tolerances.of(f"gradient of {fqn}"), floor)
+        gradients[fqn] = _of_result(left, right, tolerances.of(f"gradient of {fqn}"), floor)
     buffers = {
         fqn: difference(value, theirs.buffers[fqn], tolerances.of(f"buffer {fqn}")) for fqn, value in ours.buffers.items()
     }
     return Comparison(title, losses, gradients, buffers)
+
+
+def _of_result(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, floor: float = 0.0) -> Difference:
+    found = difference(ours, theirs, tolerance, floor)
+    return found if found.verdict == "differs" or theirs.isfinite().all() else replace(found, verdict="not finite")
 
 
 def usual_tolerance(joint: JointGraph) -> float:

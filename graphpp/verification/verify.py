@@ -32,6 +32,7 @@ from graphpp.verification.first_difference import (
     first_in_results,
     first_in_stages,
     first_line,
+    first_not_finite,
     values_of,
 )
 from graphpp.verification.report import Comparison, FirstDifference, Verification
@@ -109,7 +110,7 @@ def _of_one_shape(step: Step, compiled: Subject, tolerance: float, measured: boo
     if not matched:
         return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
     found = _against_eager(step, compiled, (eager, uncut), tolerance, measured)
-    if found.verdict != "equal":
+    if found.verdict in ("close", "differs"):
         first = first_in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
         found = replace(found, first=_placed(first or first_in_results(found, compiled.uncut), step.loss))
     return cut, found
@@ -150,6 +151,8 @@ def _of_cut(step: Step, compiled: Subject, uncut: Numbers, tolerances: Tolerance
     with step.restored():
         ours = run_cut(step, compiled.programs, compiled.row)
     found = compared(_CUT, ours, uncut, tolerances)
+    if found.verdict == "not finite":
+        return replace(found, first=_placed(first_not_finite(compiled.uncut, values_of(step, compiled.uncut)), step.loss))
     if found.verdict == "differs":
         first = None
         if not compiled.backend:  # values inside compiled programs always differ

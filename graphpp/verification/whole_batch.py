@@ -67,7 +67,7 @@ def of_whole_batch(
         allowed = _rounding(once, captured(), tolerance)
     found = compared(_TITLE, ours, theirs, allowed)
     found = replace(found, largest=dict(sorted(found.largest.items(), key=lambda pair: -pair[1].relative)))
-    if found.ok:
+    if found.verdict != "differs":
         return found
     gaps = {each: difference(loss, theirs.losses[0], allowed.of("loss")) for each, loss in losses.items()}
     fitting = [each for each, gap in gaps.items() if gap.verdict != "differs"]

@@ -367,6 +367,8 @@ HABITS: dict[str, tuple[Callable[[graphpp.Pipeline], Any], str]] = {
     "pipe.compile()": (lambda pipe: pipe.compile(), 'backend="inductor"'),
     "pipe.to_empty()": (lambda pipe: pipe.to_empty(device="cpu"), "pipe.materialize(init)"),
     "an attribute of the model": (lambda pipe: pipe.append(nn.Tanh()), "the model that was given"),
+    "pipe.generate(x)": (lambda pipe: pipe.generate(X), "pipe.save_weights(folder), and generate with a model"),
+    "pipe.save_pretrained()": (lambda pipe: pipe.save_pretrained("to"), "pipe.save_weights(folder)"),
     "iter(pipe)": (iter, "pipe.parameters()"),
     "SGD(pipe)": (torch.optim.SGD, "pipe.parameters()"),
     "copy.deepcopy(pipe)": (copy.deepcopy, "pipe.state_dict()"),

@@ -199,7 +199,8 @@ def test_no_more_graphs_are_kept_than_asked_for(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, logger="graphpp"):
         for length in (3, 4):
             pipe.step(tokens(2, length), target=tokens(2, length, seed=1))
-        assert not caplog.records
+        assert all("no gradient reaches" in each.getMessage() for each in caplog.records)  # a layer that few sizes read
+        caplog.clear()
         pipe.step(tokens(2, 5), target=tokens(2, 5, seed=1))
     assert len(caplog.records) == 1
     assert "args[0]: [2, 5]" in caplog.text and "after args[0]: [2, 4]" in caplog.text

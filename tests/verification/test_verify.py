@@ -1,6 +1,7 @@
 """`graphpp.verify`: right pipelines are found right and left alone; a fault is named by module, source line and stage."""
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,38 @@ def test_where_a_trace_runs_other_code_than_eager(extra: float) -> None:
     assert (first.fqn, first.what, first.microbatch) == ("layers.2", "what layers.2 returns", 0)
     assert first.source == f"{HERE}:{line_of('return x + y')}"
     assert f"layers.2 ({HERE}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "first"),
+    [
+        ("input", r"input .*, in outside of all modules.*microbatch 0"),
+        ("parameter", "parameter 1.weight, in 1.weight, microbatch 0"),
+        ("loss of microbatch 1", r"log, in outside of all modules \(.*test_verify.py:\d+\), microbatch 1"),
+        ("gradient", r"\w+, in outside of all modules \(.*test_verify.py:\d+\), microbatch 0"),
+        ("nothing", ""),
+    ],
+)
+def test_losses_and_gradients_that_are_not_finite_show_nothing(wrong: str, first: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.nan, 0.0]))
+    with torch.no_grad():
+        (x if wrong == "input" else model[1].weight)[1, 1] += torch.nan if wrong in ("input", "parameter") else 0.0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        value = output.square().mean() * target.mean()
+        if wrong == "gradient":
+            return value + (0.0 * output).sum().sqrt()
+        return value.log() if wrong == "loss of microbatch 1" else value
+
+    parts = [graphpp.Microbatch((x,), target=torch.tensor([sign])) for sign in (1.0, -1.0)]
+    found = graphpp.verify(model, loss, parts, split=["1"])
+    assert found.ok == (wrong == "nothing"), str(found)
+    if first:
+        assert found.cut.verdict == found.eager.verdict == "not finite"
+        assert re.search(f"first part at {first}, not finite", str(found)), str(found)
+        with pytest.raises(graphpp.GraphPPError, match="NOTHING IS SHOWN"):
+            found.raise_if_wrong()
 
 
 class BeforeNorm(nn.Module):

@@ -59,7 +59,8 @@ def capture_costs(
 
     def captured(rows: int, shortening: Shortening) -> JointGraph:
         batch, shorten = _with_rows(example, rows), shortening.shorten
-        return capture(model, loss, batch, torch.device("cpu"), on_export=shorten, param_dtype=param_dtype).joint
+        with shortening.skipping(model):
+            return capture(model, loss, batch, torch.device("cpu"), on_export=shorten, param_dtype=param_dtype).joint
 
     try:
         found = _captured(captured, max(int(rows), _FEWEST))
@@ -99,13 +100,8 @@ def _tokens(example: Microbatch) -> int:
 def _with_rows(example: Microbatch, rows: int) -> Microbatch:
     tensors = tensors_by_path(example).values()
     own = next(tensor.shape[0] for tensor in tensors if tensor.dim())
-
-    def larger(each: torch.Tensor) -> torch.Tensor:
-        if not each.dim() or each.shape[0] != own:
-            return each
-        return torch.empty((rows, *each.shape[1:]), dtype=each.dtype, device="meta")
-
-    return with_tensors(example, [larger(each) for each in tensors])
+    larger = (torch.empty((rows, *each.shape[1:]), dtype=each.dtype, device="meta") for each in tensors)
+    return with_tensors(example, [new if each.shape[:1] == (own,) else each for each, new in zip(tensors, larger, strict=True)])
 
 
 def _own(model: nn.Module, name: str, joint: JointGraph) -> Plan:

@@ -10,13 +10,16 @@ itself alone.
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from graphpp._torch import aot
 from graphpp.capture.activation_checkpoints import checkpointed_call
 from graphpp.capture.source_lines import MODEL, module_calls
 from graphpp.options.split import ModuleCall
@@ -36,23 +39,32 @@ class Run:
 
 @dataclass
 class Shortening:
-    """`longest`: most layers of a unit (0: keep all); `runs`: the runs of the graph that was shortened last."""
+    """`longest`: most layers of a unit (0: keep all); `runs`: the runs of the first graph; `skips`: whether all operations that
+    were removed are inside calls of the removed layers, so that a trace for other rows skips these calls."""
 
     longest: int = 6
     runs: list[Run] = field(default_factory=list)
+    skips: bool = False
+
+    def skipping(self, model: nn.Module) -> AbstractContextManager[None]:
+        """In a further trace, a removed layer returns what its representative returned."""
+        units = [(run.layers, unit) for run in self.runs for unit in run.others if self.skips]
+        pairs = [map(model.get_submodule, pair) for run, unit in units for pair in zip(unit, run, strict=True)]
+        return aot.called_once(dict(pairs))  # type: ignore[arg-type]
 
     def shorten(self, module: fx.GraphModule) -> None:
         """Edit the exported graph of a whole forward in place."""
-        layers = repeated_layers(spans_of(enumerate(map(module_calls, _operations(module.graph)))))
-        self.runs = []
-        for length in range(1, self.longest + 1):
-            units = _units(module.graph, layers, length)
-            facts = [_Facts(module, units, at).found() for at in range(len(units))]
-            runs = [list(group) for _, group in groupby(range(len(units)), key=facts.__getitem__)]
-            self.runs = [_removed(module, [units[at] for at in run]) for run in runs if len(run) > _LEFT]
-            if self.runs:
-                module.recompile()
-                return
+        if not self.skips:
+            runs = next(filter(None, (_runs(module, length) for length in range(1, self.longest + 1))), [])
+            removed = [(unit.layers, node) for run in runs for unit in run[2:-1] for node in unit.nodes]
+            self.skips = bool(runs) and all(any(call in layers for call in module_calls(node)) for layers, node in removed)
+            self.runs = [_removed(module.graph, run) for run in runs]
+        gone = [layer for run in self.runs for unit in run.others for layer in unit]
+        for node in module.graph.find_nodes(op="get_attr"):
+            if not node.users and _within(_fqn(node), gone):
+                module.graph.erase_node(node)
+        for layer in gone:
+            module.delete_submodule(f"{MODEL}.{layer}")
 
 
 @dataclass(frozen=True)
@@ -61,18 +73,19 @@ class _Unit:
     nodes: Sequence[fx.Node]
 
 
-def _operations(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function"]
-
-
-def _units(graph: fx.Graph, layers: Sequence[ModuleCall], length: int) -> list[_Unit]:
-    nodes, firsts = _operations(graph), list(range(0, len(layers), length))
-    begins = [layers[at].position for at in firsts]
+def _runs(module: fx.GraphModule, length: int) -> list[list[_Unit]]:
+    """The runs of equal units of so many layers from which units can be removed."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    layers = repeated_layers(spans_of(enumerate(map(module_calls, nodes))))
+    begins = [layer.position for layer in layers[::length]]
     ends = [*begins[1:], layers[-1].end] if layers else []
-    return [
-        _Unit(tuple(layer.fqn for layer in layers[at : at + length]), nodes[begin:end])
-        for at, begin, end in zip(firsts, begins, ends, strict=True)
+    units = [
+        _Unit(tuple(layer.fqn for layer in layers[at * length :][:length]), nodes[begin:end])
+        for at, (begin, end) in enumerate(zip(begins, ends, strict=True))
     ]
+    facts = [_Facts(module, units, at).found() for at in range(len(units))]
+    runs = [[units[at] for at in group] for _, group in groupby(range(len(units)), key=facts.__getitem__)]
+    return [run for run in runs if len(run) > _LEFT]
 
 
 class _Facts:
@@ -113,7 +126,7 @@ class _Facts:
         if node.op != "get_attr":
             return "value", name
         made = name == node.target  # a tensor that the code made, one for each call
-        return "made" if made else _renamed(name, self._unit.layers), _layout(_held(self._module, str(node.target)))
+        return "made" if made else _renamed(name, self._unit.layers), _layout(attrgetter(str(node.target))(self._module))
 
 
 def _fqn(node: fx.Node) -> str:
@@ -133,30 +146,18 @@ def _renamed(name: str, layers: Sequence[str], others: Sequence[str] = ()) -> st
     return name
 
 
-def _held(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
-
-
 def _layout(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     return tuple(map(_layout, value)) if isinstance(value, tuple | list) else id(value) if callable(value) else repr(value)
 
 
-def _removed(module: fx.GraphModule, run: Sequence[_Unit]) -> Run:
-    """Remove the units between the second and the last one. The last unit then reads the second."""
+def _removed(graph: fx.Graph, run: Sequence[_Unit]) -> Run:
+    """Remove the operations between the second and the last unit. The last unit then reads the second."""
     for node, stand_in in zip(run[-2].nodes, run[1].nodes, strict=True):
         node.replace_all_uses_with(stand_in)
     for node in reversed([node for unit in run[2:-1] for node in unit.nodes]):
-        module.graph.erase_node(node)
-    gone = [layer for unit in run[2:-1] for layer in unit.layers]
-    for node in module.graph.find_nodes(op="get_attr"):
-        if not node.users and _within(_fqn(node), gone):
-            module.graph.erase_node(node)
-    for layer in gone:
-        module.delete_submodule(f"{MODEL}.{layer}")
+        graph.erase_node(node)
     return Run(run[1].layers, tuple(unit.layers for unit in run[2:-1]), run[-1].layers[0])
 
 

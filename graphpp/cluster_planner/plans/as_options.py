@@ -30,10 +30,13 @@ _OPEN = {"split": None, "schedule": "auto", "microbatches": None}  # values that
 _READERS = {"parallel": read_parallel, "memory": read_memory, "gradients": read_gradients}
 
 
-def with_plan(plan: object, given: Mapping[str, Any], example: object = None) -> dict[str, Any]:
-    """The given options with those that the plan decides. `example`: the microbatch given to `graphpp.compile`. Raises
-    `GraphPPError` if an option that the plan decides was also given, or if an example's rows differ from the plan's
-    microbatches."""
+def with_plan(plan: object, options: tuple[Any, ...], example: object = None, *, sharded: bool = True) -> tuple[Any, ...]:
+    """The options named in `DECIDED` with those that the plan decides; `plan=None`: as given. `example`: the microbatch given
+    to `graphpp.compile`. `sharded=False`: without options about shards. Raises `GraphPPError` if an option that the plan
+    decides was also given, or if an example's rows differ from the plan's microbatches."""
+    if plan is None:
+        return options
+    given = dict(zip(DECIDED, options, strict=True))
     if not isinstance(plan, TrainingPlan):
         raise GraphPPError(f"plan: take a graphpp.TrainingPlan, e.g. graphpp.plan(...).best, got {type_name(plan)}")
     kept = ("split",) if plan.measured else ()
@@ -43,13 +46,10 @@ def with_plan(plan: object, given: Mapping[str, Any], example: object = None) ->
     setting = plan.setting
     _check_rows(setting, example)
     groups = {name: read(given[name]) for name, read in _READERS.items()}
-    decided = _decided(plan)
-    return {
-        "split": given["split"] if plan.measured else list(plan.split) or None if setting.stages > 1 else 1,
-        "schedule": _schedule(setting),
-        "microbatches": setting.microbatches,
-        **{name: _merged(group, decided[name]) for name, group in groups.items()},
-    }
+    decided = _decided(plan) | ({} if sharded else {"parallel": {}})
+    split = given["split"] if plan.measured else list(plan.split) or None if setting.stages > 1 else 1
+    merged = (_merged(group, decided[name]) for name, group in groups.items())
+    return split, _schedule(setting), setting.microbatches, *merged
 
 
 def _check_rows(setting: PlanSetting, example: object) -> None:

@@ -13,22 +13,18 @@ from itertools import accumulate
 
 from graphpp.planner.segments import Cut
 
-_STEPS = 40  # of the bisection: a relative width of 1e-12 of the sum
-
 
 def balanced(seconds: Sequence[float], stages: int) -> Cut:
     sums = [0.0, *accumulate(seconds)]
     low, high = max(*seconds, sums[-1] / stages), sums[-1]
     best = _packed(sums, stages, high)
-    for _ in range(_STEPS):
+    while high - low > max(1e-6 * high, 1e-300):
         limit = (low + high) / 2
         found = _packed(sums, stages, limit)
         if found is None:
             low = limit
         else:
             best, high = found, limit
-        if high - low <= 1e-6 * high:
-            break
     assert best is not None, "the sum of all segments is within its own limit"
     return best
 

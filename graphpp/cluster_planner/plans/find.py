@@ -185,8 +185,7 @@ def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
         if least:
             search.least(setting)
         elif setting not in search.found and search.work.take(setting):
-            search.add(predict(search.request, setting))
-            known = search.found.get(setting)
+            search.add(known := predict(search.request, setting))
             if known is not None and known.peak > search.cap and setting.recompute is None:
                 for word in search.words:
                     search.least(replace(setting, recompute=word))

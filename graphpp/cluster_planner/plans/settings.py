@@ -139,14 +139,12 @@ def _choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[Schedu
     yield from (ScheduleChoice(name) for name in _OF_ONE if ranks <= most_stages)
     if 2 * ranks <= most_stages:
         yield from (ScheduleChoice(name, 2) for name in _OF_TWO)
-    several = 2
-    while several * ranks <= most_stages and several <= 8:
+    for several in (each for each in (2, 4, 8) if each * ranks <= most_stages):
         yield from (ScheduleChoice(name, several) for name in _OF_SEVERAL)
         groups = legal_groups(ranks, microbatches) if microbatches >= ranks else ()
         middle = [group for group in groups if ranks < group < microbatches]
         if middle:  # the middle one; the smallest is Interleaved1F1B, the largest LoopedBFS
             yield ScheduleChoice("MegatronInterleaved", several, middle[len(middle) // 2])
-        several *= 2
 
 
 def table_of(choice: ScheduleChoice, ranks: int, microbatches: int) -> Schedule | None:

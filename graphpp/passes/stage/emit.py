@@ -25,11 +25,14 @@ from graphpp.passes.text.render import render
 from graphpp.runtime import program
 from graphpp.runtime.program import Buffer, Parameter, Phase, PipelineProgram, Program, StageProgram
 
+Calls = dict[str, list[int]]
+"""By module call: the stage of each of its forward operations, in order."""
+
 
 def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
     count = len(staged.saved)
     used = [_used(staged, stage) for stage in range(count)]
-    calls = _first_stage_of_calls(joint)
+    calls = _stages_of_calls(joint)
     parameters = _owned(used, joint.parameters, Parameter, calls)
     buffers = _owned(used, joint.buffers, Buffer, calls)
     stages = tuple(
@@ -42,7 +45,7 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
             saved_memory=staged.saved_memory[stage],
             kept_memory=staged.kept_memory[stage] if staged.kept_memory else (),
             unread_memory=staged.unread_memory[stage] if staged.unread_memory else (),
-            modules=tuple(call for call, first in calls.items() if first == stage),
+            modules=_modules(calls, stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, program.Constant)},
             hoisted=_program(staged.hoisted[stage], Phase.HOIST) if stage in staged.hoisted else None,
         )
@@ -109,9 +112,7 @@ def _used(staged: StagedGraphs, stage: int) -> set[object]:
     return roles
 
 
-def _owned(
-    used: list[set[object]], fqns: Iterable[str], kind: Callable[[str], object], calls: dict[str, int]
-) -> list[tuple[str, ...]]:
+def _owned(used: list[set[object]], fqns: Iterable[str], kind: Callable[[str], object], calls: Calls) -> list[tuple[str, ...]]:
     owned: list[list[str]] = [[] for _ in used]
     for fqn in fqns:
         stages = [stage for stage, roles in enumerate(used) if kind(fqn) in roles]
@@ -120,21 +121,28 @@ def _owned(
     return [tuple(names) for names in owned]
 
 
-def _nearest(fqn: str, calls: dict[str, int]) -> int:
+def _nearest(fqn: str, calls: Calls) -> int:
     """The stage of the first call of the longest prefix of `fqn` that has a call."""
     parts = fqn.split(".")[:-1]
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
-        for call, stage in calls.items():
+        for call, stages in calls.items():
             if call == prefix or call.startswith(prefix + "."):
-                return stage
+                return stages[0]
     return 0
 
 
-def _first_stage_of_calls(joint: JointGraph) -> dict[str, int]:
-    first: dict[str, int] = {}
+def _stages_of_calls(joint: JointGraph) -> Calls:
+    stages: Calls = {}
     for node in joint.computed():
         if not node.meta["backward"] and node.meta["stage"] is not None:
             for call in node.meta["calls"]:
-                first.setdefault(call, node.meta["stage"])
-    return first
+                stages.setdefault(call, []).append(node.meta["stage"])
+    return stages
+
+
+def _modules(calls: Calls, stage: int) -> tuple[str, ...]:
+    """The calls that lie within a stage; if there is none, the innermost ones of which a part does."""
+    some = [call for call, stages in calls.items() if stage in stages]
+    whole = (call for call in some if {*calls[call]} == {stage})
+    return tuple(whole) or tuple(call for call in some if not any(other.startswith(f"{call}.") for other in some))

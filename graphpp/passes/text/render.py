@@ -239,7 +239,7 @@ class _Notes:
         words = [format_value(node.meta["val"])] if node.meta.get("val") is not None else []
         match node.meta.get("role"):
             case None:
-                words += [*self._stage(node), "in", describe_node(node)]
+                words += [*self._stage(node), *["recomputed"] * ("recomputed" in node.meta), "in", describe_node(node)]
             case program.Received() | program.Saved() as role:
                 words += [*self._part(node), f"{format_role(role)}, from", describe_node(node)]
             case role:

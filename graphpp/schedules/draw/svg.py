@@ -181,7 +181,7 @@ class _ChartLayout:
             self.writer.add("line", x1=x, x2=x, y1=top + 18, y2=self.y + 4, stroke=INK, stroke_width=0.5, stroke_opacity=0.14)
             self.writer.text(x, self.y + 12, f"{tick:.6g}", 10, text_anchor="middle")
         self.writer.add("line", x1=left, x2=right, y1=self.y, y2=self.y, stroke=INK, stroke_width=1)
-        self.writer.text(right + 8, self.y + 12, name, 10)
+        self.writer.text(_MARGIN, self.y + 12, f"time in {name}", 10)
         self.y += 20
 
 

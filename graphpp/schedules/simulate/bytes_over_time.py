@@ -1,13 +1,16 @@
 """The bytes alive on each rank over the time of a step, by kind: weights, gradients, optimizer, messages, activations.
 
 A curve is (time, bytes by kind), each pair valid until the next one; the highest sum is the rank's `StepPeak`. Events may be
-simulated or measured. Bytes change in row order, also those of a gather or a reduction that overlaps a later action.
+simulated or measured. Bytes change in row order: those of a receive, a gather or a reduction that a later computation overlaps
+change before that computation starts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import inf
 from typing import TypeVar
 
 from graphpp.schedules.check.step_memory import MicrobatchCosts, step_bytes, step_totals
@@ -19,7 +22,7 @@ from graphpp.schedules.table.schedule import Row, Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
 T = TypeVar("T")
-Spans = Mapping[Action, deque[tuple[float, float]]]  # start and end of each time at which an action runs, in order
+Spans = Mapping[Action | None, deque[tuple[float, float]]]  # start and end of each time at which an action runs, in order
 KindCurve = tuple[tuple[float, Mapping[str, int]], ...]
 Curve = tuple[tuple[float, int], ...]
 
@@ -43,7 +46,7 @@ def memory_curves(table: Schedule, events: Iterable[Event], costs: Costs) -> tup
 
 
 def _spans(events: Iterable[Event], ranks: int) -> list[Spans]:
-    spans: list[dict[Action, deque[tuple[float, float]]]] = [defaultdict(deque) for _ in range(ranks)]
+    spans: list[dict[Action | None, deque[tuple[float, float]]]] = [defaultdict(deque) for _ in range(ranks)]
     for event in sorted(events, key=lambda each: each.start):
         spans[event.rank][event.action].append((event.start, event.end))
     return list(spans)
@@ -51,15 +54,17 @@ def _spans(events: Iterable[Event], ranks: int) -> list[Spans]:
 
 def _timed(row: Row, states: Iterator[T], spans: Spans, end: float | None = None) -> Iterator[tuple[float, T]]:
     """The start of the step, the start and end of each action of the row, and the end of the step."""
+    times = [left.popleft() if (left := spans.get(action)) else None for action in row]
+    computed = [span[0] if span and action and action.is_compute else inf for action, span in zip(row, times, strict=True)]
+    following = [*accumulate(reversed(computed[1:]), min, initial=inf)][::-1]
     now = 0.0
     yield now, next(states)
-    for action in row:
-        left = spans.get(action) if action is not None else None
-        span = left.popleft() if left else None
+    for span, latest in zip(times, following, strict=False):
+        late = span is not None and span[0] > latest  # the wait for a message whose receive was posted here
         for side in (0, 1):
             state = next(states)
             if span is not None:
-                now = max(now, span[side])
+                now = now if late else max(now, min(span[side], latest))
                 yield now, state
     if end is not None:
         yield end, next(states)

@@ -37,7 +37,7 @@ class Stack(nn.Module):
     """Layers that read a trained value of the first stage. `kind`: "plain"; "again": checkpointed, with dropout; "tied": two
     frozen layers share a weight; "skip": one layer is wider, and another one reads a value from further back; "turns": every
     second layer is wider; "stack": the head reads a detached value of each layer in one operator; "count": a buffer counts the
-    layers, so no stage starts at one."""
+    layers, so no stage starts at one; "between": the stack scales the result of each layer; "hooks": a hook does so."""
 
     def __init__(self, kind: str, layers: int = LAYERS) -> None:
         super().__init__()
@@ -48,6 +48,8 @@ class Stack(nn.Module):
         if kind == "tied":
             self.layers[1].up.weight = self.layers[0].up.weight
             self.layers[:2].requires_grad_(False)
+        for layer in self.layers if kind == "hooks" else ():
+            layer.register_forward_hook(lambda layer, args, result: 0.5 * result)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -55,6 +57,7 @@ class Stack(nn.Module):
         for at, layer in enumerate(self.layers):
             given = x, scale, self.kind == "again"
             x = checkpoint(layer, *given, use_reentrant=False) if self.kind == "again" else layer(*given)
+            x = 0.5 * x if self.kind == "between" else x
             skipped = x if at == 0 else skipped
             x = x + skipped if self.kind == "skip" and at == 1 else x
             means += [x.mean().detach()] if self.kind == "stack" else []
@@ -72,9 +75,13 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
     [
         ("tied", 9, 3),
         *further(("turns", 13, 4), ("plain", 9, 4), ("again", 9, 4), ("skip", 9, 2), ("stack", 9, 0), ("count", 9, 0)),
+        *further(("between", 9, 4), ("hooks", 9, 4)),
     ],
 )
 def test_costs_are_those_of_a_model_with_all_layers(kind: str, layers: int, left_out: int, monkeypatch: Any) -> None:
+    """The second of the two traces skips the layers that the first one removed, unless the stack computes between them."""
+    calls, forward = list[Layer](), Layer.forward
+    monkeypatch.setattr(Layer, "forward", lambda layer, *given: (calls.append(layer), forward(layer, *given))[1])
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     used: list[Shortening] = []
     shorten = Shortening.shorten
@@ -87,5 +94,7 @@ def test_costs_are_those_of_a_model_with_all_layers(kind: str, layers: int, left
         monkeypatch.setattr(Shortening, "shorten", way)
         return capture_costs(Stack(kind, layers), _loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None)
 
-    assert costs(noted) == costs(lambda shortening, module: None)
+    found, traced = costs(noted), len(calls)
+    assert not left_out or traced == 2 * layers - (left_out if kind != "between" else 0)
+    assert found == costs(lambda shortening, module: None)
     assert sum(len(run.others) * len(run.layers) for run in used[-1].runs) == left_out

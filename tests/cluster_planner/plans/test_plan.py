@@ -287,6 +287,22 @@ def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any])
         assert ran["sent"] == pytest.approx(best.sent["dp_shard"], rel=0.02)
 
 
+def test_verify_checks_a_step_by_a_plan() -> None:
+    best = plans(machines="4xCPU", pp=2, tp=1, memory_cap=2**33, schedules=["ZBVZeroBubble"], recompute=["full"]).best
+    assert best.dtype is not None and best.mesh["dp_shard"] == 2  # parameters that verify leaves whole
+    tokens = torch.randint(VOCAB, (3, LENGTH))
+    given = graphpp.Microbatch((tokens,), target=tokens)
+    found = graphpp.verify(Decoder(), loss, given, plan=best)
+    assert found.ok, str(found)
+    table = found.plan.schedule
+    assert (table.name, table.ranks, table.microbatches) == ("ZBVZeroBubble", 2, best.setting.microbatches)
+    assert [stage.modules[0].partition(" .. ")[0] for stage in found.plan.stages[1:]] == list(best.split)
+    with pytest.raises(GraphPPError, match="ranks: plan= is for 2, got 4"):
+        graphpp.verify(Decoder(), loss, given, plan=best, ranks=4)
+    with pytest.raises(GraphPPError, match="schedule: plan= decides it"):
+        graphpp.verify(Decoder(), loss, given, plan=best, schedule="GPipe")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

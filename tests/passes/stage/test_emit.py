@@ -11,6 +11,7 @@ from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.views import relax_views
 from graphpp.passes.lower import PassResult, lower
+from graphpp.planner.plan import outermost
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.random_keys import seeded
 from tests.passes.graphs import captured, run, starts, targets, traced
@@ -54,6 +55,29 @@ def compiled(*calls: str) -> PipelineProgram:
 
 def owners(name: str, program: PipelineProgram) -> list[int]:
     return [stage.index for stage in program.stages if name in (*stage.parameters, *stage.buffers)]
+
+
+class Inner(nn.Module):
+    """A model inside a module that calls it, and that has operations of its own before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * 2.0).tanh()
+
+
+def test_stages_are_named_by_the_modules_that_lie_within_them() -> None:
+    joint = captured(Inner(), torch.randn(2, D))
+    program = lower(joint, (0, *starts(joint, "inner.layers.1", "inner.layers.2.used")))
+    assert [outermost(stage.modules) for stage in program.stages] == [
+        ("inner.layers.0",), ("inner.layers.1",), ("inner.layers.2",),
+    ]  # fmt: skip
+    halves = lower(joint, (0, starts(joint, "inner.layers.0")[0], starts(joint, "inner.layers.2")[0] + 2))
+    assert [outermost(stage.modules) for stage in halves.stages] == [
+        (), ("inner.layers.0 .. inner.layers.1", "inner.layers.2.used"), ("inner.layers.2",),
+    ]  # fmt: skip
 
 
 def test_what_is_used_belongs_to_every_stage_that_uses_it() -> None:

@@ -152,7 +152,7 @@ def test_a_schedule_draws_itself_at_unit_costs() -> None:
     table = make_table("Interleaved1F1B", 2, 4, 4)
     svg = graphpp.svg(table)
     assert len(boxes(svg)) == sum(action.is_compute for _, _, action in table.cells())
-    assert "units" in texts(svg) and len(elements(svg, "path")) == 2
+    assert "time in units" in texts(svg) and len(elements(svg, "path")) == 2
     widths = {round(box["width"] / boxes(svg, "F")[0]["width"], 1) for box in boxes(svg)}
     assert widths == {1.0, 2.0}  # B is I and W
     assert ElementTree.fromstring(graphpp.svg(table, width=700)).get("width") == "700"

@@ -11,10 +11,12 @@ from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
-from graphpp.schedules.simulate.bytes_over_time import bytes_over_time
+from graphpp.schedules.simulate.bytes_over_time import bytes_over_time, memory_curves
 from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.timeline import Event
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import StateBytes, held_bytes
 
 STAGES = 4
@@ -45,6 +47,25 @@ def test_bytes_change_when_the_actions_of_the_row_begin_and_end() -> None:
         assert len(row) > len(set(row))
         forwards = [event.start for event in timeline.events if event.rank == rank and event.action.kind is Kind.F]
         assert [time for time, _ in curve][1:3] == sorted(forwards)[:2]
+
+
+def test_receives_that_are_posted_early_delay_no_bytes() -> None:
+    """In a measured timeline the event of a receive is the wait for its message, right before the computation that reads it."""
+    row = "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    table = Schedule.of(["0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", row])
+    spans = {"1RECV_F0": (0, 1), "1F0": (1, 2), "1B0": (2, 3), "1RECV_F1": (3, 4), "1F1": (4, 5), "1B1": (5, 6)}
+    actions = {str(action): action for action in table.table[1]}
+    events = [Event(1, actions[name], *span) for name, span in spans.items()]
+    costs = Costs((StageCosts(saved_bytes=10, received_bytes={Kind.F: 3}),) * 2)
+    assert memory_curves(table, events, costs)[1] == ((0, 0), (0, 3), (1, 6), (1, 13), (3, 3), (4, 10), (6, 0))
+
+
+def test_a_reduction_that_a_computation_overlaps_delays_no_bytes() -> None:
+    table = place_shards(add_send_recv(make_table("Interleaved1F1B", 2, STAGES, 4)), 2)
+    timeline = simulate(table, replace(COSTS, gathers=(0.1,) * STAGES, reductions=(5.0,) * STAGES))
+    for rank, curve in enumerate(timeline.memory):
+        moments = {time for each in timeline.on(rank) if each.action.is_compute for time in (each.start, each.end)}
+        assert {time for time, _ in curve} <= {0.0, *moments}
 
 
 def test_costs_of_other_stages_are_refused() -> None:
