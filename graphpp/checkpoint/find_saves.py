@@ -19,8 +19,9 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from graphpp.checkpoint.in_progress import METADATA
 from graphpp.checkpoint.machines import INCOMING, MeshRank, Stored
-from graphpp.checkpoint.safe_reading import METADATA, SafeReader
+from graphpp.checkpoint.safe_reading import SafeReader, save_of_files
 from graphpp.errors import CheckpointError
 
 _LOG = logging.getLogger("graphpp")
@@ -53,10 +54,10 @@ def saves_in(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir() if _NAME.fullmatch(each.name) and not each.is_symlink())
 
 
-def keep_only(saves: Collection[str], folder: Path) -> None:
-    """Remove all other saves of a machine."""
+def keep_only(saves: Collection[str], folder: Path, known: Collection[str]) -> None:
+    """Remove all other known saves of a machine."""
     for name in saves_in(folder):
-        if name not in saves:
+        if name in known and name not in saves:
             shutil.rmtree(folder / name)
 
 
@@ -76,9 +77,9 @@ class Part:
     @classmethod
     def of(cls, metadata: Metadata) -> Part:
         places = [(str(index), place) for index, place in (metadata.storage_data or {}).items()]
-        sizes = {METADATA: 1}
+        sizes, end = {METADATA: 1}, len(save_of_files(metadata))
         for _, place in places:
-            sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+            sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length + end)
         lines = sorted(f"{index} {place.relative_path} {place.offset} {place.length}" for index, place in places)
         return cls(sizes, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 

@@ -11,19 +11,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-from graphpp._torch.checkpoint_files import write_entries
+from graphpp._torch.checkpoint_files import NamedWriter, write_entries
 from graphpp.arguments import FLAG, checked
-from graphpp.checkpoint.background import PendingSave, host_copies, in_background
 from graphpp.checkpoint.find_saves import (
     PARTIAL,
     Part,
@@ -38,9 +36,10 @@ from graphpp.checkpoint.find_saves import (
     saves_in,
     training_of,
 )
+from graphpp.checkpoint.in_progress import METADATA, PendingSave, host_copies, in_background
 from graphpp.checkpoint.machines import Machines, MeshRank
-from graphpp.checkpoint.restore import ENTRY, restore_from, told
-from graphpp.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader
+from graphpp.checkpoint.restore import ALLOWED, ENTRY, restore_from, told
+from graphpp.checkpoint.safe_reading import SafePlanner, SafeReader
 from graphpp.checkpoint.training_state import TrainingState, check_not_saving
 from graphpp.errors import CheckpointError
 
@@ -55,7 +54,7 @@ class LocalCheckpoint:
     def __init__(self, state: TrainingState, own: MeshRank, folder: Path, mirror: bool | None) -> None:
         """`mirror`: whether parts are sent to the next machine; None: parts that no replica has on another machine."""
         self._state, self._calls, self._own, self._folder, self._mirror = state, state.calls, own, folder, mirror
-        self._looked = False  # whether this run found no complete save
+        self._known = set[str]()  # saves in the folder that this run wrote, loaded, or found to be none to load
         self._last: str | None = None  # the last save that this run loaded or published
         self._number = 0
 
@@ -84,38 +83,41 @@ class LocalCheckpoint:
 
         return PendingSave(written, end)
 
-    @checked(CheckpointError, missing_ok=FLAG)
-    def load(self, *, missing_ok: bool = False) -> bool:
+    @checked(CheckpointError, missing_ok=FLAG, allow=ALLOWED)
+    def load(self, *, missing_ok: bool = False, allow: str | Collection[str] = ()) -> bool:
         """Restore the newest complete save. Called by all ranks. Returns True, or with `missing_ok` False if there is none.
 
-        Raises `CheckpointError` for a save that does not fit this training, and for saves of several trainings.
+        Raises `CheckpointError` for a save that does not fit this training (but for `allow`, as in `Checkpoint.load`), and for
+        saves of several trainings.
         """
         with self._beginning("load"):
             pass
         machines, folder = self._machines, self._folder
         with self._calls.watched():
-            parts, files = dict[str, Part](), dict[str, int]()
+            parts, files, seen = dict[str, Part](), dict[str, int](), list[str]()
 
             def look() -> None:
                 parts.update(parts_in(folder))
-                for save in saves_in(folder):
+                seen.extend(saves_in(folder))
+                for save in seen:
                     files.update(files_in(folder / save, folder))
 
             machines.agreed(look)
             saves = Saves(machines.gathered(parts), machines.gathered(files))
             found = saves.newest(machines.own.replica)
             if found is not None:
-                self._bring_together(found, saves)
-        self._looked = self._looked or found is None
+                self._bring_together(found, saves, seen)
         if found is None and not missing_ok:
             raise CheckpointError(
                 f"the machines of this job have no complete save in {folder} ({len(parts)} parts are on this one): load a "
                 "checkpoint from a disk"
             )
         part = None if found is None else folder / found[0]
-        loaded = restore_from(self._state, _NAME_IN_ERRORS, lambda: part, self._fetch_files)
+        loaded = restore_from(self._state, _NAME_IN_ERRORS, lambda: part, self._fetch_files, allow)
+        self._known.update(seen)
         if found is not None:
             self._last = save_of(found[0])
+            self._known.add(self._last)
             self._number = number_of(self._last)
         return loaded
 
@@ -147,6 +149,7 @@ class LocalCheckpoint:
         machines, folder, unpublished = self._machines, self._folder, f"{save}{PARTIAL}"
         part = folder / unpublished / str(machines.own.replica)
         machines.once_per_machine(self._make_place)
+        self._known.update((save, unpublished))
         try:
             machines.agreed(lambda: self._write(entries, part))
             self._copy_to_other_machines(unpublished)
@@ -155,23 +158,24 @@ class LocalCheckpoint:
             shutil.rmtree(folder / unpublished, ignore_errors=True)
             raise
         self._last = save
-        machines.once_per_machine(lambda: keep_only([save], folder))
+        machines.once_per_machine(lambda: keep_only([save], folder, self._known))
 
     def _make_place(self) -> None:
         """Remove all saves of this training but the last."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        there = [save for save in saves_in(self._folder) if not save.endswith(PARTIAL)]
-        if there and not self._looked and self._last is None:
+        others = [save for save in saves_in(self._folder) if not save.endswith(PARTIAL) and save not in self._known]
+        if others:
             raise CheckpointError(
-                f"{self._folder} has saves that this run has not loaded, {there[-1]} for one: load them, remove them, or give "
+                f"{self._folder} has saves that this run has not loaded, {others[-1]} for one: load them, remove them, or give "
                 "this training a folder of its own"
             )
-        keep_only([self._last] if self._last is not None else [], self._folder)
+        keep_only([self._last] if self._last is not None else [], self._folder, self._known)
 
     def _write(self, entries: dict[str, Any], folder: Path) -> None:
+        name = hashlib.sha256(folder.parent.name.encode()).hexdigest()[:16]  # equal in all parts of the save
         try:
             with told():
-                write_entries({ENTRY: entries}, FileSystemWriter(folder), self._calls.file_group)
+                write_entries({ENTRY: entries}, NamedWriter(folder, name), self._calls.file_group)
         except CheckpointError as fault:
             free = shutil.disk_usage(self._folder).free
             if free < _LITTLE:
@@ -207,11 +211,11 @@ class LocalCheckpoint:
         copied = len({machines.of[each] for each in twins}) > 1
         return here[0] == rank and (self._mirror or (self._mirror is None and not copied))
 
-    def _bring_together(self, found: tuple[str, list[str]], saves: Saves) -> None:
-        """Give every machine the metadata of the part that its ranks read, and remove all other saves."""
+    def _bring_together(self, found: tuple[str, list[str]], saves: Saves, seen: Collection[str]) -> None:
+        """Give every machine the metadata of the part that its ranks read, and remove all other saves that were seen."""
         machines, folder = self._machines, self._folder
         part, parts = found
-        machines.once_per_machine(lambda: keep_only([save_of(part)], folder))
+        machines.once_per_machine(lambda: keep_only([save_of(part)], folder, seen))
         machines.once_per_machine(lambda: link(parts, saves.files[machines.own], folder))
         machines.bring(machines.gathered([f"{part}/{METADATA}"]), saves.files)
 

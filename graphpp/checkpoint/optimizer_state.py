@@ -2,7 +2,8 @@
 
 Each parameter has the entries
     <FQN>.state.<name>    each tensor of its state
-    <FQN>.values          text (`safe_reading.py`): names of these tensors, other values of its state, values of its group
+    <FQN>.values          text (`safe_reading.py`): class of the optimizer, names of these tensors, other values of its state,
+                          values of its group
 Loading: `texts` names the text of each parameter, `check_texts` checks the loaded texts, `targets` allocates the tensors, and
 `restore` fills the optimizers. A parameter saved without state has none afterwards. Parameters of one group must have been
 saved with equal group values, and a parameter belongs to one optimizer.
@@ -13,7 +14,10 @@ Refused with `CheckpointError`: optimizers whose state is no mapping by paramete
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +25,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from graphpp._torch.parallel.sharded_tensor import local_of, with_local
-from graphpp.checkpoint.safe_reading import as_text, from_text
+from graphpp.checkpoint.safe_reading import as_text, class_in, from_text, is_state_of, state_text
 from graphpp.errors import CheckpointError
 
 _STATE, _VALUES = ".state.", ".values"
@@ -70,7 +74,26 @@ def entries(optimizers: Sequence[Optimizer], own: Own) -> dict[str, Any]:
         values = {name: value for name, value in state.items() if name not in tensors}
         group_values = {name: value for name, value in group.items() if name != "params"}
         about = f"the group of {fqn} in {type(optimizer).__name__}"
-        found[f"{fqn}{_VALUES}"] = as_text(about, [sorted(tensors), values, group_values])
+        found[f"{fqn}{_VALUES}"] = state_text(about, optimizer, [sorted(tensors), values, group_values])
+    return found
+
+
+def first_state(optimizers: Sequence[Optimizer], own: Own) -> dict[str, torch.Tensor]:
+    """Tensor entries as a first step would make them, for parameters without state: memory for values to be loaded.
+
+    A copy of the optimizer steps a stand-in of one parameter at a time. An optimizer whose copy cannot step has none here.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for part, optimizer, group, parameter in _parameters(optimizers, own):
+        if not parameter.requires_grad or optimizer.state.get(parameter):
+            continue
+        stand_in, copied = torch.zeros_like(parameter, requires_grad=True), copy.copy(optimizer)
+        stand_in.grad = torch.zeros_like(stand_in)
+        copied.state, copied.param_groups = defaultdict(dict), [{**group, "params": [stand_in]}]
+        with suppress(Exception):  # an optimizer of the user's
+            copied.step()
+            state = {name: value for name, value in copied.state[stand_in].items() if isinstance(value, torch.Tensor)}
+            found |= {f"{part.fqn}{_STATE}{name}": _part_of(value, part, parameter) for name, value in state.items()}
     return found
 
 
@@ -79,12 +102,24 @@ def texts(optimizers: Sequence[Optimizer], own: Own) -> dict[str, str]:
     return {f"{part.fqn}{_VALUES}": "" for part, *_ in _parameters(optimizers, own)}
 
 
-def check_texts(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a text is no plain data, or if parameters of a group have different group values."""
+def check_texts(
+    optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any], *, other_classes: bool = False
+) -> None:
+    """Raise `CheckpointError` if a text is no plain data or (but for `other_classes`) an optimizer of another class wrote it.
+
+    Also if parameters of a group have different group values.
+    """
     groups: dict[int, tuple[str, str]] = {}
-    for part, _, group, _ in _parameters(optimizers, own):
+    for part, optimizer, group, _ in _parameters(optimizers, own):
         fqn = part.fqn
         text = as_text(fqn, _values(fqn, loaded)[2])
+        if not is_state_of(optimizer, loaded[f"{fqn}{_VALUES}"]):
+            if other_classes:
+                continue
+            raise CheckpointError(
+                f"the optimizer of {fqn} in the checkpoint is of the class {class_in(loaded[f'{fqn}{_VALUES}'])}, and here of "
+                f'{type(optimizer).__name__}: make it as it was when it was saved, or leave it as it is with allow="classes"'
+            )
         first, known = groups.setdefault(id(group), (fqn, text))
         if known != text:
             raise CheckpointError(
@@ -94,40 +129,45 @@ def check_texts(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, 
 
 
 def targets(
-    optimizers: Sequence[Optimizer], own: Own, stored: Mapping[str, torch.Tensor]
+    optimizers: Sequence[Optimizer], own: Own, stored: Mapping[str, torch.Tensor], loaded: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Memory for the stored tensors of this rank's parameters. `stored`: a meta tensor for each stored tensor."""
+    """Memory for the stored tensors of this rank's parameters. `loaded`: the texts.
+
+    `stored`: a meta tensor for each tensor of the checkpoint, by entry. A state that was saved in the dtype of its parameter
+    takes the parameter's dtype here.
+    """
     by_parameter: dict[str, list[str]] = {}
-    for name in stored:
-        by_parameter.setdefault(name.rpartition(_STATE)[0], []).append(name)
+    for entry in stored:
+        if entry.startswith("optimizer."):
+            by_parameter.setdefault(entry.rpartition(_STATE)[0], []).append(entry)
     found: dict[str, torch.Tensor] = {}
-    for part, _, group, _ in _parameters(optimizers, own):
-        parameter = part.parameter
-        for name in by_parameter.get(part.fqn, ()):
-            counts = name.endswith(f"{_STATE}{_ON_HOST}")
-            if stored[name].shape == parameter.shape and not counts:  # sharded like the parameter
-                found[name] = torch.empty_like(parameter, dtype=stored[name].dtype, requires_grad=False)
-                continue
+    for part, _, group, _ in _fitting(optimizers, own, loaded):
+        parameter, saved = part.parameter, stored.get(f"model.{part.fqn}")
+        for entry in by_parameter.get(f"optimizer.{part.fqn}", ()):
+            counts, value = entry.endswith(f"{_STATE}{_ON_HOST}"), stored[entry]
+            like = parameter if value.shape == parameter.shape and not counts else value  # sharded like the parameter
             on_host = counts and not (group.get("capturable") or group.get("fused"))
-            found[name] = torch.empty_like(stored[name], device="cpu" if on_host else parameter.device)
+            dtype = parameter.dtype if saved is not None and saved.dtype == value.dtype and not counts else value.dtype
+            device = "cpu" if on_host else parameter.device
+            found[entry.removeprefix("optimizer.")] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
     return found
 
 
 def restore(optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]) -> None:
     """Fill the optimizers with loaded entries. Raises `CheckpointError`, and changes nothing, if one is missing."""
-    check_texts(optimizers, own, loaded)
+    check_texts(optimizers, own, loaded, other_classes=True)
     states: dict[int, dict[str, Any]] = {}
-    for part, _, _, parameter in _parameters(optimizers, own):
+    for part, _, _, parameter in _fitting(optimizers, own, loaded):
         names, values, _ = _values(part.fqn, loaded)
         lacking = [name for name in names if f"{part.fqn}{_STATE}{name}" not in loaded]
         if lacking:
             raise CheckpointError(
                 f"the state {lacking[0]!r} of {part.fqn} was saved and not loaded: torch.distributed.checkpoint.load fills the "
-                "state that an optimizer has already, so load with pipe.checkpoint(...).load(folder)"
+                "state that an optimizer has or makes in its first step, so load with pipe.checkpoint(...).load(folder)"
             )
         tensors = {name: loaded[f"{part.fqn}{_STATE}{name}"] for name in names}
         _join(states.setdefault(id(parameter), {}), {**tensors, **values}, part, parameter)
-    for part, optimizer, group, parameter in _parameters(optimizers, own):
+    for part, optimizer, group, parameter in _fitting(optimizers, own, loaded):
         group.update(_values(part.fqn, loaded)[2])
         optimizer.state.pop(parameter, None)
         if states[id(parameter)]:
@@ -177,3 +217,10 @@ def _parameters(
             for parameter in group["params"]:
                 for part in own[id(parameter)]:
                     yield part, optimizer, group, parameter
+
+
+def _fitting(
+    optimizers: Sequence[Optimizer], own: Own, loaded: Mapping[str, Any]
+) -> Iterator[tuple[Part, Optimizer, dict[str, Any], torch.Tensor]]:
+    """The parameters whose optimizer is of the class that saved their state."""
+    return (each for each in _parameters(optimizers, own) if is_state_of(each[1], loaded[f"{each[0].fqn}{_VALUES}"]))

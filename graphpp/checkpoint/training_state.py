@@ -3,7 +3,7 @@
 `TrainingState` reads and restores this rank's part of a training. Its entries:
     model.<key>                 the rank's parameters and buffers, under every key of the model's state dict
     optimizer.<FQN>...          optimizer state of a parameter, and the values of its group (`optimizer_state.py`)
-    others.<number>             other objects with a `state_dict`, such as schedulers and scalers, in the given order
+    others.<number>             class and state of other objects, such as schedulers and scalers, in the given order
     extra.<name>                values that the caller adds
     random.<device type>        the default generator of the pipeline's first rank, which all ranks read
     steps                       the number of training calls of the pipeline
@@ -14,7 +14,8 @@ are `CheckpointError`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -23,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphpp.checkpoint import optimizer_state
 from graphpp.checkpoint.optimizer_state import Part
-from graphpp.checkpoint.safe_reading import as_text, from_text
+from graphpp.checkpoint.safe_reading import as_text, class_in, from_text, is_state_of, state_text
 from graphpp.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"  # torch's key for the result of a module's `get_extra_state`
@@ -81,11 +83,12 @@ def check_not_saving(calls: RankCalls) -> None:
 class TrainingState:
     """A pipeline's current training state.
 
-    `check_listed` raises if the model's state dict lacks a tensor of this rank; `first`: whether this is the pipeline's first
-    rank; `flat_parts` returns the flat parameters.
+    `model_keys` returns the keys of the whole model's state dict, `check_listed` raises if they lack a tensor of this rank;
+    `first`: whether this is the pipeline's first rank; `flat_parts` returns the flat parameters.
     """
 
     pipeline: Trained
+    model_keys: Callable[[], Collection[str]]
     check_listed: Callable[[], None]
     optimizers: Sequence[Optimizer]
     others: Sequence[Stateful]
@@ -109,6 +112,10 @@ class TrainingState:
             found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
         return found
 
+    def first_optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Memory for the state of optimizers that have not made a step yet, as entries."""
+        return optimizer_state.first_state(self.optimizers, self._own())
+
     def alike(self) -> dict[str, list[str]]:
         """Digests of the entries that all ranks must agree on, by their names in errors."""
         texts = self._texts()
@@ -130,32 +137,46 @@ class TrainingState:
             "steps": 0,
         }
 
-    def check_plain(self, loaded: Mapping[str, Any]) -> None:
+    def check_plain(self, loaded: Mapping[str, Any], allowed: Collection[str] = ()) -> None:
         """Raise `CheckpointError` if a loaded entry other than a tensor does not fit; changes nothing."""
-        optimizer_state.check_texts(self.optimizers, self._own(), loaded["optimizer"])
-        for kind in ("others", "extra"):
-            for name, text in loaded[kind].items():
-                from_text(f"{kind}.{name}", text)
+        optimizer_state.check_texts(self.optimizers, self._own(), loaded["optimizer"], other_classes="classes" in allowed)
+        for name, text in loaded["extra"].items():
+            from_text(f"extra.{name}", text)
+        for at, each in enumerate(self.others):
+            text, name, ours = loaded["others"][str(at)], f"others.{at}", type(each).__name__
+            state = from_text(name, text)
+            if not is_state_of(each, text):
+                if "classes" in allowed:
+                    continue
+                raise CheckpointError(
+                    f"{name} of the checkpoint is of the class {class_in(text)}, and here of {ours}: give the objects in the "
+                    f'order in which they were saved, or leave the {ours} as it is with allow="classes"'
+                )
+            differs = "" if "settings" in allowed else _other_setting(each, state)
+            if differs:
+                raise CheckpointError(
+                    f"{name} of the checkpoint, a {ours}, {differs}: give the schedulers in the order and with the settings "
+                    'with which they were saved, or take those of the checkpoint with allow="settings"'
+                )
 
-    def tensor_targets(self, stored: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def tensor_targets(self, stored: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:
         """Memory for this rank's tensors: the model's own, new memory for optimizers; `stored`: as for `optimizer_state`."""
-        prefix = "optimizer."
-        of_optimizers = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
         found: dict[str, Any] = {
             "model": self._model_entries(),
-            "optimizer": optimizer_state.targets(self.optimizers, self._own(), of_optimizers),
+            "optimizer": optimizer_state.targets(self.optimizers, self._own(), stored, plain["optimizer"]),
         }
         found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
         return found
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
         """Restore loaded entries; the model's tensors may be loaded already."""
-        others = {at: from_text(f"argument {at}", text) for at, text in loaded["others"].items()}
+        others = {at: from_text(f"others.{at}", text) for at, text in loaded["others"].items()}
         extra = {name: from_text(f"extra[{name!r}]", text) for name, text in loaded["extra"].items()}
         optimizer_state.restore(self.optimizers, self._own(), loaded["optimizer"])
         self.pipeline.load_state_dict(loaded["model"])
         for at, each in enumerate(self.others):
-            each.load_state_dict(others[str(at)])
+            if is_state_of(each, loaded["others"][str(at)]):
+                each.load_state_dict(others[str(at)])
         for name, value in list(self.extra.items()):
             if isinstance(value, Stateful):
                 value.load_state_dict(extra[name])
@@ -185,7 +206,7 @@ class TrainingState:
 
     def _texts(self) -> dict[str, dict[str, str]]:
         return {
-            "others": {str(at): as_text(f"argument {at}", each.state_dict()) for at, each in enumerate(self.others)},
+            "others": {str(at): state_text(f"others.{at}", each, each.state_dict()) for at, each in enumerate(self.others)},
             "extra": {name: as_text(f"extra[{name!r}]", _state_of(value)) for name, value in self.extra.items()},
         }
 
@@ -193,6 +214,20 @@ class TrainingState:
         yield "cpu", torch.default_generator
         if self.device.type == "cuda":
             yield "cuda", torch.cuda.default_generators[self.device.index or 0]
+
+
+def _other_setting(each: Stateful, state: Any) -> str:
+    """The first setting that a scheduler's state has otherwise than the scheduler, in words; empty if none.
+
+    The settings are the base learning rates and the arguments of the scheduler's class.
+    """
+    if not isinstance(each, LRScheduler):
+        return ""
+    own = each.state_dict()
+    for name in ("base_lrs", *inspect.signature(type(each)).parameters):
+        if name in own and name in state and name != "last_epoch" and as_text(name, own[name]) != as_text(name, state[name]):
+            return f"has {name}={state[name]!r}, and here {own[name]!r}"
+    return ""
 
 
 def _digest(text: str) -> str:

@@ -4,17 +4,16 @@
   to host memory. Tensors under several keys are sent once; entries that no stage reads are equal on all ranks.
 - `Export`: each rank writes the tensors that it is the first rank to own, so no tensor is sent. A tensor under several keys is
   written under the first. All ranks compute the same list of files.
-- Files are written to a subfolder of `folder` and moved up after all ranks have written, the index last. A folder that already
-  contains weights is never changed. All ranks share one file system.
+- Files are written as those of a checkpoint (`checkpoint/in_progress.py`): they replace the weights of an earlier export at
+  once, and weights of others are never changed. Each file has the name of its save. All ranks share one file system.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
@@ -23,14 +22,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from graphpp.arguments import TEXT, callback
+from graphpp.checkpoint.folder import begun
+from graphpp.checkpoint.in_progress import WEIGHTS, WEIGHTS_INDEX, UnfinishedSave, remove_replaced, save_in
 from graphpp.checkpoint.restore import without_os_errors
 from graphpp.checkpoint.training_state import RankCalls
 from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.ownership.weight_files import SAVE, save_of
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.dtensors import whole_tensor
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-_UNFINISHED = ".unfinished"
+_PARTS = "model-*-of-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -84,23 +86,22 @@ class Export:
 
         `check` raises if this rank's tensors cannot be written.
         """
-        first, unfinished = place.first_holder, folder / _UNFINISHED
         if not place.writes_files:
             return
         with calls.all_ranks(f"save_weights {folder}") as alike, without_os_errors():
             check()
             files = [f"rank {rank}: {', '.join(tensors)}" for rank, tensors in self.files]
             alike["the arguments of save_weights"] = [f"folder={folder}", f"dtype={self.dtype}", *files]
-            if first:
-                _begin(folder, unfinished)
-        with calls.all_ranks("its files"), without_os_errors():
-            self._write(unfinished, place.rank, writes=place.first_of_stage)
-        with calls.all_ranks("its index"), without_os_errors():
-            if first:
-                self._write_index(unfinished)
-                _publish(unfinished, folder)
+            if place.first_holder:
+                _refuse_foreign(folder)
+        with begun(folder, calls, first=place.first_holder) as save:
+            with calls.all_ranks("its files"), without_os_errors():
+                self._write(save, place.rank, writes=place.first_of_stage)
+            with calls.all_ranks("its index"), without_os_errors():
+                if place.first_holder:
+                    self._publish(save)
 
-    def _write(self, folder: Path, rank: int, *, writes: bool) -> None:
+    def _write(self, save: UnfinishedSave, rank: int, *, writes: bool) -> None:
         """Gather the tensors of a rank's files, and write them if `writes`."""
         for number, (writer, tensors) in enumerate(self.files):
             if writer == rank:
@@ -111,21 +112,30 @@ class Export:
                 if not writes:
                     continue
                 try:
-                    save_file(ready, folder / self._file(number), metadata={"format": "pt"})
+                    save_file(ready, save.path / self._file(number, save.name), {"format": "pt", SAVE: save.name})
                 except (KeyError, RuntimeError, ValueError) as fault:
                     keys = ", ".join(list(tensors)[:3])
                     raise CheckpointError(f"safetensors cannot hold {keys} ..: {type(fault).__name__}: {fault}") from fault
 
-    def _write_index(self, folder: Path) -> None:
-        if len(self.files) > 1:
-            where = {name: self._file(number) for number, (_, tensors) in enumerate(self.files) for name in tensors}
+    def _publish(self, save: UnfinishedSave) -> None:
+        """Write the index of several files, and replace the weights of an earlier export."""
+        several = len(self.files) > 1
+        if several:
+            names = {name: self._file(number, save.name) for number, (_, tensors) in enumerate(self.files) for name in tensors}
             size = sum(self._bytes(tensor) for _, tensors in self.files for tensor in tensors.values())
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            index = {"metadata": {"total_size": size, SAVE: save.name}, "weight_map": dict(sorted(names.items()))}
+            (save.path / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _refuse_foreign(folder := save.folder)
+        before = _heads(folder)
+        save.publish(WEIGHTS_INDEX if several else WEIGHTS)
+        other = WEIGHTS if several else WEIGHTS_INDEX
+        if other in before and _heads(folder).get(other) == before[other]:
+            (folder / other).unlink(missing_ok=True)
+        remove_replaced(folder, _PARTS, lambda: _heads(folder).values())
 
-    def _file(self, number: int) -> str:
+    def _file(self, number: int, save: str) -> str:
         count = len(self.files)
-        return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+        return WEIGHTS if count == 1 else f"model-{save}-{number + 1:05}-of-{count:05}.safetensors"
 
     def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -137,21 +147,27 @@ class Export:
         return whole_tensor(tensor).to("cpu", self._dtype(tensor)).contiguous()
 
 
-def _begin(folder: Path, unfinished: Path) -> None:
-    """Make the folder for incomplete files. Raises `CheckpointError` if `folder` already contains weights."""
-    files = [each.name for each in folder.iterdir()] if folder.exists() else []
-    weights = sorted(name for name in files if name.endswith(_WEIGHTS))
-    if weights:
-        raise CheckpointError(f"{folder} has weights already, {weights[0]} for one: name a new folder, or remove them")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+def _heads(folder: Path) -> dict[str, str]:
+    """The names of the saves that wrote the files in a folder that readers open first, by file."""
+    return {name: save_of(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX) if (folder / name).exists()}
 
 
-def _publish(unfinished: Path, folder: Path) -> None:
-    """Move complete files into `folder`, the index last."""
-    for file in sorted(unfinished.iterdir(), key=lambda file: file.suffix == ".json"):
-        os.replace(file, folder / file.name)
-    unfinished.rmdir()
+def _refuse_foreign(folder: Path) -> None:
+    """Raise `CheckpointError` if a folder has weights that no `save_weights` wrote."""
+    weights = [each for each in folder.iterdir() if each.name.endswith(_WEIGHTS)] if folder.exists() else []
+    foreign = sorted(each.name for each in weights if not _is_own(each))
+    if foreign:
+        raise CheckpointError(
+            f"{folder} has weights already, {foreign[0]} for one, which save_weights did not write: name a new folder, or "
+            "remove them"
+        )
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a `save_weights` wrote a file, or another job's has removed it meanwhile."""
+    if file.name in (WEIGHTS, WEIGHTS_INDEX):
+        return bool(save_of(file)) or not file.exists()
+    return fnmatch(file.name, _PARTS) and bool(save_in(file.name))
 
 
 def keys_of(names: str | Sequence[str], known: Mapping[str, object]) -> list[str]:

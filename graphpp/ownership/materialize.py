@@ -83,8 +83,8 @@ class Materials:
 
     def fill(
         self, needed: Collection[str], unread: Collection[str], source: Source, shards: ShardValues | None = None
-    ) -> None:
-        """Give `needed` memory and values, and `unread` where the source has values for them.
+    ) -> str:
+        """Give `needed` memory and values, and `unread` where the source has values for them; returns the save of its files.
 
         `shards` gets the values of meta parameters that will be sharded; these stay on the meta device in the model.
         """
@@ -109,6 +109,7 @@ class Materials:
             for round_ in _rounds(in_files):
                 self._read(weights, round_, shards)
         forget(((filled[fqn], fqn) for fqn in new), "pipe.materialize has put others in their places")
+        return "" if weights is None else weights.save
 
     def _not_in(self, shards: ShardValues | None, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
         """The model's tensors `fqns`, except meta tensors whose values are complete in `shards`."""

@@ -22,25 +22,27 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from graphpp.checkpoint.in_progress import METADATA, published
 from graphpp.checkpoint.restore import ENTRY, told
-from graphpp.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader, torchs_reason
+from graphpp.checkpoint.safe_reading import SafePlanner, SafeReader, torchs_reason
 from graphpp.errors import CheckpointError
 
 _SAVED = (".pt", ".pth", ".bin")  # files of torch.save
 _INDEX = ".index.json"
+SAVE = "graphpp_save"  # key of the name of the save, in the metadata of an index and of safetensors
 
 
 def open_weights(path: Path) -> Weights:
     """The tensors of the checkpoint at `path`. Raises `CheckpointError` if there is no checkpoint, or more than one."""
     if path.is_file():
-        return _Files({name: path for name in _names(path)})
+        return _Files({name: path for name in _names(path)}, save_of(path))
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such file or folder")
     if (path / METADATA).is_file():
         return _Distributed(path)
     files = _in_folder(path)
     if len(files) == 1 and files[0].name.endswith(_INDEX):
-        return _Files(_indexed(files[0]))
+        return _Files(_indexed(files[0]), save_of(files[0]))
     if not files:
         raise CheckpointError(f"{path} has no weights: no .metadata, *.index.json, *.safetensors, *.pt, *.pth or *.bin")
     where: dict[str, Path] = {}
@@ -49,14 +51,15 @@ def open_weights(path: Path) -> Weights:
             if name in where:
                 raise CheckpointError(f"{path}: {name} is in {where[name].name} and in {file.name}: give the path of one file")
             where[name] = file
-    return _Files(where)
+    return _Files(where, save_of(files[0]) if len(files) == 1 else "")
 
 
 class _Files:
     """Tensors in safetensors files and files of `torch.save`, each in one file."""
 
-    def __init__(self, where: Mapping[str, Path]) -> None:
-        self._where = where
+    def __init__(self, where: Mapping[str, Path], save: str = "") -> None:
+        """`save`: the name of the save that wrote all files; empty if they name none."""
+        self._where, self.save = where, save
 
     def stored(self) -> Mapping[str, torch.Tensor | None]:
         """The names of all tensors, with meta tensors like them if no file must be opened for that (else None)."""
@@ -67,7 +70,7 @@ class _Files:
         for name in targets:
             by_file.setdefault(self._where[name], []).append(name)
         for file, names in by_file.items():
-            with _tensors(file) as read, torch.no_grad():
+            with _tensors(file, self.save) as read, torch.no_grad():
                 for name in names:
                     _copy(file, name, read, targets[name])
 
@@ -76,10 +79,11 @@ class _Distributed:
     """Tensors in torch's distributed checkpoint; in a folder of `pipe.checkpoint`, the model's tensors."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._reader = path, SafeReader(path)
+        self.save = self._reader.save
         self._stored = {
             name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-            for name, found in SafeReader(path).read_metadata().state_dict_metadata.items()
+            for name, found in self._reader.read_metadata().state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)
         }
         model = f"{ENTRY}.model."
@@ -93,7 +97,7 @@ class _Distributed:
         entries: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
         with told(), warnings.catch_warnings():  # torch warns without a process group
             warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-            load(entries, storage_reader=SafeReader(self._path), planner=SafePlanner(self._path), no_dist=True)
+            load(entries, storage_reader=self._reader, planner=SafePlanner(self._path), no_dist=True)
 
 
 Weights = _Files | _Distributed
@@ -105,7 +109,7 @@ def _in_folder(path: Path) -> list[Path]:
         indexes = sorted(path.glob(index))
         if len(indexes) > 1:
             raise CheckpointError(f"{path} has two indexes, {indexes[0].name} and {indexes[1].name}: keep one of them")
-        found = indexes or sorted(path.glob(pattern))
+        found = indexes or sorted(published(path, pattern))
         if found:
             return found
     return sorted(each for each in path.iterdir() if each.suffix in _SAVED)
@@ -123,17 +127,30 @@ def _indexed(index: Path) -> dict[str, Path]:
     return files
 
 
+def save_of(file: Path) -> str:
+    """The name of the save that wrote an index or a safetensors file; empty if it names none."""
+    try:
+        if file.name.endswith(_INDEX):
+            return str(json.loads(file.read_text())["metadata"][SAVE])
+        with safetensors.safe_open(os.fspath(file), framework="pt") as opened:
+            return str((opened.metadata() or {}).get(SAVE, ""))
+    except Exception:  # a file of others raises nearly anything
+        return ""
+
+
 def _names(file: Path) -> list[str]:
     with _tensors(file) as read:
         return list(read)
 
 
 @contextmanager
-def _tensors(file: Path) -> Iterator[Mapping[str, Callable[[], torch.Tensor]]]:
-    """The tensors of a file by name, each read lazily from the mapped file."""
+def _tensors(file: Path, save: str = "") -> Iterator[Mapping[str, Callable[[], torch.Tensor]]]:
+    """The tensors of a file by name, each read lazily from the mapped file. `save`: that of all files, if known."""
     try:
         if file.suffix == ".safetensors":
             with safetensors.safe_open(os.fspath(file), framework="pt") as opened:
+                if save and (opened.metadata() or {}).get(SAVE, save) != save:
+                    raise CheckpointError(f"{file} is of another save than the first file that was read")
                 yield {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - it has no __iter__
         elif file.suffix in _SAVED:
             saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)

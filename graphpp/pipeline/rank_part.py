@@ -142,9 +142,9 @@ class RankPart(ModuleHabits):
         unread = [fqn for fqn in everything if fqn not in held]
 
         try:
-            with self._calls.all_replicas("materialize"), self._calls.all_ranks("materialize", lines):
+            with self._calls.all_replicas("materialize"), self._calls.all_ranks("materialize", lines) as alike:
                 shards = owned.shards_to_fill()
-                materials.fill(needed, unread, source, shards)
+                alike["the save of the weights"] = [materials.fill(needed, unread, source, shards)]
         except BaseException:
             materials.undo()
             raise
@@ -193,8 +193,8 @@ class RankPart(ModuleHabits):
 
         Each rank writes its own part into a file system that all ranks share, at most `max_file_bytes` (or one tensor) at a
         time. `names` maps a key of the model's state dict to the name in the files; a tensor with several keys is written under
-        the first. `dtype` converts floating-point tensors. Raises `CheckpointError` on all ranks where the folder already has
-        weights or cannot be written, and for entries of the state dict that are no tensors.
+        the first. `dtype` converts floating-point tensors. Replaces weights of an earlier `save_weights`. Raises
+        `CheckpointError` on all ranks for a folder with other weights, and for entries of the state dict that are no tensors.
         """
         from graphpp.ownership.export import Export
 
@@ -224,7 +224,7 @@ class RankPart(ModuleHabits):
         values = dict(extra or {})
         check = partial(self._state.check_listed, self._cache.ownership.local)
         where = place.device, place.first_holder
-        state = TrainingState(self, check, optimizers, others, values, *where, calls, self._flat_parts)
+        state = TrainingState(self, self._state.entries, check, optimizers, others, values, *where, calls, self._flat_parts)
         return Checkpoint(state, place)
 
     def _flat_parts(self) -> dict[int, list[Part]]:

@@ -116,7 +116,7 @@ class Moments:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """A context in which actions and files are moments."""
-        run, write, rename = ActionLoop.run, folders.write_entries, Path.rename
+        run, write, rename, replace = ActionLoop.run, folders.write_entries, Path.rename, Path.replace
 
         def acting(loop: ActionLoop, watch: Any = None) -> None:
             def watched(action: Any, function: Callable[[], None]) -> None:
@@ -134,11 +134,16 @@ class Moments:
             self.tick()
             return rename(path, target)
 
+        def replacing(path: Path, target: Path) -> Path:
+            self.tick()
+            return replace(path, target)
+
         with (
             patch.object(ActionLoop, "run", acting),
             patch.object(folders, "write_entries", writing),
             patch.object(local_folders, "write_entries", writing),
             patch.object(Path, "rename", renaming),
+            patch.object(Path, "replace", replacing),
         ):
             yield
 

@@ -17,6 +17,7 @@ from tests.checkpoint.resumes import (
     ON_A_V,
     ONE,
     SPLIT,
+    STEPS,
     TWO,
     Layout,
     Optimizers,
@@ -110,21 +111,42 @@ def test_replicas_load_the_checkpoint_of_the_first(tmp_path: Path) -> None:
         assert first == again
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_calls_take_the_checkpoint(tmp_path: Path) -> None:
+def by_torch(rank: int, layout: Layout, make: Optimizers, folder: Path, first: int) -> list[float]:
+    """Losses of a training that torch's own calls save and load (into optimizers without state) after `first` steps."""
     import torch.distributed.checkpoint as dcp
 
-    pipe = pipeline(ONE, 3)
-    optimizer = adamw(pipe.parameters())[0]
-    x, y = batch(0)
-    pipe.step(x, target=y)
-    optimizer.step()
-    dcp.save({"training": pipe.checkpoint(optimizer)}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    saved = {key: value.clone() for key, value in pipe.state_dict().items()}
-    other = pipeline(ONE, 4)
-    other.checkpoint(adamw(other.parameters())[0]).load(tmp_path / "saved")
-    for key, value in other.state_dict().items():
-        assert torch.equal(value, saved[key])
+    losses: list[float] = []
+    for number in range(2):
+        pipe = pipeline(layout, 3 + number)
+        optimizers = make(pipe.parameters())
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+        state = {"app": pipe.checkpoint(*optimizers, *schedulers, extra={"epoch": number})}
+        if number:
+            dcp.load(state, checkpoint_id=folder)
+            assert state["app"].extra == {"epoch": 0}
+        while pipe.steps < (2 * STEPS if number else first):
+            x, y = batch(pipe.steps)
+            losses.append(pipe.step(x, target=y).loss.item())
+            for each in (*optimizers, *schedulers):
+                each.step()
+            pipe.zero_grad()
+        if not number:
+            dcp.save(state, checkpoint_id=folder)
+            assert first or not any(each.state for each in optimizers)
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("layout", "make"),
+    [(TWO, adamw), (ONE, momentum), *further(*((ONE, make) for make in (fused, muon_and_adam, sgd, adafactor)), (TWO, fused))],
+)
+def test_torchs_own_calls_take_the_checkpoint(layout: Layout, make: Optimizers, tmp_path: Path) -> None:
+    expected = by_torch(0, ONE, make, tmp_path / "all", 2 * STEPS)
+    for first in (0, STEPS):
+        given = layout, make, tmp_path / f"{first}", first
+        found = run_ranks(by_torch, layout.ranks, *given) if layout.ranks > 1 else [by_torch(0, *given)]
+        assert all(losses[-STEPS:] == expected[STEPS:] for losses in found)
 
 
 def test_an_object_without_a_state_is_refused() -> None:

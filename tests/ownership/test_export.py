@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from graphpp.checkpoint.in_progress import UnfinishedSave
 from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.ownership.weight_files import open_weights
 from tests.distributed import run_ranks
 from tests.exhaustive import cases, further
 from tests.ownership.models import Model, X, compiled, whole
@@ -47,7 +51,8 @@ def test_all_tensors_are_written_once(ranks: int, bytes_: int, tmp_path: Path) -
         assert files == ["model.safetensors"] == [each.name for each in folder.iterdir()]
         return
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert files == [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
+    save = index["metadata"]["graphpp_save"]
+    assert files == [f"model-{save}-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
     assert index["metadata"]["total_size"] == sum(expected[key].nbytes for key in WRITTEN)
     assert index["weight_map"] == {name: file for file in files for name in load_file(folder / file)}
     assert all(len(list(load_file(folder / file))) == 1 for file in files) == (bytes_ == 1)
@@ -104,12 +109,64 @@ def test_wrong_arguments_are_refused(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_weights_is_never_changed(tmp_path: Path) -> None:
-    saves(0, tmp_path, {}, {})
+def test_weights_of_others_are_never_changed(tmp_path: Path) -> None:
+    save_file(dict(read_state()), tmp_path / "model.safetensors")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     for text in run_ranks(refused, 2, tmp_path, {}):
-        assert "has weights already, model.safetensors for one" in text
+        assert "has weights already, model.safetensors for one, which save_weights did not write" in text
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def read_state() -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in whole().state_dict().items() if key in WRITTEN}
+
+
+def test_weights_are_replaced_and_all_other_files_stay(tmp_path: Path) -> None:
+    users = ("config.json", "tokenizer.json", ".unfinished")
+    for name in users:
+        (tmp_path / name).write_text("the user's")
+    pipe = compiled(whole())
+    for number, bytes_ in enumerate((2**30, 2**30, 5000, 1, 5000, 2**30)):
+        with torch.no_grad():
+            next(pipe.parameters()).fill_(number)
+        pipe.save_weights(tmp_path, max_file_bytes=bytes_)
+        copied = {key: torch.empty_like(value) for key, value in read_state().items()}
+        open_weights(tmp_path).copy(copied)
+        assert all(torch.equal(value, pipe.state_dict()[key]) for key, value in copied.items())
+        assert sorted(read(tmp_path)) == sorted(WRITTEN)  # in the files of one save
+    assert {each.name for each in tmp_path.iterdir()} == {*users, "model.safetensors"}
+
+
+@pytest.mark.parametrize(("kept", "ends"), [(2**30, "killed"), (5000, "killed"), (5000, "interrupted")])
+def test_an_export_that_ends_early_leaves_the_weights_of_before(kept: int, ends: str, tmp_path: Path) -> None:
+    pipe = compiled(whole())
+    pipe.save_weights(tmp_path, max_file_bytes=kept)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if path.name == "model.safetensors.index.json":
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    removes = UnfinishedSave.__exit__ if ends == "interrupted" else lambda *_: False  # a killed process removes nothing
+    patched = patch.object(UnfinishedSave, "__exit__", removes)
+    with patch.object(Path, "replace", interrupted), patched, pytest.raises(KeyboardInterrupt):
+        pipe.save_weights(tmp_path, max_file_bytes=1)
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    assert before.items() < after.items() if ends == "killed" else before == after
+    copied = {key: torch.empty_like(value) for key, value in read_state().items()}
+    open_weights(tmp_path).copy(copied)
+    assert all(torch.equal(value, pipe.state_dict()[key]) for key, value in copied.items())
+
+
+def test_weights_of_two_saves_are_refused(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        saves(0, tmp_path / folder, {}, {"max_file_bytes": 5000})
+    one, two = (sorted((tmp_path / folder).glob("*-00002-of-*"))[0] for folder in ("one", "two"))
+    shutil.copy(two, one)
+    with pytest.raises(CheckpointError, match=r"00002-of-\d+\.safetensors is of another save than the first file"):
+        open_weights(tmp_path / "one").copy({key: torch.empty_like(value) for key, value in read_state().items()})
 
 
 class WithState(nn.Linear):
