@@ -7,9 +7,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import torch
 
 from graphpp._torch import aot
 from graphpp._torch.symbols import Values, considering, hint
@@ -33,8 +36,10 @@ from graphpp.planner.plan import Plan
 from graphpp.planner.shard_plan import ShardPlan, layer_bytes, layer_plan
 from graphpp.planner.tables import CheckedTable
 from graphpp.progress import working
+from graphpp.runtime.dtensors import local_tensor
+from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import eviction_frees_memory
-from graphpp.runtime.program import Input, PipelineProgram, StageProgram
+from graphpp.runtime.program import Buffer, Constant, Input, Parameter, PipelineProgram, StageProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.check.step_memory import step_peaks
@@ -112,6 +117,19 @@ class CompiledGraph:
     def ranks_of_parameter(self) -> dict[str, list[int]]:
         """For each parameter, its ranks in ascending order; the first one counts it in norms."""
         return ranks_of_parameters(self.program, self.plan.rank_of_stage)
+
+    def copies(self, state: ModelState, rank: int) -> dict[str, torch.Tensor]:
+        """This rank's tensors that other ranks read too, by name; without buffers that a forward writes."""
+        written = {fqn for _, fqn in self.written_buffers()}
+        roles = Counter[tuple[int, Parameter | Buffer | Constant]]()
+        for stage in self.program.stages:
+            shared = (role for role in stage.inputs if isinstance(role, Parameter | Buffer | Constant))
+            roles |= Counter((self.plan.rank_of_stage[stage.index], role) for role in shared)
+        ranks = Counter(role for _, role in roles)
+        own = [role for at, role in roles if at == rank and ranks[role] > 1]
+        constants = {role.name: self.captured.joint.constants[role.name] for role in own if isinstance(role, Constant)}
+        fqns = [role.fqn for role in own if not isinstance(role, Constant) and role.fqn not in written]
+        return {fqn: local_tensor(state.tensor(fqn)) for fqn in fqns} | constants
 
     def state(self, request: CompileRequest) -> tuple[StateBytes, ...]:
         """Bytes of parameters, gradients, optimizer state and buffers, by the stages that read them."""

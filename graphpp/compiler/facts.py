@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.facts import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.dtensors import local_tensor
-from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 
 
@@ -35,11 +35,9 @@ def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
     return Facts(lines | {"the schedule": [table.plain.name, *table.text], "the compiled programs": programs})
 
 
-def of_copies(state: ModelState, owners: Mapping[str, Sequence[int]], rank: int) -> dict[str, list[str]]:
-    """Checksums of this rank's tensors that other ranks have too: copies of a tied parameter must start equal."""
-    shared = [fqn for fqn, ranks in owners.items() if len(ranks) > 1 and rank in ranks]
-    sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in shared}
-    return {f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()}
+def of_copies(copies: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Checksums of this rank's tensors that other ranks read too (`CompiledGraph.copies`): they must start equal."""
+    return {f"the values of {name}": [f"bits that add up to {checksum(copy)}"] for name, copy in copies.items()}
 
 
 def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:

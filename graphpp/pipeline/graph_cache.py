@@ -186,7 +186,7 @@ class GraphCache:
             with Round(*self._groups) as r:
                 graphs, table = self._capture(call, len(call.parts))
                 made = self._lower(call, graphs, table)
-                r.compare(made.facts.adding(facts.of_copies(self._state, made.graphs[0].ranks_of_parameter, place.rank)))
+                r.compare(made.facts.adding(facts.of_copies(made.graphs[0].copies(self._state, place.rank))))
             self._check_shared_layers(graphs)
         except Exception:
             self._assembly.keep_only(self._all_kept())  # drops the regions of the refused call

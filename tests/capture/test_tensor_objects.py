@@ -1,5 +1,8 @@
 """Forward and loss see the model's own tensors: their attributes, identity, class and subclass decide as in eager."""
 
+import contextlib
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -220,7 +223,7 @@ def test_identity_survives_that_other_ranks_own_a_parameter() -> None:
 
 def test_a_trained_parameter_that_computes_itself_is_refused_by_name_and_class() -> None:
     model = Layers()
-    model.layers[0].weight = nn.Parameter(TwoTensor(*torch.ones(2, WIDTH, WIDTH)))
+    model.layers[0].weight = nn.Parameter(TwoTensor(torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)))
     pipe = graphpp.compile(model, F.mse_loss, split=1)
     with pytest.raises(CaptureError, match=r"the parameter layers.0.weight is a TwoTensor, .* Freeze it"):
         pipe.step(X, target=TARGET)
@@ -231,4 +234,37 @@ def test_a_wrapper_under_the_name_of_a_function_of_torch_is_refused(monkeypatch:
     monkeypatch.setattr(F, "relu", lambda x, *rest, **more: original(x, *rest, **more) * 2)
     pipe = graphpp.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), F.mse_loss, split=1)
     with pytest.raises(CaptureError, match=r"relu of torch was replaced by .*test_tensor_objects.py:\d+.* its own name"):
+        pipe.step(X, target=TARGET)
+
+
+class Asking(nn.Module):
+    """A model whose own code catches the errors of a question that a trace cannot answer, and then does without a layer."""
+
+    def __init__(self, ask: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.ask, self.first, self.second = ask, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with contextlib.suppress(Exception):
+            if self.ask(self, hidden):
+                return self.second(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, hidden: bool(torch.isfinite(hidden).all()),
+        lambda model, hidden: int(hidden.detach().sum() * 0 + 1),
+        lambda model, hidden: hidden.detach().numpy().size,
+        lambda model, hidden: copy.deepcopy(hidden.detach()) is not None,
+        lambda model, hidden: pickle.dumps(hidden.detach()),
+        lambda model, hidden: torch.autograd.grad(hidden.sum(), model.first.weight, retain_graph=True),
+        lambda model, hidden: model.first.weight.detach().numpy().size,
+    ],
+)
+def test_an_error_of_the_trace_that_the_model_catches_is_refused(ask: Callable[[nn.Module, Tensor], Any]) -> None:
+    pipe = graphpp.compile(Asking(ask), F.mse_loss, split=1)
+    with pytest.raises(CaptureError, match=r"caught an error of the trace.*\n  at .*test_tensor_objects.py"):
         pipe.step(X, target=TARGET)
