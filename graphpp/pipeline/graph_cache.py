@@ -100,11 +100,11 @@ class GraphCache:
             self.ownership.check_copies(self.first)
         if self.ownership.sharded is not None:
             self.ownership.sharded.check(self._state)
-        call = StepCall(parts, key, weighting)
-        for graph in dict.fromkeys(self._known(*each) for each in call.distinct.items()):
-            if graph is not None and graph.captured.audit is not None:
-                graph.captured.audit()
-        return call
+        if key in self._prepared:
+            for captured in {id(graph.captured): graph.captured for graph in self._prepared[key].lowered.graphs}.values():
+                if captured.audit is not None:
+                    captured.audit()
+        return StepCall(parts, key, weighting)
 
     def recapture(self) -> None:
         self._keys.recapture()
