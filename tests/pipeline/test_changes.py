@@ -399,3 +399,34 @@ def test_actions_that_torch_writes_into_its_tables_run(row: str) -> None:
     graphpp.compile(other, F.mse_loss, schedule=[row], microbatches=1).step(X, target=Y)
     for one, two in zip(plain.parameters(), other.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
+
+
+class Named(nn.Sequential):
+    """Reads `scale` in its forward, and neither `step` nor `name`."""
+
+    def __init__(self) -> None:
+        super().__init__(*two_layers())
+        self.scale, self.step, self.name = 1.0, 0, "first"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_only_attributes_that_the_code_reads_cause_a_capture_which_the_log_explains(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Named()
+    captured = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        captured.append(model.step)
+        return internals.capture(*args, **options)
+
+    caplog.set_level("INFO", "graphpp")
+    with internals.capturing_by(counted):
+        pipe = graphpp.compile(model, F.mse_loss, split=1, microbatches=4)
+        for step in range(6):
+            model.step, model.name, model.scale = step, str(step), 1.0 + step // 3 + step // 5
+            pipe.step(X, target=Y)
+    assert captured == [0, 3, 5]
+    assert caplog.text.count("captured again, because model.scale changed") == 1

@@ -17,6 +17,8 @@ from functools import cache, lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from torch import nn
+
 _MOST = 5_000  # maximum number of functions to follow
 _INSTALLED = tuple(os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib"))
 _NOT_IN_A_FORWARD = frozenset(  # methods that Python calls implicitly, but not during a forward
@@ -134,6 +136,14 @@ def names_in(code: CodeType) -> tuple[str, ...]:
         elif isinstance(constant, tuple | frozenset):
             pending += constant
     return tuple(found)
+
+
+@cache
+def names_of_torch(kind: type) -> frozenset[str]:
+    """The names that the code of torch's own modules among a class's bases reads; that of `nn.Module` does not count."""
+    bases = (base for base in kind.__mro__ if base.__module__.startswith("torch.") and base is not nn.Module)
+    functions = (unwrapped(value) for base in bases for value in vars(base).values())
+    return frozenset(name for each in functions if isinstance(each, FunctionType) for name in names_in(each.__code__))
 
 
 def _variables(namespace: Mapping[str, Any], asked: set[str]) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -53,7 +53,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphpp._torch import aot
 from graphpp._torch.parallel.sharded_tensor import is_placement
 from graphpp._torch.symbols import SYMBOLIC, hint
-from graphpp.capture.objects.names import comes_with_torch, in_cell, is_implicit, is_of_library
+from graphpp.capture.objects.names import comes_with_torch, in_cell, is_implicit, is_of_library, names_of_torch
 
 Path = tuple[Any, ...]
 Place = tuple[Any, str]  # (namespace or object with slots, name)
@@ -219,12 +219,12 @@ class Walk:
     def _own_parts(self, module: nn.Module) -> Parts:
         """A module's hooks, class and attributes: tensors and `forward` always, others if the code names them.
 
-        All attributes of torch's own modules are entered, since their code is not read.
+        The code is that of the user, and for a module of torch that of its class.
         """
-        of_torch = any(base.__module__.startswith("torch.") and base is not nn.Module for base in type(module).__mro__)
+        names = self._names | names_of_torch(type(module))
         for name, value in vars(module).items():
             always = name == "forward" or type(value) is torch.Tensor
-            if name not in _ALL_REGISTRIES and (always or of_torch or name in self._names):
+            if name not in _ALL_REGISTRIES and (always or name in names):
                 yield name, value, None
         for kind in HOOKS:
             for at, (key, hook) in enumerate(getattr(module, kind).items()):
