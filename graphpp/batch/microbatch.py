@@ -85,12 +85,16 @@ def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> to
 
 @dataclass(frozen=True)
 class FlatMicrobatch:
-    """A microbatch (or a batch) as leaves with paths and a structure. `rows`: the number of rows of one cut out of a batch."""
+    """A microbatch (or a batch) as leaves with paths and a structure.
+
+    `rows`: of a microbatch, None without any. `dim`: the batch dimension that all its tensors with rows share, else 0.
+    """
 
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
     values: tuple[Any, ...]
     rows: int | None = field(default=None, compare=False)
+    dim: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
@@ -116,12 +120,6 @@ class FlatMicrobatch:
         """The tensors by path, in order."""
         pairs = zip(self.paths, self.values, strict=True)
         return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
-
-    @cached_property
-    def leading_size(self) -> int | None:
-        """The most frequent first dimension of the tensors, on a tie the first in order; None without tensors."""
-        sizes = [len(leaf) for leaf in self.values if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        return max(sizes, key=sizes.count, default=None)
 
     @cached_property
     def signature(self) -> tuple[str, ...]:
@@ -151,11 +149,17 @@ class FlatMicrobatch:
 
 
 def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
-    """Flatten and unwrap one microbatch. Raises `BatchError` for another type and for leaves that may hide tensors."""
+    """Flatten one microbatch. Raises `BatchError` for another type and for leaves that may hide tensors."""
     if not isinstance(batch, Microbatch):
         raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type_name(batch)}")
-    flat = FlatMicrobatch.of(batch)
-    return FlatMicrobatch.of(flat.microbatch()) if any(isinstance(leaf, Whole) for leaf in flat.values) else flat
+    return FlatMicrobatch.of(batch)
+
+
+def unwrapped(flat: FlatMicrobatch) -> FlatMicrobatch:
+    """The microbatch with no argument wrapped in `whole`."""
+    if not any(isinstance(leaf, Whole) for leaf in flat.values):
+        return flat
+    return replace(FlatMicrobatch.of(flat.microbatch()), rows=flat.rows, dim=flat.dim)
 
 
 def tensors_by_path(batch: Microbatch) -> dict[str, torch.Tensor]:

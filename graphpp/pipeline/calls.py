@@ -17,7 +17,6 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
@@ -150,7 +149,7 @@ class Calls:
         with self.exchanging(call.training):
             recording = contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder)
             with torch.autocast(place.device.type, enabled=False), recording:  # casts of autocast are in the graph
-                prepared.runner.step(prepared.inputs(call.parts), seeds)
+                prepared.runner.step(prepared.inputs(call.parts), seeds, call.weighting.silent)
             if call.training:
                 self._share_buffers(prepared)
         self._cache.after_step(call, prepared)
@@ -162,7 +161,7 @@ class Calls:
         self.check_whole()
         with Round(self._agreement, self._peers) as r:
             parts = self._reader.microbatches(batch, training=training)
-            weighting = LossWeighting.of(self._options.gradients.reduction, weights, [leading_size(part) for part in parts])
+            weighting = LossWeighting.of(self._options.gradients.reduction, weights, [part.rows for part in parts])
             call = self._cache.call(parts, weighting, training=training)
             of_pipeline, of_peers = self._cache.facts(call)
             self._data_calls[training] += 1

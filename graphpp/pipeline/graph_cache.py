@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.outputs import check_mergeable
+from graphpp.capture.outputs import joined_dims
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
@@ -247,7 +246,7 @@ class GraphCache:
         check_same_results(each)
         check_same_updates([graph.captured.updates for graph in each])
         if not call.training:
-            check_mergeable([graph.output_shapes for graph in each], [leading_size(part) for part in call.parts])
+            joined_dims(each[0].captured, [graph.output_shapes for graph in each], call.parts, self._request.batch_dims)
         self.ownership.check_copies(self.first or each[0])
         for graph in graphs.values():
             self._state.check_memory([*graph.parameters(place.rank), *graph.buffers(place.rank)])

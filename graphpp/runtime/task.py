@@ -30,11 +30,15 @@ Receive = Callable[[], Sequence[torch.Tensor]]  # the values that cross into the
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The arguments of a step, by microbatch: tensors by path, the seed of the backward, the key for random numbers."""
+    """The arguments of a step, by microbatch: tensors by path, the seed of the backward, the key for random numbers.
+
+    `silent`: the microbatches whose gradients do not count.
+    """
 
     tensors: Sequence[Mapping[str, torch.Tensor]]
     seeds: Sequence[torch.Tensor] = ()
     keys: Sequence[int] = ()
+    silent: frozenset[int] = frozenset()
 
 
 @dataclass

@@ -408,6 +408,19 @@ def test_zero_grad(pipe: graphpp.Pipeline) -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
+def test_zero_grad_before_the_first_step() -> None:
+    """As many loops begin."""
+    model = nn.Linear(8, 8)
+    made = graphpp.compile(model, F.mse_loss, microbatches=2)
+    model(X).sum().backward()
+    made.zero_grad()
+    made.step(X, target=X)
+    found = model.weight.grad.clone()
+    made.zero_grad()
+    made.step(X, target=X)
+    assert torch.equal(found, model.weight.grad)
+
+
 def test_a_schedule_s_name_is_simulated_and_checked() -> None:
     table = schedules.interleaved_1f1b(2, 4, 8)
     costs = graphpp.Costs.unit(4, 2)

@@ -292,7 +292,7 @@ def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any])
     [
         ({"schedule": "GPipe"}, "schedule: plan= decides it"),
         ({"split": 2}, "split: plan= decides it"),
-        ({"microbatches": 2}, "microbatches: plan= decides it"),
+        ({"microbatches": 2}, "microbatches.count: plan= decides it"),
         ({"memory": "full"}, "memory.recompute: plan= decides it"),
         ({"parallel": graphpp.Parallel(keep=1)}, "parallel.keep: plan= decides it"),
         ({}, r"plan: it is for 4 ranks \(pp 2 x dp_.*\), and this job has 1"),
