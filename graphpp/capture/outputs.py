@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +16,37 @@ from graphpp.errors import BatchError, CaptureError
 from graphpp.runtime import program
 
 
-def check_output_leaves(captured: CapturedGraph) -> None:
-    """Raise `CaptureError` if an object in the model's output hides tensors from torch's pytree."""
-    for leaf in captured.output_leaves:
-        if leaf is not TENSOR_LEAF and not is_plain_data(leaf):
-            kind = type(leaf).__qualname__
-            raise CaptureError(
-                f"the model's output holds a {kind}, and torch cannot see what is in it. {_remedy(leaf)}"
-            )
+@dataclass(frozen=True)
+class Unseen:
+    """Takes the place of an object in the output that hides tensors from torch's pytree; its use raises `CaptureError`."""
+
+    kind: str
+
+    def refuse(self, *_: object) -> Any:
+        if self.kind.endswith("Cache"):
+            remedy = "Hugging Face models leave it out with use_cache=False, as an argument or in model.config."
+        else:
+            remedy = "Return the tensors in a tuple, list or dict, or register its class with torch.export.register_dataclass."
+        raise CaptureError(f"the model's output holds a {self.kind}, and torch cannot see what is in it. {remedy}")
+
+    __getitem__ = __iter__ = __len__ = __call__ = refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.refuse()
+
+
+def with_unseen(captured: CapturedGraph) -> CapturedGraph:
+    """The graph with `Unseen` objects in the output. Raises `CaptureError` if it has one, and no loss to evaluate."""
+    leaves = [
+        leaf if leaf is TENSOR_LEAF or is_plain_data(leaf) else Unseen(type(leaf).__qualname__)
+        for leaf in captured.output_leaves
+    ]
+    unseen = next((leaf for leaf in leaves if isinstance(leaf, Unseen)), None)
+    if unseen is not None and not any(isinstance(role, program.Loss) for role, _ in captured.joint.outputs()):
+        unseen.refuse()
+    return replace(captured, output_leaves=tuple(leaves))
 
 
 def joined_dims(
@@ -62,12 +86,6 @@ def _output_paths(captured: CapturedGraph) -> list[str]:
 
 def output_shapes(captured: CapturedGraph) -> list[tuple[int, ...]]:
     return [tuple(node.meta["val"].shape) for role, node in captured.joint.outputs() if isinstance(role, program.Output)]
-
-
-def _remedy(leaf: object) -> str:
-    if type(leaf).__name__.endswith("Cache"):
-        return "Hugging Face models leave it out with use_cache=False, as an argument or in model.config."
-    return "Return the tensors in a tuple, list or dict, or register its class with torch.export.register_dataclass."
 
 
 def merge_outputs(

@@ -124,7 +124,7 @@ class Calls:
             call, lacking = self._agree(batch, weights, training=training, asked=asked)
             if not self._cache.has(call):
                 starting.enter_context(self._timeouts.starting())
-            prepared = self._cache.prepare(call)
+            call, prepared = self._cache.prepare(call)
             if lacking:
                 call = self._with_data(call, prepared)
             if training:
@@ -166,7 +166,8 @@ class Calls:
             of_pipeline, of_peers = self._cache.facts(call)
             self._data_calls[training] += 1
             sums = checksums(parts, self._data_calls[training], self._every)
-            lines = {"the weights of the loss": weighting.description}
+            numbers = [f"{path}: {part.tensors[path].item()}" for part in call.parts for path in sorted(part.numbers)]
+            lines = {"the weights of the loss": weighting.description, "the numbers of the microbatches": numbers}
             r.compare(self._described(of_pipeline, asked, lines, sums), of_peers)
         return call, r.lacking
 

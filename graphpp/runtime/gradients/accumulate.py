@@ -111,8 +111,7 @@ class MicrobatchSink:
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
         if self._microbatch in self._accumulator.silent:
-            a = torch.zeros_like(a)
-            b = torch.zeros_like(b)
+            a, b = torch.zeros_like(a), torch.zeros_like(b)
         self._accumulator.add_matmul(self._microbatch, self._fqns[index], a, b, layout)
 
 
