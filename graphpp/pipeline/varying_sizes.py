@@ -106,7 +106,7 @@ class VaryingSizes:
         seen = _structure(key, part)
         self._first.setdefault(seen, shapes)
         for path, number in part.plain_numbers.items():
-            self._numbers[seen][path].add(repr(number))
+            self._numbers[seen][path] = {repr(number), *sorted(self._numbers[seen][path])[:1]}
         for path in part.numbers:
             self._numbers[seen][path] |= {"one", "other"}
         if graph.general is not None:

@@ -3,7 +3,8 @@
 Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without a
 guard. Contract: `difference` is None only if both graphs have the same operations equally often: operators, numbers, shapes and
 dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that do nothing, and so are
-operations that compute a number, since the number is compared where an operation reads it.
+operations that compute a number, since the number is compared where an operation reads it. A size that a number of the
+microbatch decides equals no other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch.symbols import SYMBOLIC, Values, formula, symbols_in
+from graphpp._torch.symbols import SYMBOLIC, Values, formula, is_unknown, symbols_in
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node, is_check
 
@@ -59,7 +60,8 @@ def _described(value: Any, values: Values) -> Any:
     if isinstance(value, SYMBOLIC):
         return values(value) if symbols_in(value) <= values.of_symbols.keys() else str(formula(value))
     if isinstance(value, torch.Tensor):
-        return [_described(size, values) for size in value.shape], str(value.dtype)
+        sizes = [str(formula(size)) if is_unknown(size) else _described(size, values) for size in value.shape]
+        return sizes, str(value.dtype)
     if isinstance(value, dict):
         return {key: _described(each, values) for key, each in value.items()}
     if isinstance(value, list | tuple):
