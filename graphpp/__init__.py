@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from graphpp.options.debug import Debug
     from graphpp.options.gradients import Gradients
     from graphpp.options.memory import Memory
+    from graphpp.options.microbatches import Microbatches
     from graphpp.options.offload import Offload
     from graphpp.options.parallel import Parallel
     from graphpp.options.recompute import Recompute
@@ -79,6 +80,7 @@ __all__ = [
     "Layout",
     "Memory",
     "Microbatch",
+    "Microbatches",
     "MismatchError",
     "NoPlanError",
     "Offload",
@@ -126,6 +128,7 @@ _HOMES = {
     "graphpp.options.debug": "Debug",
     "graphpp.options.gradients": "Gradients",
     "graphpp.options.memory": "Memory",
+    "graphpp.options.microbatches": "Microbatches",
     "graphpp.options.offload": "Offload",
     "graphpp.options.parallel": "Parallel",
     "graphpp.options.recompute": "Recompute",

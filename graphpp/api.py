@@ -10,6 +10,7 @@ from torch import nn
 
 from graphpp.arguments import NUMBER, Accepted, or_none, positive_up_to, require
 from graphpp.backends.choose_backend import compiler_of
+from graphpp.batch.batch_dims import BatchDims
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
 from graphpp.capture.loss import LossFunction
@@ -21,6 +22,7 @@ from graphpp.options.backend import BackendLike
 from graphpp.options.debug import DebugLike
 from graphpp.options.gradients import GradientsLike
 from graphpp.options.memory import MemoryLike
+from graphpp.options.microbatches import MicrobatchesLike
 from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
@@ -60,7 +62,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     example: Microbatch | None = None,
     split: Split = None,
     schedule: ScheduleLike = "auto",
-    microbatches: int | None = None,
+    microbatches: MicrobatchesLike = None,
     mesh: MeshLike = None,
     parallel: ParallelLike = None,
     backend: BackendLike = "eager",
@@ -83,7 +85,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
             cut at the module calls that give the fastest simulated step.
         schedule: a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages,
             microbatches) -> table. "auto": a plain loop in one process, 1F1B for one stage a rank, Interleaved1F1B for several.
-        microbatches: the number per batch. None: the largest divisor of the batch up to 4 per rank, and 1 in one process.
+        microbatches: a `graphpp.Microbatches` (count, batch_dims). A number: its `count` per batch. None: the largest divisor
+            of the batch up to 4 per rank, and 1 in one process.
         mesh: a `DeviceMesh` with the dimensions `pp`, `dp_replicate` and `dp_shard` (data parallelism, with whole parameters
             and with shards of them), `cp` (context parallelism, with `graphpp.attention`), `tp` (tensor parallelism, of a
             model after `parallelize_module` over this dimension) and `ep` (expert parallelism, with `graphpp.experts`, or with
@@ -123,6 +126,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug, artifact)
         options.memory.caps(place.ranks)
+        BatchDims.of(model, options.microbatches.batch_dims)
         compiler_of(options.backend)
         _check_parallel(options, place)
         r.compare(_given(model, loss, example, place.device, options))
@@ -138,7 +142,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     *,
     split: Split = None,
     schedule: ScheduleLike = "auto",
-    microbatches: int | None = None,
+    microbatches: MicrobatchesLike = None,
     mesh: MeshLike = None,
     parallel: ParallelLike = None,
     backend: BackendLike = "eager",
@@ -210,18 +214,20 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     compiler_of(options.backend)
     count = ranks_of(ranks if ranks is not None else planned, options)
     options.memory.caps(count)
-    if len(several) > 1 and options.microbatches not in (None, len(several)):
-        raise BatchError(f"example= has {len(several)} microbatches, microbatches={options.microbatches}: leave one out")
+    if len(several) > 1 and options.microbatches.count not in (None, len(several)):
+        given = options.microbatches.count
+        raise BatchError(f"example= has {len(several)} microbatches, microbatches={given}: leave one out")
     require(GraphPPError, "tolerance", or_none(_DIFFERENCE), tolerance)
-    wanted = options.microbatches or max(2, count)
+    wanted = options.microbatches.count or max(2, count)
     require(BatchError, "microbatches", _VERIFIED, wanted)
+    dims, flat = BatchDims.of(model, options.microbatches.batch_dims), [flatten_microbatch(each) for each in several]
     device = usable_device(options.parallel.device or device_of(model))
     place = SimulatedPlace(device, None, count=count, shard_count=shards)
     dumps = debug is not None
     if against == "whole batch":
-        parts, whole = cut_as_in_a_step(several[0], count, options), flatten_microbatch(several[0])
-        return verified(model, loss, options, place, parts, tolerance, dumps, whole)
-    parts = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
+        parts = cut_as_in_a_step(flat[0], count, options, dims)
+        return verified(model, loss, options, place, parts, tolerance, dumps, dims.with_rows(flat[0]))
+    parts = [dims.with_rows(each) for each in flat] if len(flat) > 1 else rotated(flat[0], wanted, dims)
     return verified(model, loss, options, place, parts, tolerance, dumps)
 
 

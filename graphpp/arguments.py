@@ -13,7 +13,7 @@ import os
 import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -21,6 +21,7 @@ from graphpp.errors import GraphPPError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LONGEST_NAME = 255  # bytes
 _LONG = 60  # characters of a value that a message shows
 _REPR = reprlib.Repr()  # of a container the first items only
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 1000
@@ -60,7 +61,18 @@ def _is_int(value: object) -> bool:
 
 
 def _is_possible(path: str | bytes) -> bool:
-    return isinstance(path, str) and path != "" and "\0" not in path
+    """Whether a file system may have such a path: its names have 1 to 255 bytes, none of which is 0."""
+    if not isinstance(path, str) or path == "" or "\0" in path:
+        return False
+    return all(len(name.encode(errors="surrogatepass")) <= _LONGEST_NAME for name in path.split(os.sep))
+
+
+def _is_iterable(value: object) -> bool:
+    try:
+        iter(value)  # type: ignore[call-overload]
+    except TypeError:  # also of a tensor or array without dimensions
+        return False
+    return not isinstance(value, str | bytes | Mapping)
 
 
 COUNT = positive_up_to(20)
@@ -77,7 +89,7 @@ PATH = Accepted("a path", lambda value: isinstance(value, str | os.PathLike) and
 BYTES = positive_up_to(62)
 FUNCTION = Accepted("a function", callable)
 MAPPING = one_of(Mapping, takes="a mapping")
-ROWS = Accepted("a list of rows", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping))
+ROWS = Accepted("a list of rows", _is_iterable)
 
 
 def require(error: type[Exception], name: str, accepted: Accepted, value: object) -> None:

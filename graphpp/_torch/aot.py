@@ -5,6 +5,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
 - `torch._decomp.decompositions`: `select_one_layer_lstm_function`, `one_layer_lstm`: decompositions of an LSTM layer
 - `torch._export.utils._compiling_state_context`: a context in which `torch.compiler.is_exporting()` is true
+- `torch.export._trace`: prints the graph of a trace that fails
 - `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`: the operators traced with an effect token
 - `torch.fx.node._side_effectful_functions`: the operators that dead code elimination keeps
 - `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`; the logger `torch._subclasses`, by name
@@ -77,6 +78,18 @@ def as_under_export() -> contextlib.AbstractContextManager[None]:
     from torch._export.utils import _compiling_state_context  # sympy comes with it
 
     return _compiling_state_context()
+
+
+@contextlib.contextmanager
+def failing_quietly() -> Iterator[None]:
+    """Within this context `torch.export` does not print the graph of a trace that fails."""
+    from torch.export import _trace
+
+    vars(_trace)["print"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(_trace).pop("print", None)
 
 
 def graph_module(held: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:

@@ -74,6 +74,16 @@ def formula(size: Any) -> Any:
     return size.node.expr if isinstance(size, SYMBOLIC) else size
 
 
+def symbols_in(size: Any) -> set[Any]:
+    return set(size.node.expr.free_symbols)
+
+
+def as_expression(number: float) -> Any:
+    import sympy
+
+    return sympy.sympify(number)
+
+
 def symbols_of(size: Any) -> list[str]:
     return [symbol.name for symbol in size.node.expr.free_symbols] if isinstance(size, SYMBOLIC) else []
 
@@ -87,11 +97,16 @@ def symbol_sizes(size: Any) -> dict[str, Any]:
 
 def is_unknown(value: Any) -> bool:
     """Whether a number is data-dependent: an expression of more than the input sizes."""
+    return bool(unknown_symbols(value))
+
+
+def unknown_symbols(value: Any) -> set[Any]:
+    """The symbols of data-dependent numbers in a number."""
     if not isinstance(value, SYMBOLIC):
-        return False
+        return set()
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    return bool(free_unbacked_symbols(value))
+    return set(free_unbacked_symbols(value))
 
 
 def largest(size: Any) -> float:

@@ -5,6 +5,7 @@ Contract
 - The seed of a microbatch is the gradient of the step's loss with respect to the microbatch's loss, 0-dim. Without weights
   the step's loss is the mean or sum of the losses, or their mean weighted by rows. With `loss_weight` it is their weighted
   sum. A `GradScaler` multiplies the seeds and `accumulation_steps` divides them; no other option changes them.
+- A microbatch of weight 0 adds 0 to the step's loss, and is `silent`: nothing to the gradients, even where its own are nan.
 - A seed is bit-equal to the gradient that autograd computes for `loss / microbatches`, `loss * weight`,
   `scaler.scale(loss)` or `loss / microbatches / accumulation_steps`.
 """
@@ -76,6 +77,11 @@ class LossWeighting:
         weights = "no weights" if self.weights is None else f"weights {self.weights}"
         return [weights, scale, f"accumulation over {self.steps} steps"]
 
+    @property
+    def silent(self) -> frozenset[int]:
+        """The microbatches of weight 0."""
+        return frozenset(index for index, weight in enumerate(self.weights or ()) if weight == 0)
+
     def seeds(self, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         one = torch.ones((), dtype=dtype, device=device)
         one = one if self.steps == 1 else one / self.steps
@@ -88,7 +94,8 @@ class LossWeighting:
     def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
         """The step's loss, 0-dim; `losses`: [microbatches]."""
         if self.weights is not None:
-            return (losses * from_host(torch.tensor(self.weights, dtype=losses.dtype), losses.device)).sum()
+            weights = from_host(torch.tensor(self.weights, dtype=losses.dtype), losses.device)
+            return torch.where(weights == 0, 0, losses * weights).sum()
         return losses.sum() if self.reduction == "sum" else losses.mean()
 
 

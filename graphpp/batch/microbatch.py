@@ -11,7 +11,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -26,6 +26,7 @@ from graphpp.arguments import MAPPING, require, shown, type_name
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
+_WIDE = torch.int64, torch.float64
 _PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
@@ -85,19 +86,25 @@ def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> to
 
 @dataclass(frozen=True)
 class FlatMicrobatch:
-    """A microbatch (or a batch) as leaves with paths and a structure. `rows`: the number of rows of one cut out of a batch."""
+    """A microbatch (or a batch) as leaves with paths and a structure.
+
+    `rows`: of a microbatch, None without any. `dim`: the batch dimension that all its tensors with rows share, else 0.
+    `numbers`: the paths of Python numbers that a graph takes as inputs, as 0-dim tensors.
+    """
 
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
     values: tuple[Any, ...]
     rows: int | None = field(default=None, compare=False)
+    dim: int = field(default=0, compare=False)
+    numbers: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
         """Flatten `batch`; `whole` arguments stay wrapped. Raises `BatchError` for leaves that may contain tensors."""
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         pairs, spec = pytree.tree_flatten_with_path(tree)
-        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
+        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(_resolved(leaf) for _, leaf in pairs))
         for path, leaf in zip(flat.paths, flat.values, strict=True):
             _check_leaf(path, leaf)
         return flat
@@ -111,6 +118,22 @@ class FlatMicrobatch:
         values = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in self.values]
         return Microbatch(**pytree.tree_unflatten(values, self.spec))
 
+    def with_numbers(self, paths: frozenset[str]) -> FlatMicrobatch:
+        """The microbatch with the numbers at `paths` as inputs of a graph, and all other numbers as plain data."""
+        if paths == self.numbers:
+            return self
+        pairs = list(zip(self.paths, self.values, strict=True))
+        plain = [(path, leaf.item() if path in self.numbers else leaf) for path, leaf in pairs]
+        values = [torch.tensor(leaf, dtype=_WIDE[isinstance(leaf, float)]) if path in paths else leaf for path, leaf in plain]
+        return replace(self, values=tuple(values), numbers=paths)
+
+    @property
+    def plain_numbers(self) -> dict[str, float]:
+        """The numbers that are plain data and that a graph could take as inputs, by path."""
+        pairs = zip(self.paths, self.values, strict=True)
+        numbers = {path: leaf for path, leaf in pairs if isinstance(leaf, int | float) and not isinstance(leaf, bool | Enum)}
+        return {path: leaf for path, leaf in numbers.items() if isinstance(leaf, float) or -(2**63) <= leaf < 2**63}
+
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by path, in order."""
@@ -118,15 +141,14 @@ class FlatMicrobatch:
         return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
 
     @cached_property
-    def leading_size(self) -> int | None:
-        """The most frequent first dimension of the tensors, on a tie the first in order; None without tensors."""
-        sizes = [len(leaf) for leaf in self.values if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        return max(sizes, key=sizes.count, default=None)
-
-    @cached_property
     def signature(self) -> tuple[str, ...]:
         """The structure, and a line per leaf: shape, dtype and strides of a tensor, or the value of plain data."""
-        leaves = (f"{path}: {_describe(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
+        return self._lines(_describe)
+
+    def _lines(self, describe: Callable[[Any], str], known: Collection[str] = ()) -> tuple[str, ...]:
+        """The structure and a line per leaf, with the type of a number that a graph takes as an input or that is in `known`."""
+        pairs, numbers = zip(self.paths, self.values, strict=True), {*self.numbers, *known}
+        leaves = (f"{path}: {_describe_number(leaf) if path in numbers else describe(leaf)}" for path, leaf in pairs)
         return (f"the structure {self.spec}", *leaves)
 
     @property
@@ -136,8 +158,12 @@ class FlatMicrobatch:
     @cached_property
     def kind(self) -> tuple[str, ...]:
         """The signature without the sizes of integer tensors and of contiguous tensors."""
-        leaves = (f"{path}: {_describe_kind(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
-        return (f"the structure {self.spec}", *leaves)
+        return self._lines(_describe_kind)
+
+    @cached_property
+    def wide_kind(self) -> tuple[str, ...]:
+        """The kind without the values of numbers."""
+        return self._lines(_describe_kind, self.plain_numbers)
 
     def without_data(self) -> FlatMicrobatch:
         """The microbatch with meta tensors of the same layouts, which take no memory."""
@@ -151,18 +177,24 @@ class FlatMicrobatch:
 
 
 def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
-    """Flatten and unwrap one microbatch. Raises `BatchError` for another type and for leaves that may hide tensors."""
+    """Flatten one microbatch. Raises `BatchError` for another type and for leaves that may hide tensors."""
     if not isinstance(batch, Microbatch):
         raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type_name(batch)}")
-    flat = FlatMicrobatch.of(batch)
-    return FlatMicrobatch.of(flat.microbatch()) if any(isinstance(leaf, Whole) for leaf in flat.values) else flat
+    return FlatMicrobatch.of(batch)
+
+
+def unwrapped(flat: FlatMicrobatch) -> FlatMicrobatch:
+    """The microbatch with no argument wrapped in `whole`."""
+    if not any(isinstance(leaf, Whole) for leaf in flat.values):
+        return flat
+    return replace(FlatMicrobatch.of(flat.microbatch()), rows=flat.rows, dim=flat.dim)
 
 
 def tensors_by_path(batch: Microbatch) -> dict[str, torch.Tensor]:
     return FlatMicrobatch.of(batch).tensors
 
 
-def with_tensors(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
+def with_tensors(example: Microbatch, values: Sequence[torch.Tensor | float]) -> Microbatch:
     """Replace the tensors of a microbatch by `values`, in the order of `tensors_by_path`."""
     flat = FlatMicrobatch.of(example)
     remaining = iter(values)
@@ -186,6 +218,12 @@ def _path(keys: Sequence[Any]) -> str:
     text = pytree.keystr(tuple(keys))
     head, _, rest = text.removeprefix("['").partition("']")
     return head + rest
+
+
+def _resolved(leaf: Any) -> Any:
+    """The leaf; of a tensor that is conjugated or negated lazily the values, since a graph is traced without such a flag."""
+    lazy = isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
+    return leaf.resolve_conj().resolve_neg() if lazy else leaf
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
@@ -229,6 +267,11 @@ def _describe_kind(leaf: Any) -> str:
     if ordered or is_unordered_integers(leaf):
         return f"{leaf.dim()} dimensions, {leaf.dtype}"
     return _describe(leaf)
+
+
+def _describe_number(leaf: Any) -> str:
+    floating = leaf.is_floating_point() if isinstance(leaf, torch.Tensor) else isinstance(leaf, float)
+    return f"any {'float' if floating else 'int'}"
 
 
 def _describe(leaf: Any) -> str:

@@ -16,7 +16,7 @@ the same numbers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphpp._torch.parallel.parallel_wrappers import wrapper_of
-from graphpp._torch.symbols import SYMBOLIC, is_unknown
+from graphpp._torch.symbols import SYMBOLIC, is_unknown, unknown_symbols
 from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file, source_line, user_line
 from graphpp.errors import CaptureError
@@ -130,15 +130,20 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             )
 
 
-def refuse_unknown_numbers(graph: fx.Graph) -> None:
+def refuse_unknown_numbers(graph: fx.Graph, are_numbers: Sequence[bool]) -> None:
     """Raise `CaptureError` for numbers that a trace for several sizes cannot compute as Python does.
 
     These are data-dependent numbers and sizes, and floats that several operations compute from sizes: torch simplifies
-    algebraically, `0.1*n*3.0` to `n*0.3`, while Python rounds after each operation.
+    algebraically, `0.1*n*3.0` to `n*0.3`, while Python rounds after each operation. `are_numbers`: which inputs are numbers of
+    the microbatch, which the graph may read.
     """
+    inputs = graph.find_nodes(op="placeholder")[-len(are_numbers) :]
+    read = [user.meta.get("val") for node, number in zip(inputs, are_numbers, strict=True) if number for user in node.users]
+    known = set[Any]().union(*map(unknown_symbols, read))
     for node in graph.nodes:
         value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "") or "the loss"
-        if any(map(is_unknown, value.shape if isinstance(value, torch.Tensor) else (value,))):
+        given = not isinstance(value, torch.Tensor) and unknown_symbols(value) <= known
+        if not given and any(map(is_unknown, value.shape if isinstance(value, torch.Tensor) else (value,))):
             raise CaptureError(f"only the data decides a number or a size at {line}, by {node.target}")
         chained = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.SymFloat)]
         number = node.op == "call_function" and isinstance(value, SYMBOLIC)

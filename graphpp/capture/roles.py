@@ -25,12 +25,12 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.op
 
 
 def assign_roles(
-    traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], results: Sequence[OutputRole], *, training: bool
+    traced: fx.GraphModule, model: nn.Module, given: Sequence[program.Input], results: Sequence[OutputRole], *, training: bool
 ) -> JointGraph:
     """Assign a role to every placeholder and result; a frozen parameter that the forward writes is a buffer.
 
-    `paths`: the microbatch's tensors in order. `results`: the roles of the values that the traced module returned. Raises
-    `CaptureError` if the loss of a training graph depends on no parameter, and for other in-place writes of the forward.
+    `given`: the roles of the microbatch's tensors in order. `results`: the roles of the values that the traced module returned.
+    Raises `CaptureError` if the loss of a training graph depends on no parameter, and for other in-place writes of the forward.
     """
     names = canonical_fqns(model)
     state = _State(names, _written_parameters(traced.graph, model, names))
@@ -44,7 +44,7 @@ def assign_roles(
         )
     _annotate(joint.graph)
     outputs = _named_outputs(joint.graph, state, results)
-    _name_inputs(joint.graph, state, paths)
+    _name_inputs(joint.graph, state, given)
     joint.set_outputs(outputs)
     _lift_constants(joint)
     joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
@@ -116,11 +116,11 @@ def _annotate(graph: fx.Graph) -> None:
         node.meta["seq"] = node.meta.get("seq_nr", -1)
 
 
-def _name_inputs(graph: fx.Graph, state: _State, paths: Sequence[str]) -> None:
+def _name_inputs(graph: fx.Graph, state: _State, given: Sequence[program.Input]) -> None:
     """Set roles of placeholders, and merge placeholders of aliases."""
     first: dict[InputRole, fx.Node] = {}
     for node in list(graph.find_nodes(op="placeholder")):
-        role = _input_role(node.meta["desc"], state, paths)
+        role = _input_role(node.meta["desc"], state, given)
         if role in first:
             node.replace_all_uses_with(first[role])
             graph.erase_node(node)
@@ -129,9 +129,9 @@ def _name_inputs(graph: fx.Graph, state: _State, paths: Sequence[str]) -> None:
             node.meta["role"] = role
 
 
-def _input_role(desc: Any, state: _State, paths: Sequence[str]) -> InputRole:
+def _input_role(desc: Any, state: _State, given: Sequence[program.Input]) -> InputRole:
     if isinstance(desc, descriptors.PlainAOTInput):
-        return program.Input(paths[desc.idx])
+        return given[desc.idx]
     if isinstance(desc, descriptors.TangentAOTInput):
         return program.Seed()
     if isinstance(desc, descriptors.ParamAOTInput | descriptors.BufferAOTInput):
@@ -171,6 +171,11 @@ def _output_role(desc: Any, state: _State, results: Sequence[OutputRole]) -> Out
         role = state.role(desc.grad_of)
         if isinstance(role, program.Parameter):
             return program.Gradient(role.fqn)
+        if isinstance(role, program.Buffer):
+            raise CaptureError(
+                f"the buffer {role.fqn} requires grad, and a pipeline makes gradients of parameters only: register it as an "
+                "nn.Parameter to train it, or detach() it."
+            )
     if isinstance(desc, descriptors.InputMutationAOTOutput):
         written = desc.mutated_input
         of_model = isinstance(written, descriptors.ParamAOTInput | descriptors.BufferAOTInput)

@@ -65,7 +65,8 @@ from graphpp.runtime.program import OutputRole
 class CapturedGraph:
     """A joint graph and, for evaluation, the structure of the model's output, with `TENSOR_LEAF` for tensors.
 
-    `fixed_because`: why the graph is for one size although several sizes were requested. `updates`: the numbers that each call
+    `fixed_because`: why the graph is for one size although several sizes were requested. `plain_because`: by path, why the
+    graph has one value of a number that was to be an input. `updates`: the numbers that each call
     leaves in attributes; the graph is also valid for calls that begin with them. `seconds`: the time of the capture, including
     the wait for the rank that captured. `audit` checks in a later call that the state did not change on which the
     graph depends (`watch/audit.py`); None on ranks that did not capture.
@@ -76,6 +77,7 @@ class CapturedGraph:
     output_leaves: tuple[Any, ...] = ()
     updates: tuple[NumberUpdate, ...] = ()
     fixed_because: str = ""
+    plain_because: Mapping[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
     audit: Callable[[], None] | None = field(default=None, compare=False)
 
@@ -96,18 +98,23 @@ def capture(
 
     `example`: only shapes, strides, dtypes and plain data are used. `loss=None`: the output's own `.loss`. `on_export` may
     change the exported forward before the joint trace (not called for `DTensor` models). `varying`: the dynamic dimensions by
-    path of the tensor; `joint.symbols` tells for which sizes the graph is valid. `param_dtype`: the dtype of floating-point
+    path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension, the
+    model gets the Python number, of any value. `param_dtype`: the dtype of floating-point
     parameters (None: their own). Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 
-    wrapper, varying = TracedStep(model, loss, example, training), varying or {}
+    numbers = {path for path, dims in (varying or {}).items() if not dims}
+    varying = {path: dims for path, dims in (varying or {}).items() if dims}
+    wrapper = TracedStep(model, loss, example, training, numbers)
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
     spread = SpreadTensors.of(model)
     direct = bool(spread.places)
     example_mode = aot.fake_mode() if varying else mode  # export converts these inputs to symbolic ones
-    fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
+    places = {path: torch.device("cpu") if path in numbers else device for path in tensors_by_path(example)}
+    fakes = {path: aot.fake_like(example_mode, x, places[path]) for path, x in tensors_by_path(example).items()}
+    roles = [(program.Number if path in numbers else program.Input)(path) for path in fakes]
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(user_line)
@@ -140,7 +147,7 @@ def capture(
         with explain_errors(), writes, without, trace as traced:
             functions.refuse_side_effects(model)
             refuse_generators(traced.graph)
-            joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
+            joint = assign_roles(traced, model, roles, found.results, training=training)
             if varying:
                 name_sizes(joint.graph)
                 joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in inputs])
@@ -158,10 +165,13 @@ def capture(
 class TracedStep(nn.Module):
     """Model and loss as one module over the microbatch's tensors. The loss is no submodule, so that it adds no FQNs."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
+    def __init__(
+        self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool, numbers: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
+        self.are_numbers = [path in numbers for path in tensors_by_path(example)]
         self.objects = TensorObjects()
         self.begin(())
 
@@ -179,7 +189,8 @@ class TracedStep(nn.Module):
 
     def _results(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[OutputRole, torch.Tensor]]:
         loss, example, training = self.inputs
-        batch = with_tensors(example, tensors)
+        pairs = zip(tensors, self.are_numbers, strict=True)
+        batch = with_tensors(example, [x.item() if number else x for x, number in pairs])
         output = self.model(*batch.args, **batch.kwargs)
         if training:
             return loss_and_metrics(loss, output, batch.target)
@@ -216,8 +227,8 @@ def _export(
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
-    drop_value_checks(module, of_data=dims is not None)
+    drop_value_checks(module, of_data=dims is not None and not any(wrapper.are_numbers))
     if dims is not None:
-        refuse_unknown_numbers(module.graph)
+        refuse_unknown_numbers(module.graph, wrapper.are_numbers)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)

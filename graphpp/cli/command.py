@@ -1,8 +1,9 @@
 """How every command takes `--json` and `--traceback`, prints its answer, and exits.
 
 - A command is a function that returns an `Answer`, or None if another rank prints it. Exit codes: `YES`, `NO`, and `ERROR` for
-  wrong usage (by typer) and exceptions. A `GraphPPError` is printed without its traceback unless asked for; any other exception
-  is a defect, printed with its traceback. Under torchrun only rank 0 prints its answer; all ranks print errors.
+  wrong usage (by typer) and exceptions. A `GraphPPError`, or an error of a file, is printed without its traceback unless asked
+  for; any other exception is a defect, printed with its traceback. Under torchrun only rank 0 prints its answer; all ranks
+  print errors.
 - With `--json` standard output gets exactly one JSON document: the answer, or `{"error": ..}`. Other output goes to standard
   error.
 """
@@ -85,7 +86,11 @@ def _attempt(function: Command, given: Mapping[str, Any], with_traceback: bool) 
     """The answer of a command, or its exception, which is printed to standard error."""
     try:
         return function(**given), None
-    except Exception as error:
+    except Exception as fault:
+        error = fault
+        if isinstance(fault, OSError) and fault.filename is not None:
+            error = GraphPPError(f"{fault.filename}: {fault.strerror}")
+            error.__cause__ = fault
         if with_traceback or not isinstance(error, GraphPPError):
             lines = traceback.format_exception(error)
         else:

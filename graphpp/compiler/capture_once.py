@@ -24,8 +24,8 @@ from functools import partial
 import torch
 
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.outputs import check_output_leaves
-from graphpp.capture.sizes.open_sizes import Open, with_open_sizes
+from graphpp.capture.outputs import with_unseen
+from graphpp.capture.sizes.open_sizes import Open, with_open_numbers, with_open_sizes
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.digest import ModelDigest, UnreadableError
 from graphpp.capture.transfer.read_graph import read_graph
@@ -46,19 +46,23 @@ def capture_graph(
 ) -> CapturedGraph:
     """Capture the model on an example microbatch, in this process, with autograd on.
 
-    If the graph cannot be valid for `open_sizes`, it is specialised to the example's sizes, and `fixed_because` says why.
-    Raises `CaptureError`.
+    If the graph cannot be valid for `open_sizes`, it is specialised to the example's sizes, and `fixed_because` says why; so
+    does `plain_because` for the example's numbers. Raises `CaptureError`.
     """
     began = time.perf_counter()
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
         run = partial(capture, model, loss, training=training, param_dtype=request.options.parallel.param_dtype)
-        captured = run(example.microbatch(), device)
-        check_output_leaves(captured)
+        captured = with_unseen(run(example.with_numbers(frozenset()).microbatch(), device))
+        reason, numbers = "", dict.fromkeys(example.numbers, ())
         if open_sizes:
-            ordered = example.with_ordered_integers().microbatch()
-            run = partial(run, ordered, device, varying=open_sizes)
-            captured = with_open_sizes(run, captured, example, open_sizes, request.options.debug.dynamic is True)
+            ordered, some = example.with_ordered_integers().microbatch(), request.options.debug.dynamic is True
+            general = partial(run, ordered, device, varying={**open_sizes, **numbers})
+            found = with_open_sizes(general, captured, example, open_sizes, some)
+            reason, captured = found.fixed_because, captured if found.fixed_because else found
+        if numbers and (reason or not open_sizes):
+            captured = with_open_numbers(partial(run, device=device), captured, example)
+        captured = replace(captured, fixed_because=reason)
     return replace(captured, seconds=time.perf_counter() - began)
 
 
@@ -125,7 +129,7 @@ def _audited(
     debug, device, param_dtype = request.options.debug, request.place.device, request.options.parallel.param_dtype
 
     def audit(example: FlatMicrobatch) -> Callable[[], None]:
-        batch = example.without_data().microbatch()
+        batch = example.with_numbers(frozenset()).without_data().microbatch()
 
         def note() -> Operations:
             with torch.inference_mode(False), torch.enable_grad():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
+from graphpp.batch.batch_dims import BatchDims
 from graphpp.capture.loss import LossFunction
 from graphpp.options.options import Options
 from graphpp.parallel.rank_place import RankPlace
@@ -29,3 +31,7 @@ class CompileRequest:
     place: RankPlace
     watch: Hook = ignore
     dumps: bool = True
+
+    @cached_property
+    def batch_dims(self) -> BatchDims:
+        return BatchDims.of(self.model, self.options.microbatches.batch_dims)

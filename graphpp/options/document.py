@@ -10,13 +10,14 @@ from graphpp.options.backend import Custom, Eager, Inductor
 from graphpp.options.debug import Debug
 from graphpp.options.gradients import Gradients
 from graphpp.options.memory import Memory
+from graphpp.options.microbatches import Microbatches
 from graphpp.options.offload import Offload
 from graphpp.options.option import Group, Option
 from graphpp.options.options import Options
 from graphpp.options.parallel import Parallel
 from graphpp.options.recompute import Recompute
 
-GROUPS: tuple[type[Group], ...] = (Options, Memory, Gradients, Parallel, Debug)
+GROUPS: tuple[type[Group], ...] = (Options, Microbatches, Memory, Gradients, Parallel, Debug)
 KINDS: tuple[type, ...] = (Eager, Inductor, Custom, Recompute, Offload)  # dataclasses that single options take
 
 _HEAD = """# Options

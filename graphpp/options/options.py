@@ -7,22 +7,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graphpp.arguments import or_none, positive_up_to
-from graphpp.errors import BatchError, ScheduleError
+from graphpp.errors import ScheduleError
 from graphpp.options.backend import BACKEND_FORMS, Backend, BackendLike, Eager, describe_backend, read_backend
 from graphpp.options.debug import Debug, DebugLike, read_debug
 from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
 from graphpp.options.memory import Memory, MemoryLike, read_memory
-from graphpp.options.option import Group, Option, read_folder, reader_of
+from graphpp.options.microbatches import Microbatches, MicrobatchesLike, read_microbatches
+from graphpp.options.option import Group, Option, read_folder
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
 from graphpp.options.split import Split, describe_split, read_split
 from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike, load_schedule
 from graphpp.schedules.table.schedule import Schedule
-
-_MICROBATCHES = positive_up_to(16)
 
 
 def _describe_schedule(schedule: Schedule | str | ScheduleFunction) -> list[str]:
@@ -54,12 +52,11 @@ class Options(Group):
         about='The order in which a rank runs its stages and microbatches. "auto": a plain loop in one process, 1F1B for one '
         "stage a rank, Interleaved1F1B for several. Names: `graphpp.schedules.SCHEDULES`.",
     )
-    microbatches: Option[int | None, int | None] = Option(
+    microbatches: Option[MicrobatchesLike, Microbatches] = Option(
         None,
-        read=reader_of(or_none(_MICROBATCHES), BatchError),
-        takes=_MICROBATCHES.takes,
-        about="Into how many microbatches `step` cuts a batch. None: the table's own number, else the largest divisor of the "
-        "batch up to 4 a rank, and 1 in one process.",
+        read=read_microbatches,
+        takes="a `Microbatches`, a positive integer up to 2**16",
+        about="Into how many microbatches `step` cuts a batch, and along which dimensions of its tensors.",
     )
     parallel: Option[ParallelLike, Parallel] = Option(
         None,
@@ -106,12 +103,10 @@ class Options(Group):
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, Schedule):
-            table = self.schedule
-            if self.microbatches not in (None, table.microbatches):
-                raise ScheduleError(
-                    f"microbatches={self.microbatches}, but the schedule {table.name!r} is for {table.microbatches}"
-                )
-            object.__setattr__(self, "microbatches", table.microbatches)
+            table, count = self.schedule, self.microbatches.count
+            if count not in (None, table.microbatches):
+                raise ScheduleError(f"microbatches={count}, but the schedule {table.name!r} is for {table.microbatches}")
+            object.__setattr__(self, "microbatches", replace(self.microbatches, count=table.microbatches))
 
     @property
     def fused(self) -> bool:

@@ -17,7 +17,6 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
@@ -125,7 +124,7 @@ class Calls:
             call, lacking = self._agree(batch, weights, training=training, asked=asked)
             if not self._cache.has(call):
                 starting.enter_context(self._timeouts.starting())
-            prepared = self._cache.prepare(call)
+            call, prepared = self._cache.prepare(call)
             if lacking:
                 call = self._with_data(call, prepared)
             if training:
@@ -150,7 +149,7 @@ class Calls:
         with self.exchanging(call.training):
             recording = contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder)
             with torch.autocast(place.device.type, enabled=False), recording:  # casts of autocast are in the graph
-                prepared.runner.step(prepared.inputs(call.parts), seeds)
+                prepared.runner.step(prepared.inputs(call.parts), seeds, call.weighting.silent)
             if call.training:
                 self._share_buffers(prepared)
         self._cache.after_step(call, prepared)
@@ -162,12 +161,13 @@ class Calls:
         self.check_whole()
         with Round(self._agreement, self._peers) as r:
             parts = self._reader.microbatches(batch, training=training)
-            weighting = LossWeighting.of(self._options.gradients.reduction, weights, [leading_size(part) for part in parts])
+            weighting = LossWeighting.of(self._options.gradients.reduction, weights, [part.rows for part in parts])
             call = self._cache.call(parts, weighting, training=training)
             of_pipeline, of_peers = self._cache.facts(call)
             self._data_calls[training] += 1
             sums = checksums(parts, self._data_calls[training], self._every)
-            lines = {"the weights of the loss": weighting.description}
+            numbers = [f"{path}: {part.tensors[path].item()}" for part in call.parts for path in sorted(part.numbers)]
+            lines = {"the weights of the loss": weighting.description, "the numbers of the microbatches": numbers}
             r.compare(self._described(of_pipeline, asked, lines, sums), of_peers)
         return call, r.lacking
 

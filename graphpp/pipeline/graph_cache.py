@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.outputs import check_mergeable
+from graphpp.capture.outputs import joined_dims
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
@@ -95,6 +94,7 @@ class GraphCache:
         Raises `GraphPPError` as `KeyMaker.key` does, and where another pipeline has trained a parameter on another rank;
         `CaptureError` if state of a known graph has changed unseen (`capture/watch/audit.py`).
         """
+        parts = self._sizes.with_numbers(training, parts)
         key = self._keys.key(training, [part.signature for part in parts])
         if self.first is not None:
             self.ownership.check_copies(self.first)
@@ -160,7 +160,7 @@ class GraphCache:
 
     def compile(self, call: StepCall, microbatches: int) -> None:
         with Round(*self._groups) as r:
-            graphs, table = self._capture(call, microbatches)
+            call, graphs, table = self._capture(call, microbatches)
             r.compare(facts.of_call([graph.facts for graph in graphs.values()], table))
         self._check_shared_layers(graphs)
         self._keep(graphs, call)
@@ -168,23 +168,26 @@ class GraphCache:
     def has(self, call: StepCall) -> bool:
         return call.key in self._prepared
 
-    def prepare(self, call: StepCall) -> PreparedStep:
-        """The runner of a call, from the cache or new. Called by all ranks; raises on all ranks if it raises on one."""
+    def prepare(self, call: StepCall) -> tuple[StepCall, PreparedStep]:
+        """The runner of a call, from the cache or new, and the call with the numbers that became constants.
+
+        Called by all ranks; raises on all ranks if it raises on one.
+        """
         if call.key not in self._prepared:
-            self._prepare(call)
+            call = self._prepare(call)
         step = self._prepared.use(call.key)
         for key, graph in dict(zip(call.key, step.lowered.graphs, strict=True)).items():
             if graph.general is not None:
                 self._sizes.use(graph.general)
             elif key in self._graphs:
                 self._graphs.use(key)
-        return step
+        return call, step
 
-    def _prepare(self, call: StepCall) -> None:
+    def _prepare(self, call: StepCall) -> StepCall:
         place = self._request.place
         try:
             with Round(*self._groups) as r:
-                graphs, table = self._capture(call, len(call.parts))
+                call, graphs, table = self._capture(call, len(call.parts))
                 made = self._lower(call, graphs, table)
                 r.compare(made.facts.adding(facts.of_copies(made.graphs[0].copies(self._state, place.rank))))
             self._check_shared_layers(graphs)
@@ -200,6 +203,7 @@ class GraphCache:
         self._prepared.keep(call.key, PreparedStep(made, runner, self._facts(call, _PREPARED)))
         self._forget_all_but(call.key)
         self._assembly.keep_only(self._all_kept())
+        return call
 
     def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
         """The same graphs under another table of the same ranks, without replicas; not cached. Called by all ranks."""
@@ -219,8 +223,11 @@ class GraphCache:
                     if key not in self._graphs and all(graph.general is not each for each in self._sizes.graphs):
                         check_shared_layers(self._request, graph.captured.joint)
 
-    def _capture(self, call: StepCall, microbatches: int) -> tuple[dict[GraphKey, CompiledGraph], CheckedTable]:
-        """The graph of each kind of microbatch in a call, captured if new, and the table for `microbatches`."""
+    def _capture(self, call: StepCall, microbatches: int) -> tuple[StepCall, dict[GraphKey, CompiledGraph], CheckedTable]:
+        """The graph of each kind of microbatch in a call, captured if new, and the table for `microbatches`.
+
+        Numbers of the call for which the model has no graph become constants.
+        """
         graphs, first = dict[GraphKey, CompiledGraph](), self.first
 
         def table_for(stages: int) -> CheckedTable:
@@ -234,13 +241,19 @@ class GraphCache:
         made = capture_graphs(self._request, self._pipeline, list(new.values()), call.training, open_sizes)
         if new:
             self._keys.after_capture()
+        plain = [(part, graph.plain_because) for part, graph in zip(new.values(), made, strict=True) if graph.plain_because]
+        for part, reasons in plain:
+            self._sizes.keep_plain(call.training, part, reasons)
+        if plain:
+            parts = [part.with_numbers(frozenset()) for part in call.parts]
+            return self._capture(self.call(parts, call.weighting, training=call.training), microbatches)
         captured = dict(zip(new, made, strict=True))
         for key, part in call.distinct.items():
             graph = known[key] or self._compiled(captured[key], part, table_for, first)
             first = first or graph
             check_homes(first, graph)
             graphs[key] = graph
-        return graphs, table_for(len(graph.program.stages))
+        return call, graphs, table_for(len(graph.program.stages))
 
     def _lower(self, call: StepCall, graphs: Mapping[GraphKey, CompiledGraph], table: CheckedTable) -> Lowered:
         place, memory = self._request.place, self._request.options.memory
@@ -248,7 +261,7 @@ class GraphCache:
         check_same_results(each)
         check_same_updates([graph.captured.updates for graph in each])
         if not call.training:
-            check_mergeable([graph.output_shapes for graph in each], [leading_size(part) for part in call.parts])
+            joined_dims(each[0].captured, [graph.output_shapes for graph in each], call.parts, self._request.batch_dims)
         self.ownership.check_copies(self.first or each[0])
         for graph in graphs.values():
             self._state.check_memory([*graph.parameters(place.rank), *graph.buffers(place.rank)])

@@ -20,11 +20,10 @@ from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
-from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.loss import LossFunction
-from graphpp.capture.outputs import mean_metrics, merge_outputs
+from graphpp.capture.outputs import mean_metrics, merge_outputs, wide
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
@@ -85,11 +84,12 @@ class Pipeline(RankPart):
     ) -> StepResult:
         """Forward and backward of a whole batch, which every rank passes; gradients accumulate in `param.grad`.
 
-        Tensors whose first dimension is the batch's are cut along it into microbatches; `graphpp.whole` exempts a tensor. If
-        the rows do not divide evenly, the last microbatch is smaller. A batch with fewer rows than microbatches is cut into
-        fewer microbatches, if the schedule has a table for that number.
+        Tensors are cut into microbatches along the dimension named in `microbatches.batch_dims`, else along the first if it is
+        the batch's; `graphpp.whole` exempts a tensor. If the rows do not divide evenly, the last microbatches are smaller. A
+        batch with fewer rows than microbatches is cut into fewer, if the schedule has a table for that number.
         `loss_weight`: the factor of each microbatch's loss (one number each, or one for all), in place of the mean or sum.
-        With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch.
+        With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch. A
+        microbatch of weight 0 adds nothing, even if its loss is nan.
         `scaler`: its scale multiplies the gradients; an overflow on one rank makes every rank's scaler skip the step.
         `accumulation_steps`: gradients are divided by this number of steps between two optimizer steps.
         Losses are reported unscaled and undivided. On return, the hooks of `register_post_accumulate_grad_hook` have been
@@ -118,9 +118,9 @@ class Pipeline(RankPart):
     def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
 
-        Only the rank of the last stage gets `output`: tensors with a batch dimension are joined, 0-dim floating tensors
-        averaged over the microbatches, others stacked. Every rank gets `loss` if a target was given, the loss function needs
-        none, or the output has its own `.loss`. `loss_weight` as in `step`.
+        Only the rank of the last stage gets `output`: tensors are joined along their batch dimension (`docs/training.md`),
+        0-dim floating tensors averaged over the microbatches, others stacked. Every rank gets `loss` if a target was given, the
+        loss function needs none, or the output has its own `.loss`. `loss_weight` as in `step`.
         """
         batch, weights = Microbatch(args, kwargs, target), LossArguments(loss_weight)
         with self._calls.watched(), _eval_mode(self._model):
@@ -129,9 +129,9 @@ class Pipeline(RankPart):
             with self._calls.exchanging(training=False):
                 losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
                 metrics = prepared.runner.metrics()
-        outputs, sizes = prepared.runner.take_outputs(), [leading_size(part) for part in call.parts]
-        merged = None if outputs is None else merge_outputs(prepared.lowered.graphs[0].captured, outputs, sizes)
-        loss = None if losses is None else call.weighting.step_loss(losses)
+        outputs, captured = prepared.runner.take_outputs(), prepared.lowered.graphs[0].captured
+        merged = None if outputs is None else merge_outputs(captured, outputs, call.parts, self._request.batch_dims)
+        loss = None if losses is None else call.weighting.step_loss(wide(losses))
         return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
@@ -264,7 +264,7 @@ class Pipeline(RankPart):
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
-        return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics)), runner.hooked
+        return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics)), runner.hooked
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter

@@ -46,8 +46,9 @@ class RankPart(ModuleHabits):
 
     @checked(GraphPPError, set_to_none=FLAG)
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does."""
-        for parameter in (*self.parameters(), *(each.parameter for each in self._cache.ownership.flat_parts)):
+        """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does; before a capture, of all."""
+        own = self._model.parameters() if self._cache.first is None else self.parameters()
+        for parameter in (*own, *(each.parameter for each in self._cache.ownership.flat_parts)):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:

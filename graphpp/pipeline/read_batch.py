@@ -6,17 +6,19 @@ stay unchanged. Raises `BatchError` for arguments that are no batch, and for a t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphpp.arguments import one_of, require
-from graphpp.batch.cut_batch import BatchCutter
+from graphpp.batch.cut_batch import BY_NAME, BatchCutter
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.loss import takes_target
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError
 from graphpp.planner.microbatch_count import microbatches_for
 
+_LOG = logging.getLogger("graphpp")
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 
 
@@ -35,15 +37,18 @@ class BatchReader:
 
     def __init__(self, request: CompileRequest, example: Microbatch | None, admits: Callable[[int], bool]) -> None:
         self._loss, self._options, self._ranks = request.loss, request.options, request.place.ranks
-        self._admits, self._cutter = admits, BatchCutter(example)
+        self._admits, self._dims, self._cutter = admits, request.batch_dims, BatchCutter(example, request.batch_dims)
         self._reads_target = self._loss is not None and takes_target(self._loss)
+        self._told: set[str] | None = set() if request.place.rank == 0 else None  # the cuts of which the log has a line
 
     def microbatches(self, batch: Batch, *, training: bool = True) -> list[FlatMicrobatch]:
         if isinstance(batch, OneByOne):
-            parts = _flattened(batch.microbatches)
+            parts = [self._dims.with_rows(part) for part in _flattened(batch.microbatches)]
         elif training or batch.args or batch.kwargs or batch.target is not None:
             flat = FlatMicrobatch.of(batch)
-            parts = self._cutter.cut(flat, microbatches_for(self._options, self._ranks, flat, self._admits))
+            count = microbatches_for(self._options, self._ranks, self._cutter.rows(flat), self._admits)
+            parts = self._cutter.cut(flat, count)
+            self._tell(f"a batch is {self.describe()}")
         else:
             raise BatchError("pipe.eval runs a batch: pipe.eval(x). To switch the flags of the model, call model.eval()")
         if not self._reads_target and any(map(_has_target, parts)):
@@ -54,6 +59,15 @@ class BatchReader:
                 "graphpp.compile, or give the target as an argument of the model."
             )
         return parts
+
+    def _tell(self, cut: str) -> None:
+        """Log each new way to cut a batch once: a warning if only the size of a first dimension has decided about a tensor."""
+        if self._told is not None and cut not in self._told and self.describe():
+            self._told.add(cut)
+            if self._cutter.guesses:
+                _LOG.warning("%s, for its first dimension has another size. Say so by %s or graphpp.whole.", cut, BY_NAME)
+            else:
+                _LOG.info("%s", cut)
 
     def describe(self) -> str:
         return self._cutter.describe()

@@ -13,8 +13,9 @@ import torch
 class StepResult:
     """The result of a step, on every rank.
 
-    `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim. `losses`: one per microbatch, [microbatches].
-    `metrics`: the numbers that the loss function returned with the loss, averaged over the microbatches, 0-dim.
+    `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim, float32 or wider. `losses`: one per microbatch in
+    its own dtype, [microbatches]. `metrics`: the numbers that the loss function returned with the loss, averaged over the
+    microbatches, 0-dim, float32 or wider.
     """
 
     loss: torch.Tensor

@@ -39,7 +39,7 @@ class StepRecord:
         own = torch.stack(self._losses).tolist() if self._losses else ()
         times = [(end - start) / self._every for start, end in pairwise(self._ends)]
         recorded = RunView.of(own, [nan, *times] if times else (), self._every)
-        given = RunView.of(losses or (), seconds or ())
+        given = RunView.of(() if losses is None else losses, () if seconds is None else seconds)
         return RunView(
             recorded.losses if losses is None else given.losses,
             recorded.seconds if seconds is None else given.seconds,

@@ -8,6 +8,7 @@ Contract:
   branches for them.
 - If model or loss fix every open size, or cannot be captured with open sizes, each size gets its own capture, and one warning
   gives the reason. After two captures refused the same dimensions, or `_MOST` graphs of a kind, no further one is tried.
+- A number of the microbatch is a constant of the graph until it has a second value, then an input, if there is such a graph.
 - Decisions depend only on the microbatches and captured graphs, which ranks compare, so all ranks decide alike.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphpp.batch.microbatch import FlatMicrobatch, is_unordered_integers
@@ -37,6 +38,8 @@ class VaryingSizes:
         self._fixed: dict[Kind, Mapping[str, tuple[int, ...]]] = {}
         self._graphs: list[tuple[Kind, CompiledGraph]] = []  # the one used last at the end
         self._told: set[str] = set()
+        self._numbers: dict[Kind, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # the values seen, by path
+        self._plain: dict[Kind, set[str]] = defaultdict(set)
 
     @property
     def graphs(self) -> list[CompiledGraph]:
@@ -51,6 +54,29 @@ class VaryingSizes:
             if values is not None:
                 return graph.at(values)
         return None
+
+    def with_numbers(self, training: bool, parts: Sequence[FlatMicrobatch]) -> list[FlatMicrobatch]:
+        """The microbatches with the numbers that vary as inputs of a graph."""
+        kinds = {part.signature: (training, part.wide_kind) for part in parts if part.plain_numbers}
+        if self._dynamic is False or not kinds:
+            return list(parts)
+        seen = {kind: {path: set(each) for path, each in self._numbers[kind].items()} for kind in kinds.values()}
+        for part in {part.signature: part for part in parts if part.plain_numbers}.values():
+            for path, number in part.plain_numbers.items():
+                seen[kinds[part.signature]].setdefault(path, set()).add(repr(number))
+        varied = {kind: frozenset(path for path in seen[kind] if len(seen[kind][path]) > 1) for kind in seen}
+        found, first = list[FlatMicrobatch](), dict[tuple[str, ...], FlatMicrobatch]()
+        for part in parts:
+            kind = kinds.get(part.signature)
+            found.append(part if kind is None else part.with_numbers(varied[kind] - self._plain[kind]))
+            found[-1].take_signature(first.setdefault(part.signature, found[-1]).signature)
+        return found
+
+    def keep_plain(self, training: bool, part: FlatMicrobatch, reasons: Mapping[str, str]) -> None:
+        """Note numbers that stay constants of the graphs of such a microbatch."""
+        self._plain[training, part.wide_kind] |= reasons.keys()
+        for path, reason in reasons.items():
+            self._tell(f"each value of {path} is captured by itself, because {reason}. Pass a tensor, if the code takes one")
 
     def use(self, graph: CompiledGraph) -> None:
         self._graphs.sort(key=lambda pair: pair[1] is graph)
@@ -71,13 +97,18 @@ class VaryingSizes:
             if dims and (tensor.is_contiguous() or is_unordered_integers(tensor)):
                 found[path] = dims
         graphs = sum(other == kind for other, _ in self._graphs)
-        refused = sum(seen == other[:-1] and dims == found for other, dims in self._fixed.items())
+        refused = sum(kind[:-1] == other[:-1] and dims == found for other, dims in self._fixed.items())
         return {} if self._fixed.get(kind) == found or refused >= 2 or graphs >= _MOST else found
 
     def keep(self, key: GraphKey, part: FlatMicrobatch, graph: CompiledGraph) -> None:
         """Note a graph on which all ranks agreed, and the sizes of its microbatch."""
-        shapes = {path: tuple(tensor.shape) for path, tensor in part.tensors.items()}
-        self._first.setdefault(_structure(key, part), shapes)
+        shapes = {path: tuple(tensor.shape) for path, tensor in part.tensors.items() if path not in part.numbers}
+        seen = _structure(key, part)
+        self._first.setdefault(seen, shapes)
+        for path, number in part.plain_numbers.items():
+            self._numbers[seen][path] = {repr(number), *sorted(self._numbers[seen][path])[:1]}
+        for path in part.numbers:
+            self._numbers[seen][path] |= {"one", "other"}
         if graph.general is not None:
             self.use(graph.general)
             if all(graph.general is not other for other in self.graphs):
@@ -85,10 +116,13 @@ class VaryingSizes:
         reason = graph.captured.fixed_because
         if reason:
             self._fixed[key.of_kind(part)] = self.open(key, part)
-            if self._warns and reason not in self._told:
-                _LOG.warning("each size of a microbatch is captured by itself, because %s", reason)
-            self._told.add(reason)
+            self._tell(f"each size of a microbatch is captured by itself, because {reason}")
+
+    def _tell(self, line: str) -> None:
+        if self._warns and line not in self._told:
+            _LOG.warning("%s", line)
+        self._told.add(line)
 
 
 def _structure(key: GraphKey, part: FlatMicrobatch) -> Kind:
-    return key.training, part.kind
+    return key.training, part.wide_kind

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from graphpp.arguments import shown
 from graphpp.errors import GraphPPError
 
 _MOST = 20_000
+_LONGEST = 2**22  # steps of a run
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ def _numbers(name: str, values: Iterable[object]) -> list[float]:
     if isinstance(values, str | bytes):
         raise GraphPPError(f"{name}: take a list of numbers, one for each step, got {shown(values)}")
     try:
-        return [float(each) for each in values]  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        found = [float(each) for each in islice(values, _LONGEST + 1)]  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
         raise GraphPPError(f"{name}: take a list of numbers, one for each step, got {shown(values)}") from None
+    if len(found) > _LONGEST:
+        raise GraphPPError(f"{name}: take the numbers of at most {_LONGEST} steps, got {shown(values)}")
+    return found

@@ -54,6 +54,11 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Number(Input):
+    """A Python number of the microbatch, by its path: 0-dim, int64 or float64, in the host's memory."""
+
+
+@dataclass(frozen=True)
 class Seed:
     """The gradient of the loss with respect to itself: loss scale times 1/microbatches."""
 

@@ -146,16 +146,22 @@ class GraphPPRunner:
         parts = stages, tied, config.sharded, number, sum_dtype, config.sums, partial
         return ShardedGradients(*parts) if self._reducer is None else LayerGradients(self._reducer, *parts)
 
-    def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
+    def step(
+        self,
+        inputs: Sequence[Mapping[str, torch.Tensor]],
+        seeds: Sequence[torch.Tensor],
+        silent: frozenset[int] = frozenset(),
+    ) -> None:
         """Run the table once. Raises `PeerLost` if a rank is lost.
 
-        `inputs`: each microbatch's tensors by path; `seeds`: each microbatch's gradient of the loss, 0-dim.
+        `inputs`: each microbatch's tensors by path; `seeds`: each microbatch's gradient of the loss, 0-dim. `silent`: the
+        microbatches whose gradients do not count.
         """
         self.mailbox.waited, began = 0.0, time.perf_counter()
         try:
             with torch.no_grad(), _current(self.place.device):
                 keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
-                self._begin(StepInputs(inputs, seeds, keys))
+                self._begin(StepInputs(inputs, seeds, keys, silent))
                 if self._loop is not None:
                     self._loop.run(None if self._recorder is None else self._recorder.run)
                 self.mailbox.flush()

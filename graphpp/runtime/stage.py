@@ -102,6 +102,7 @@ class GraphStage:
         """Start a step; `parameter_or_buffer` gives the values of the model's tensors by FQN, detached."""
         self.buffers.clear()
         self.buffers.parameter_or_buffer, self.buffers.inputs = parameter_or_buffer, inputs
+        self.gradients.silent = inputs.silent
         for wiring in self._wirings():
             self._bind(wiring)
 

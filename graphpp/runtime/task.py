@@ -30,11 +30,15 @@ Receive = Callable[[], Sequence[torch.Tensor]]  # the values that cross into the
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The arguments of a step, by microbatch: tensors by path, the seed of the backward, the key for random numbers."""
+    """The arguments of a step, by microbatch: tensors by path, the seed of the backward, the key for random numbers.
+
+    `silent`: the microbatches whose gradients do not count.
+    """
 
     tensors: Sequence[Mapping[str, torch.Tensor]]
     seeds: Sequence[torch.Tensor] = ()
     keys: Sequence[int] = ()
+    silent: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -86,7 +90,7 @@ class Task:
         self.program: Program = wiring.program
         self._wiring, self._buffers, self._receive = wiring, buffers, receive
         self._microbatch, self._read_later = key.microbatch, read_later
-        self._reads_inputs = bool(wiring.inputs or wiring.seeds or wiring.keys)
+        self._reads_inputs = bool(wiring.inputs or wiring.numbers or wiring.seeds or wiring.keys)
         self._backward = key.phase.is_backward
         self._outgoing = None if key.phase is Phase.WEIGHT_GRAD else (key.direction, key.microbatch)
 
@@ -113,6 +117,8 @@ class Task:
         assert inputs is not None, "begin() comes first"
         for index, path in wiring.inputs:
             arguments[index] = self._buffers.copies.take(inputs.tensors[microbatch][path])
+        for index, path in wiring.numbers:
+            arguments[index] = inputs.tensors[microbatch][path]
         for index in wiring.seeds:
             arguments[index] = inputs.seeds[microbatch]
         for index in wiring.keys:

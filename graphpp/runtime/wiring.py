@@ -26,6 +26,7 @@ class Wiring:
     constants: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     sizes: list[tuple[int, float]] = field(default_factory=list)
     inputs: list[tuple[int, str]] = field(default_factory=list)
+    numbers: list[tuple[int, str]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     received: list[tuple[int, int]] = field(default_factory=list)
@@ -65,7 +66,8 @@ def wire(
         fixed=[(at, role.fqn) for at, role in _of(item.inputs, roles.Parameter, roles.Buffer)],
         constants=[(at, constants[role.name]) for at, role in _of(item.inputs, roles.Constant)],
         sizes=[(at, sizes[role.formula]) for at, role in _of(item.inputs, roles.Size)],
-        inputs=[(at, role.path) for at, role in _of(item.inputs, roles.Input)],
+        inputs=[(at, role.path) for at, role in _of(item.inputs, roles.Input) if not isinstance(role, roles.Number)],
+        numbers=[(at, role.path) for at, role in _of(item.inputs, roles.Number)],
         seeds=[at for at, _ in _of(item.inputs, roles.Seed)],
         keys=[at for at, _ in _of(item.inputs, roles.RandomKey)],
         received=[(at, place[role.name]) for at, role in _of(item.inputs, roles.Received)],

@@ -17,8 +17,9 @@ from torch import nn
 
 from graphpp.arguments import positive_up_to, require, type_name
 from graphpp.backends.choose_backend import compiler_of
-from graphpp.batch.cut_batch import BatchCutter, leading_size
-from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
+from graphpp.batch.batch_dims import BatchDims
+from graphpp.batch.cut_batch import BatchCutter
+from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.compiler.build import checked_programs
 from graphpp.compiler.capture_once import capture_graph, loaded_or_captured
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
@@ -153,27 +154,26 @@ def of_other_shapes(parts: Sequence[FlatMicrobatch]) -> list[int]:
     return [index for index, part in enumerate(parts) if part.signature != parts[0].signature]
 
 
-def cut_as_in_a_step(batch: Microbatch, ranks: int, options: Options) -> list[FlatMicrobatch]:
+def cut_as_in_a_step(batch: FlatMicrobatch, ranks: int, options: Options, dims: BatchDims) -> list[FlatMicrobatch]:
     """The microbatches into which `Pipeline.step` cuts a batch. Raises `BatchError`, also if it would not cut the batch."""
-    cutter = BatchCutter()
-    flat = FlatMicrobatch.of(batch)
-    count = microbatches_for(options, ranks, flat, Tables(options.schedule, ranks).admits)
-    if count == 1 and options.microbatches is None:
+    cutter = BatchCutter(dims=dims)
+    count = microbatches_for(options, ranks, cutter.rows(batch), Tables(options.schedule, ranks).admits)
+    if count == 1 and options.microbatches.count is None:
         raise BatchError('against="whole batch": a step would not cut this batch, give microbatches=')
-    return cutter.cut(flat, count)
+    return cutter.cut(batch, count)
 
 
-def rotated(example: Microbatch, count: int) -> list[FlatMicrobatch]:
+def rotated(example: FlatMicrobatch, count: int, dims: BatchDims) -> list[FlatMicrobatch]:
     """`count` microbatches with the rows of `example`, each in another order."""
-    leaves = FlatMicrobatch.of(example)
-    rows = leading_size(leaves)
+    _, along = dims.of_tensors(example)
 
-    def turned(leaf: Any, by: int) -> Any:
-        rolls = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows
-        return leaf.clone().copy_(leaf.roll(by, 0)) if rolls else leaf
+    def turned(path: str, leaf: Any, by: int) -> Any:
+        dim = along.get(path)
+        return leaf if dim is None else leaf.clone().copy_(leaf.roll(by, dim))
 
-    turns = [tuple(turned(leaf, by) for leaf in leaves.values) for by in range(count)]
-    return [flatten_microbatch(FlatMicrobatch(leaves.spec, leaves.paths, values).microbatch()) for values in turns]
+    pairs = list(zip(example.paths, example.values, strict=True))
+    turns = [tuple(turned(path, leaf, by) for path, leaf in pairs) for by in range(count)]
+    return [dims.with_rows(replace(example, values=values)) for values in turns]
 
 
 def moved_to(device: torch.device, part: FlatMicrobatch) -> FlatMicrobatch:

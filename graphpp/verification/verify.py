@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction
@@ -68,7 +67,7 @@ def verified(
     with state_restored(model, device):
         compiled = subject_of(request, parts)
         assert compiled.graph.program.loss is not None
-        weighting = LossWeighting.of(options.gradients.reduction, NO_WEIGHTS, [leading_size(part) for part in parts])
+        weighting = LossWeighting.of(options.gradients.reduction, NO_WEIGHTS, [part.rows for part in parts])
         seeds = weighting.seeds(len(parts), compiled.graph.program.loss.dtype, device)
         step = Step(model, loss, parts, seeds, device, options.gradients.dtype, compiled.uncut.written())
         allowed = usual_tolerance(compiled.uncut) if tolerance is None else tolerance

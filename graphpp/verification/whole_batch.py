@@ -22,7 +22,6 @@ from torch import nn
 
 from graphpp._torch.autograd import module_calls_watched
 from graphpp.arguments import one_word
-from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.options.gradients import Reduction
@@ -60,7 +59,7 @@ def of_whole_batch(
         return Comparison(_TITLE, note=_DRAWS.format(f" in {call}" if call else ""), compared=False)
     once = replace(step, parts=[batch], seeds=[torch.ones_like(step.seeds[0])])
     parts, theirs = _in_eager(step, joint), _in_eager(once, joint)
-    rows = [leading_size(part) for part in step.parts]
+    rows = [part.rows for part in step.parts]
     losses = {each: LossWeighting.of(each, NO_WEIGHTS, rows).step_loss(torch.stack(parts.losses)) for each in _MEANS}
     ours, allowed = replace(parts, losses=[losses[reduction]]), Tolerances(tolerance)
     if captured is not None and not compared(_TITLE, ours, theirs, allowed).ok:
@@ -104,7 +103,7 @@ def first_mixing_call(step: Step, whole: FlatMicrobatch, limit: float) -> FirstD
         _forward(step.model, whole, calls.keep)
     with step.restored():
         for calls.microbatch, part in enumerate(step.parts):
-            calls.rows = leading_size(part) or 1
+            calls.rows = part.rows or 1
             _forward(step.model, part, calls.compare)
             calls.start += calls.rows
     return calls.first

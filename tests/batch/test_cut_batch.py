@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from graphpp.batch.cut_batch import BatchCutter
+from graphpp.batch.cut_batch import BatchCutter, microbatch_sizes
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, whole
 
 X = torch.zeros(7, 4)
@@ -34,6 +34,16 @@ def test_pieces_of_as_many_rows_share_the_signature_that_each_would_make() -> No
         assert pieces[0].signature is pieces[1].signature
         signatures.add(pieces[0].signature)
     assert len(signatures) == len(BATCHES)
+
+
+def test_pieces_are_those_of_torch() -> None:
+    """Those of `torch.chunk`, the last one smaller; where `torch.chunk` makes fewer, the even ones of `torch.tensor_split`."""
+    for rows in range(1, 40):
+        for count in range(1, rows + 1):
+            batch, chunks = torch.zeros(rows), torch.zeros(rows).chunk(count)
+            wanted = chunks if len(chunks) == count else batch.tensor_split(count)
+            assert microbatch_sizes(rows, count) == [len(piece) for piece in wanted]
+    assert microbatch_sizes(19, 8) == [3, 3, 3, 2, 2, 2, 2, 2]
 
 
 def test_a_tensor_with_the_shape_of_the_example_stays_whole() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from graphpp.cli.app import app
 from graphpp.cli.command import Answer, add_command
 from graphpp.errors import ScheduleError
-from tests.cli.running import run
+from tests.cli.running import refusal, run
 
 
 def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -44,6 +44,11 @@ def test_every_command_has_the_common_options_and_help(path: tuple[str, ...]) ->
     result = run(*path, "--help")
     assert result.exit_code == 0
     assert "Usage: graphpp" in result.stdout
+
+
+@pytest.mark.parametrize("words", [("schedule", "show"), ("schedule", "compare"), ("verify",), ("report",)], ids=" ".join)
+def test_a_name_that_no_file_can_have_is_refused(words: tuple[str, ...]) -> None:
+    assert "File name too long" in refusal(*words, "a" * 256)
 
 
 def invoke(function: Callable[..., Answer | None], *arguments: str) -> Result:

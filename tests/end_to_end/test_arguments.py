@@ -299,6 +299,13 @@ NONSENSE: dict[str, tuple[Callable[[graphpp.Pipeline], Any], str]] = {
     "placement": (lambda pipe: graphpp.schedule_auto(COSTS, ranks=2, microbatches=4, placement={0: "a", 1: 0}), "placement"),  # type: ignore[dict-item]
     "name": (lambda pipe: graphpp.Schedule.of([["0F0"]], name=None), "name: take a string"),  # type: ignore[arg-type]
     "counts": (lambda pipe: graphpp.Schedule.of([["0F0"]], stages="a"), "stages: take an integer"),  # type: ignore[arg-type]
+    "rows": (lambda pipe: graphpp.Schedule.of(torch.tensor(1)), r"rows: take a list of rows, got a tensor \[\]"),  # type: ignore[arg-type]
+    "bytes": (lambda pipe: graphpp.StageCosts(kept_bytes=b"a"), "kept_bytes of StageCosts: times and bytes are finite numbers"),  # type: ignore[arg-type]
+    "bytes by kind": (lambda pipe: graphpp.StageCosts(peak_bytes=3), "peak_bytes of StageCosts: .* by kind of action, got 3"),  # type: ignore[arg-type]
+    "no time": (lambda pipe: graphpp.StageCosts(forward=None), "forward of StageCosts: .* 0 or more, got None"),  # type: ignore[arg-type]
+    "steps of a run": (lambda pipe: pipe.report("report", seconds=range(10**12)), "seconds: take the numbers of at most"),
+    "the name of a folder": (lambda pipe: pipe.report("a" * 256), "folder: take a path, got 'aaa"),
+    "the name of a file": (lambda pipe: pipe.materialize(weights="a/" + "ä" * 128), "weights: take a path"),
     "root": (lambda pipe: graphpp.cache.entries(3), "root: take a path, or None, got 3"),  # type: ignore[arg-type]
 }
 
@@ -357,6 +364,25 @@ def test_unusual_tensors_are_refused_or_right(pipe: graphpp.Pipeline, kind: str)
             METHODS[method](pipe, value)
 
 
+class Parts(nn.Module):
+    """A layer of the real and the imaginary part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.view_as_real(x.resolve_conj()).sum(-1)) if x.is_complex() else self.layer(x)
+
+
+@pytest.mark.parametrize("lazy", [torch.complex(X, X.T).conj(), torch.complex(X, X.T).conj().imag], ids=["conj", "neg"])
+def test_a_tensor_with_delayed_signs_is_its_values(lazy: torch.Tensor) -> None:
+    assert lazy.is_conj() or lazy.is_neg()
+    found = graphpp.compile(Parts(), F.mse_loss, microbatches=2).step(lazy, target=X).losses
+    assert torch.equal(found, torch.stack([F.mse_loss(Parts()(a), b) for a, b in zip(lazy.chunk(2), X.chunk(2), strict=True)]))
+
+
 HABITS: dict[str, tuple[Callable[[graphpp.Pipeline], Any], str]] = {
     "pipe(x)": (lambda pipe: pipe(X), "pipe.step"),
     "pipe.eval()": (lambda pipe: pipe.eval(), "model.eval()"),
@@ -408,6 +434,19 @@ def test_zero_grad(pipe: graphpp.Pipeline) -> None:
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in pipe.parameters())
     pipe.zero_grad()
     assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_zero_grad_before_the_first_step() -> None:
+    """As many loops begin."""
+    model = nn.Linear(8, 8)
+    made = graphpp.compile(model, F.mse_loss, microbatches=2)
+    model(X).sum().backward()
+    made.zero_grad()
+    made.step(X, target=X)
+    found = model.weight.grad.clone()
+    made.zero_grad()
+    made.step(X, target=X)
+    assert torch.equal(found, model.weight.grad)
 
 
 def test_a_schedule_s_name_is_simulated_and_checked() -> None:

@@ -228,6 +228,15 @@ class Writing(Plain):
         return super().forward(x)
 
 
+class LearnedBuffer(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1, requires_grad=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Opaque(Plain):
     def forward(self, x: Tensor) -> Any:
         return Hidden(super().forward(x))
@@ -241,6 +250,7 @@ MODELS = {
     ),
     "data decides": (Branching(), F.cross_entropy, rf"{__file__}:\d+ in forward: if x.sum\(\) > 0.*\n.*torch.where"),
     "writes into its input": (Writing(), F.cross_entropy, r"in place into an input of the model.* Write into a clone\(\)"),
+    "a buffer that requires grad": (LearnedBuffer(), F.cross_entropy, "the buffer scale requires grad, .* an nn.Parameter"),
     "no parameters": (nn.Tanh(), lambda y, t: y.sum(), "does not depend on any parameter"),
     "all frozen": (Plain().requires_grad_(False), F.cross_entropy, "does not depend on any parameter"),
 }

@@ -79,7 +79,8 @@ def test_facts_name_every_option_that_ranks_must_have_alike() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> None:
     others: dict[str, Any] = {
-        "split": 3, "schedule": "GPipe", "microbatches": 7, "parallel.op_costs": len, "backend": "inductor",
+        "split": 3, "schedule": "GPipe", "microbatches.count": 7, "microbatches.batch_dims": {"x": 1},
+        "parallel.op_costs": len, "backend": "inductor",
         "memory.recompute": "full", "memory.offload": 0.25, "memory.cap": [5, 6], "memory.release": False,
             "memory.optimizer": "sgd",
             "gradients.reduction": "sum",
@@ -137,7 +138,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "backend": (lambda: Options(backend="cuda"), r'backend: take "eager", "inductor"'),
     "graphs": (lambda: graphpp.Eager(cudagraphs=1), r"Eager\.cudagraphs: take True or False"),  # type: ignore[arg-type]
     "schedule": (lambda: Options(schedule="1F2B"), r"schedule: unknown schedule '1F2B'"),
-    "microbatches": (lambda: Options(microbatches=0), r"microbatches: take a positive integer"),
+    "microbatches": (lambda: Options(microbatches=0), r"microbatches\.count: take a positive integer"),
     "a class": (lambda: Options(backend=graphpp.Inductor), r"backend: .* the class .*: give graphpp\.Inductor\(\)"),
     "a class of options": (lambda: Options(memory=graphpp.Memory), r"memory: take None, a graphpp\.Memory"),  # type: ignore[arg-type]
     "layers": (lambda: graphpp.Recompute(layers="0"), "layers: take a list of FQNs"),  # type: ignore[arg-type]

@@ -90,6 +90,28 @@ def test_a_cache_in_the_output_is_named() -> None:
     assert pipe.eval(**case.batch.kwargs, use_cache=False).output is not None
 
 
+def evaluates_a_cache(rank: int) -> tuple[Tensor, Tensor | None]:
+    torch.set_num_threads(1)
+    case = CASES["hf_gpt2_labels"]()
+    case.model.config.use_cache = True  # as by default
+    pipe = compiled(case, split=cuts("hf_gpt2_labels", 2), schedule="1F1B", microbatches=4)
+    trained, result = pipe.step(**case.batch.kwargs), pipe.eval(**case.batch.kwargs)
+    assert trained.losses.shape == result.losses.shape
+    if rank == 0:
+        return result.losses, None
+    for use in (lambda cache: cache.get_seq_length(), lambda cache: cache[0], len, list):
+        with pytest.raises(graphpp.CaptureError, match=r"output holds a DynamicCache.*use_cache=False"):
+            use(result.output.past_key_values)
+    return result.losses, result.output.logits
+
+
+def test_a_cache_in_the_output_is_left_out_beside_a_loss() -> None:
+    outputs, losses = expected(CASES["hf_gpt2_labels"](), 4)
+    (found, _), (again, logits) = run_ranks(evaluates_a_cache, 2)
+    assert torch.equal(found, losses) and torch.equal(again, losses)
+    assert torch.equal(logits, torch.cat([output.logits for output in outputs]))
+
+
 def evaluate_between_steps(rank: int) -> tuple[list[Tensor], dict[str, Tensor], list[bool]]:
     case = CASES["norms"]()
     case.model.layers[1].eval()

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import graphpp
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 X = torch.randn(10, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(10, 8, generator=torch.Generator().manual_seed(1))
@@ -171,6 +173,90 @@ def test_rows_are_those_of_the_batch_where_most_arguments_are_whole() -> None:
     assert torch.allclose(pipe.step(X, *shifts, target=Y).loss, whole, rtol=1e-6)
     found = pipe.eval(X, *shifts, target=Y)
     assert torch.allclose(found.loss, whole, rtol=1e-6) and found.output.shape == (10, 8)
+
+
+TOKENS = torch.randint(0, 20, (8, 5), generator=torch.Generator().manual_seed(0))
+LABELS = TOKENS.roll(1, 1).masked_fill(torch.tensor([0, 0, 1, 1, 0, 0, 0, 0], dtype=torch.bool)[:, None], -100)
+
+
+def tagger() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 20))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Finite gradients for a microbatch without a valid token, whose loss is nan."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """As `cross_entropy`, with gradients that are nan as well."""
+    valid = (labels >= 0).float()
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp_min(0), reduction="none").view_as(labels)
+    return (each * valid).sum() / valid.sum()
+
+
+FUSED = graphpp.Gradients(fused=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": FUSED}, *further({"schedule": "GPipe", "gradients": FUSED})])
+@pytest.mark.parametrize("loss", [cross_entropy, masked_mean])
+def test_a_microbatch_of_weight_0_counts_as_0(loss: Callable[..., Tensor], options: dict[str, Any]) -> None:
+    model, twin = tagger(), tagger()
+    pipe = graphpp.compile(model, loss, split=["1"], microbatches=4, **options)
+    valid = torch.stack([(part != -100).sum() for part in LABELS.chunk(4)])
+    for kind in ({}, {"scaler": torch.amp.GradScaler("cpu", init_scale=1.0)}):
+        pipe.zero_grad()
+        twin.zero_grad()
+        found, whole = pipe.step(TOKENS, target=LABELS, loss_weight=valid / valid.sum(), **kind), loss(twin(TOKENS), LABELS)
+        whole.backward()
+        assert found.losses.isnan().tolist() == [False, True, False, False]
+        torch.testing.assert_close(found.loss, whole.detach())
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    torch.testing.assert_close(pipe.eval(TOKENS, target=LABELS, loss_weight=valid / valid.sum()).loss, whole.detach())
+    pipe.zero_grad()
+    assert float(pipe.step(TOKENS, target=LABELS, loss_weight=0).loss) == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def of_shards(rank: int) -> list[Tensor]:
+    """The sums of gradients over two shards, of which the first one has a microbatch of weight 0, layer by layer or whole."""
+    torch.set_num_threads(1)
+    found = []
+    for keep in (None, 0):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
+        pipe = graphpp.compile(tagger(), masked_mean, microbatches=4, mesh=mesh, parallel=graphpp.Parallel(keep=keep))
+        weights = [1 / 3, 0, 1 / 3, 1 / 3] if rank == 0 else [0.25] * 4
+        pipe.step(TOKENS, target=LABELS if rank == 0 else LABELS.clamp_min(0), loss_weight=weights)
+        found.append(torch.cat([parameter.grad.full_tensor().flatten() for parameter in pipe.parameters()]))
+    return found
+
+
+def test_shards_sum_nothing_of_a_microbatch_of_weight_0() -> None:
+    twin = tagger()
+    ((masked_mean(twin(TOKENS), LABELS) + masked_mean(twin(TOKENS), LABELS.clamp_min(0))) / 2).backward()
+    wanted = torch.cat([parameter.grad.flatten() for parameter in twin.parameters()])
+    for found in run_ranks(of_shards, 2)[0]:
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *further(torch.float16, torch.float64)])
+def test_losses_and_metrics_are_summed_and_reported_in_float32(dtype: torch.dtype) -> None:
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value = F.mse_loss(output, target)
+        return value, {"double": 2 * value.detach(), "rows": torch.tensor(len(target))}
+
+    model, wide = layers().to(dtype), torch.float64 if dtype == torch.float64 else torch.float32
+    x, y = (torch.randn(64, 8, generator=torch.Generator().manual_seed(seed)).to(dtype) * 40 for seed in (0, 1))
+    pipe = graphpp.compile(model, loss, microbatches=64)
+    found, pairs = pipe.step(x, target=y), zip(x.split(1), y.split(1), strict=True)
+    each = torch.stack([loss(model(one), other)[0] for one, other in pairs]).detach()
+    assert found.loss.dtype == found.metrics["double"].dtype == wide
+    assert torch.equal(found.losses, each) and torch.equal(found.loss, each.to(wide).mean())
+    assert torch.equal(found.metrics["double"], (2 * each).to(wide).mean()) and found.metrics["rows"] == 1
+    weights = [1 / 64] * 64
+    assert torch.equal(pipe.eval(x, target=y, loss_weight=weights).loss, (each.to(wide) * (1 / 64)).sum())
 
 
 def test_weights_by_rows_need_rows() -> None:

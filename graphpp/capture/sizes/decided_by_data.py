@@ -87,6 +87,9 @@ def _add_checks(joint: JointGraph, mode: Any) -> None:
     places = _Places(joint)
     order = {node: at for at, node in enumerate(joint.graph.nodes)}
     for assumed in assumptions(mode):
+        known = assumed.free_symbols & places.found.keys()
+        if known and known < assumed.free_symbols and joint.symbols is not None:
+            raise CaptureError(f"the trace assumes {assumed} of a number and a size")
         if assumed.free_symbols <= places.found.keys():
             first = max((places.found[symbol][0] for symbol in assumed.free_symbols), key=order.__getitem__)
             with joint.graph.inserting_after(first):
@@ -94,12 +97,17 @@ def _add_checks(joint: JointGraph, mode: Any) -> None:
             with joint.graph.inserting_before(anchor):
                 numbers = {symbol: places.number(symbol) for symbol in assumed.free_symbols}
                 made = compute(joint.graph, assumed, numbers)
-            about = ", ".join(f"{symbol} from {describe_node(places.found[symbol][0])}" for symbol in numbers)
+            about = ", ".join(f"{symbol} from {_origin(places.found[symbol][0])}" for symbol in numbers)
             equation = " == ".join(map(str, assumed.args)) if assumed.func.__name__ == "Equality" else assumed
             anchor.args = (made[-1], f"the model needs {equation}, and the data of this microbatch do not have it: {about}")
             for node in (*(each for each in numbers.values() if "position" not in each.meta), *made, anchor):
                 node.meta |= {key: first.meta[key] for key in ("backward", "position", "calls", "source", "seq")}
             anchor.meta["val"] = None
+
+
+def _origin(node: fx.Node) -> str:
+    role = node.all_input_nodes[0].meta.get("role") if node.all_input_nodes else None
+    return role.path if isinstance(role, program.Number) else describe_node(node)
 
 
 class _Places:

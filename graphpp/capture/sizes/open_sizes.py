@@ -1,20 +1,25 @@
-"""A graph that serves several sizes of the microbatch's tensors, or the reason why there is none."""
+"""A graph that serves several sizes and numbers of a microbatch, or the reason why there is none."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from graphpp._torch.symbols import Symbols
+from graphpp._torch import aot
+from graphpp._torch.symbols import Symbols, Values, as_expression, unknown_symbols
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.outputs import check_output_leaves
+from graphpp.capture.outputs import with_unseen
 from graphpp.capture.sizes.same_operations import difference
 from graphpp.capture.source_lines import is_user_file
 from graphpp.capture.trace import CapturedGraph
 from graphpp.errors import CaptureError
+from graphpp.runtime.program import Number
 
+_TELLS = "code that can tell a symbol from an integer computes something else for symbols"
 Open = Mapping[str, Sequence[int]]
 """The dynamic dimensions of tensors, by path."""
 
@@ -24,29 +29,70 @@ def with_open_sizes(
 ) -> CapturedGraph:
     """A graph for several sizes, or `fixed` with the reason why there is none.
 
-    `some`: accept a graph that leaves only some of these sizes dynamic. Both graphs are compared at the example's sizes, as
-    code can distinguish a symbol from an integer.
+    `some`: accept a graph that leaves only some of these sizes dynamic.
     """
-    try:
-        several = run()
-        check_output_leaves(several)
-        symbols = several.joint.symbols
-        values = symbols.values(example.shapes) if symbols is not None else None
-        assert symbols is not None and values is not None, "a graph does not hold for the sizes of which it was captured"
-        unlike = difference(several.joint, values, fixed.joint)
-        if symbols.compares_floats:
-            raise CaptureError("a branch depends on a floating-point number that is computed from a size")
-    except Exception as error:  # the model has a graph for one size
-        reason = f"a trace for all sizes raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return replace(fixed, fixed_because=reason)
-    if unlike is not None:
-        reason = f"code that can tell a symbol from an integer computes something else for symbols: {unlike}"
-        return replace(fixed, fixed_because=reason)
-    paths = list(example.tensors)
+    several = _general(run, fixed, example, "for all sizes")
+    if isinstance(several, str):
+        return replace(fixed, fixed_because=several)
+    symbols, paths = several.joint.symbols, list(example.tensors)
+    assert symbols is not None
     wanted = {(paths.index(path), dim) for path, dims in open_sizes.items() for dim in dims}
     if wanted <= symbols.free or (some and symbols.free):
         return several
     return replace(fixed, fixed_because=f"model or loss fix a size: {_fixing_lines(symbols, paths)}")
+
+
+def with_open_numbers(
+    run: Callable[..., CapturedGraph], plain: CapturedGraph, example: FlatMicrobatch
+) -> CapturedGraph:
+    """A graph with the example's numbers as inputs, or `plain` with the numbers for which there is none, and the reasons."""
+
+    def found(paths: frozenset[str]) -> CapturedGraph | str:
+        part = example.with_numbers(paths)
+        traced = partial(run, part.microbatch(), varying=dict.fromkeys(paths, ()))
+        return _general(traced, plain, part, "with a number of any value")
+
+    general = found(example.numbers)
+    if not isinstance(general, str):
+        return general
+    alone = {path: found(frozenset([path])) for path in sorted(example.numbers)} if len(example.numbers) > 1 else {}
+    reasons = {path: reason for path, reason in alone.items() if isinstance(reason, str)}
+    return replace(plain, plain_because=reasons or dict.fromkeys(sorted(example.numbers), general))
+
+
+def _general(
+    run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, what: str
+) -> CapturedGraph | str:
+    """The result of `run`, a graph with symbols, or the reason why it cannot take the place of `fixed`.
+
+    Both graphs are compared at the example's numbers, as code can distinguish a symbol from an integer.
+    """
+    try:
+        with aot.failing_quietly():
+            several = with_unseen(run())
+        if several.output_leaves != fixed.output_leaves:
+            raise CaptureError("a number or a size is in the model's output")
+        unlike = difference(several.joint, _values(several, example), fixed.joint, _values(fixed, example))
+        if several.joint.symbols is not None and several.joint.symbols.compares_floats:
+            raise CaptureError("a branch depends on a floating-point number that is computed from a size")
+    except Exception as error:  # the model has a graph for one size
+        first, *more = str(error).strip().splitlines() or [""]
+        line = next((each for each in more if each.startswith("  at ")), "")
+        return f"a trace {what} raises {type(error).__name__}: {first}{line}"
+    return several if unlike is None else f"{_TELLS}: {unlike}"
+
+
+def _values(captured: CapturedGraph, example: FlatMicrobatch) -> Values:
+    """The example's numbers for the symbols of a graph."""
+    joint, found = captured.joint, dict[Any, Any]()
+    if joint.symbols is not None:
+        sizes = joint.symbols.values(example.shapes)
+        assert sizes is not None, "a graph does not hold for the sizes of which it was captured"
+        found.update(sizes.of_symbols)
+    for role, node in joint.inputs().items():
+        number = as_expression(example.tensors[role.path].item()) if isinstance(role, Number) else None
+        found |= {symbol: number for user in node.users if number is not None for symbol in unknown_symbols(user.meta["val"])}
+    return Values(found)
 
 
 def _fixing_lines(symbols: Symbols, paths: Sequence[str]) -> str:

@@ -2,7 +2,9 @@
 
 Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without a
 guard. Contract: `difference` is None only if both graphs have the same operations equally often: operators, numbers, shapes and
-dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that do nothing.
+dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that do nothing, and so are
+operations that compute a number, since the number is compared where an operation reads it. A size that a number of the
+microbatch decides equals no other.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch.symbols import SYMBOLIC, Values, formula
+from graphpp._torch.symbols import SYMBOLIC, Values, formula, is_unknown, symbols_in
 from graphpp.passes.graph.aliases import is_view
-from graphpp.passes.graph.joint_graph import JointGraph, describe_node
+from graphpp.passes.graph.joint_graph import JointGraph, describe_node, is_check
 
 aten = torch.ops.aten
 _NO_WORK = {operator.getitem, aten._unsafe_view.default, aten.lift_fresh_copy.default, aten.clone.default}
 
 
-def difference(several: JointGraph, values: Values, one: JointGraph) -> str | None:
-    """Describes an operation that one graph has more often than the other; `values`: the sizes of `one`."""
-    found, expected = _operations(several, values), _operations(one, None)
+def difference(several: JointGraph, values: Values, one: JointGraph, of_one: Values) -> str | None:
+    """Describes an operation that one graph has more often than the other; `values`, `of_one`: the numbers of each graph."""
+    found, expected = _operations(several, values), _operations(one, of_one)
     for key in (*found, *expected):
         if len(found.get(key, ())) != len(expected.get(key, ())):
             node = (found.get(key) or expected[key])[0]
@@ -31,10 +33,11 @@ def difference(several: JointGraph, values: Values, one: JointGraph) -> str | No
     return None
 
 
-def _operations(joint: JointGraph, values: Values | None) -> dict[str, list[fx.Node]]:
+def _operations(joint: JointGraph, values: Values) -> dict[str, list[fx.Node]]:
     found: dict[str, list[fx.Node]] = {}
     for node in joint.computed():
-        works = node.target not in _NO_WORK and not is_view(node) and not _is_of_whole_slice(node)
+        number = isinstance(node.meta["val"], (*SYMBOLIC, int, float)) or is_check(node)
+        works = node.target not in _NO_WORK and not number and not is_view(node) and not _is_of_whole_slice(node)
         if node.op == "call_function" and works:
             facts = [str(node.target), _described([node.args, node.kwargs], values), _described(node.meta["val"], values)]
             found.setdefault(repr(facts), []).append(node)
@@ -50,14 +53,15 @@ def _is_of_whole_slice(node: fx.Node) -> bool:
     return [*map(formula, part.meta["val"].shape)] == [*map(formula, node.meta["val"].shape)]
 
 
-def _described(value: Any, values: Values | None) -> Any:
+def _described(value: Any, values: Values) -> Any:
     """A number, or the shape and dtype of a tensor, also in nested values."""
     if isinstance(value, fx.Node):
         return _described(value.meta.get("val"), values)
     if isinstance(value, SYMBOLIC):
-        return values(value) if values is not None else value
+        return values(value) if symbols_in(value) <= values.of_symbols.keys() else str(formula(value))
     if isinstance(value, torch.Tensor):
-        return [*(size if values is None else values(size) for size in value.shape)], str(value.dtype)
+        sizes = [str(formula(size)) if is_unknown(size) else _described(size, values) for size in value.shape]
+        return sizes, str(value.dtype)
     if isinstance(value, dict):
         return {key: _described(each, values) for key, each in value.items()}
     if isinstance(value, list | tuple):

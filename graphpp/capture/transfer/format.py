@@ -20,13 +20,13 @@ import torch
 from graphpp._torch import pytree
 from graphpp.runtime import program
 
-FORMAT = 5  # increment for every change of meaning; other formats are not read
+FORMAT = 6  # increment for every change of meaning; other formats are not read
 PLAIN_META = ("backward", "position", "seq", "checkpoint", "kept")  # plain data, written unchanged
 TABLED_META = ("calls", "source")  # each value is written once and shared by nodes
 ROLES = {
     kind.__name__: kind
     for kind in (
-        program.Parameter, program.Buffer, program.Constant, program.Input, program.Seed, program.Size,
+        program.Parameter, program.Buffer, program.Constant, program.Input, program.Number, program.Seed, program.Size,
         program.Loss, program.Output, program.Metric, program.Gradient, program.BufferUpdate,
     )
 }  # fmt: skip

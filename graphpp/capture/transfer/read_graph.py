@@ -18,6 +18,7 @@ from graphpp._torch.numbers_of_data import DecidedByData
 from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.attributes.numbers import read_update
+from graphpp.capture.outputs import Unseen
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.digest import ModelDigest
 from graphpp.capture.transfer.format import FORMAT, MODULES, OF_ITEMS, PLAIN_META, ROLES, dtype_named, registered_class
@@ -49,7 +50,8 @@ def read_graph(text: str, device: torch.device, held: ModelDigest) -> CapturedGr
         spec = None if data["structure"] is None else reader.structure(data["structure"])
         leaves = tuple(reader.leaf(each) for each in data["leaves"])
     verify_joint_graph(joint)
-    return CapturedGraph(joint, spec, leaves, tuple(map(read_update, data["updates"])), data["fixed_because"])
+    reasons = data["fixed_because"], data["plain_because"]
+    return CapturedGraph(joint, spec, leaves, tuple(map(read_update, data["updates"])), *reasons)
 
 
 def _read_metas(written: Iterable[Sequence[Any]]) -> dict[str, TensorMeta]:
@@ -213,4 +215,6 @@ class _Reader:
         return self.literal(context)
 
     def leaf(self, written: Any) -> Any:
+        if isinstance(written, dict) and "unseen" in written:
+            return Unseen(written["unseen"])
         return TENSOR_LEAF if written == {"tensor": True} else self.literal(written)

@@ -17,6 +17,7 @@ from graphpp._torch.numbers_of_data import bounds
 from graphpp._torch.size_expressions import write_expression
 from graphpp._torch.symbols import SYMBOLIC, Symbols, expression, hint, is_unknown
 from graphpp.batch.microbatch import TENSOR_LEAF
+from graphpp.capture.outputs import Unseen
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.digest import ModelDigest
 from graphpp.capture.transfer.format import (
@@ -66,6 +67,7 @@ def write_graph(captured: CapturedGraph, device: torch.device, held: ModelDigest
             "leaves": [writer.leaf(leaf) for leaf in captured.output_leaves],
             "updates": [update.written() for update in captured.updates],
             "fixed_because": captured.fixed_because,
+            "plain_because": captured.plain_because,
         },
         separators=(",", ":"),
     )
@@ -260,4 +262,6 @@ class _Writer:
         return name
 
     def leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Unseen):
+            return {"unseen": leaf.kind}
         return {"tensor": True} if leaf is TENSOR_LEAF else self.literal(leaf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError
 from graphpp.options.gradients import read_gradients
 from graphpp.options.memory import read_memory
+from graphpp.options.microbatches import read_microbatches
 from graphpp.options.offload import Offload
 from graphpp.options.option import Group
 from graphpp.options.parallel import read_parallel
@@ -26,8 +27,10 @@ from graphpp.schedules.generate.read import ScheduleLike
 DECIDED = ("split", "schedule", "microbatches", "parallel", "memory", "gradients")
 """The options that a plan decides in full or in part, in the order of `graphpp.compile`."""
 
-_OPEN = {"split": None, "schedule": "auto", "microbatches": None}  # values that leave an option undecided
-_READERS = {"parallel": read_parallel, "memory": read_memory, "gradients": read_gradients}
+_OPEN = {"split": None, "schedule": "auto"}  # values that leave an option undecided
+_READERS: Mapping[str, Callable[[Any], Group]] = {
+    "microbatches": read_microbatches, "parallel": read_parallel, "memory": read_memory, "gradients": read_gradients
+}  # fmt: skip
 
 
 def with_plan(plan: object, options: tuple[Any, ...], example: object = None, *, sharded: bool = True) -> tuple[Any, ...]:
@@ -44,12 +47,12 @@ def with_plan(plan: object, options: tuple[Any, ...], example: object = None, *,
         if name not in kept and not (given[name] is form or (isinstance(given[name], str) and given[name] == form)):
             raise GraphPPError(f"{name}: plan= decides it: leave one of the two out")
     setting = plan.setting
-    _check_rows(setting, example)
     groups = {name: read(given[name]) for name, read in _READERS.items()}
-    decided = _decided(plan) | ({} if sharded else {"parallel": {}})
+    if not read_microbatches(given["microbatches"]).batch_dims:
+        _check_rows(setting, example)
+    decided = _decided(plan) | {"microbatches": {"count": setting.microbatches}} | ({} if sharded else {"parallel": {}})
     split = given["split"] if plan.measured else list(plan.split) or None if setting.stages > 1 else 1
-    merged = (_merged(group, decided[name]) for name, group in groups.items())
-    return split, _schedule(setting), setting.microbatches, *merged
+    return split, _schedule(setting), *(_merged(group, decided[name]) for name, group in groups.items())
 
 
 def _check_rows(setting: PlanSetting, example: object) -> None:

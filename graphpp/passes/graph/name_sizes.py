@@ -47,7 +47,7 @@ def name_sizes(graph: fx.Graph) -> None:
 
     def named(value: Any) -> Any:
         number = value.meta.get("val") if isinstance(value, fx.Node) else value
-        return inputs.of(number) if isinstance(number, SYMBOLIC) else value
+        return inputs.of(number) if isinstance(number, SYMBOLIC) and not is_unknown(number) else value
 
     for node in computed:
         node.args, node.kwargs = _mapped(node.args, named), _mapped(node.kwargs, named)

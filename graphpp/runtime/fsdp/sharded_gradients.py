@@ -204,6 +204,7 @@ class LayerSink:
 
     def __call__(self, index: int, value: torch.Tensor) -> None:
         fqn = self._fqns[index]
+        value = torch.zeros_like(value) if self.microbatch in self.sums.silent else value
         self._reducer.collect(self, self._layer_of[fqn], fqn, value)
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:

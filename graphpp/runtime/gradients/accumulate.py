@@ -30,6 +30,7 @@ class Accumulator:
         self.fqns = tuple(fqns)
         self._kernel = kernel or MatmulKernel()
         self._shared = frozenset(shared)
+        self.silent: frozenset[int] = frozenset()  # the microbatches of this step whose gradients count as zeros
         self.start({})
 
     def start(self, initial: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
@@ -105,9 +106,12 @@ class MicrobatchSink:
         self._accumulator, self._microbatch, self._fqns = accumulator, microbatch, fqns
 
     def __call__(self, index: int, value: torch.Tensor) -> None:
-        self._accumulator.add(self._microbatch, self._fqns[index], value)
+        silent = self._microbatch in self._accumulator.silent
+        self._accumulator.add(self._microbatch, self._fqns[index], torch.zeros_like(value) if silent else value)
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
+        if self._microbatch in self._accumulator.silent:
+            a, b = torch.zeros_like(a), torch.zeros_like(b)
         self._accumulator.add_matmul(self._microbatch, self._fqns[index], a, b, layout)
 
 

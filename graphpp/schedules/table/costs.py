@@ -7,10 +7,11 @@ the end of its B. With a split backward, `saved_bytes` live until the end of I, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from math import inf
+from numbers import Real
 
-from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, checked, one_of, or_none, require, shown
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 
@@ -37,10 +38,12 @@ class StageCosts:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            given = getattr(self, each.name)
-            for number in given.values() if isinstance(given, Mapping) else (given,):
-                if number is not None and not 0 <= number < inf:
-                    raise ScheduleError(f"{each.name} of {self}: times and bytes are finite numbers, 0 or more, got {number}")
+            given, by_kind = getattr(self, each.name), each.default is MISSING
+            for number in given.values() if by_kind and isinstance(given, Mapping) else (given,):
+                fits = isinstance(number, Real) and 0 <= number < inf and isinstance(given, Mapping) == by_kind  # type: ignore[operator]
+                if not fits and not (number is None and each.default is None):
+                    takes = f"finite numbers, 0 or more{', by kind of action' if by_kind else ''}"
+                    raise ScheduleError(f"{each.name} of StageCosts: times and bytes are {takes}, got {shown(number)}")
 
     def change(self, kind: Kind) -> tuple[int, int]:
         """Change of the rank's live bytes at the start of an F, B, I or W, and at its end."""

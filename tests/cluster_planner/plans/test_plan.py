@@ -308,7 +308,7 @@ def test_verify_checks_a_step_by_a_plan() -> None:
     [
         ({"schedule": "GPipe"}, "schedule: plan= decides it"),
         ({"split": 2}, "split: plan= decides it"),
-        ({"microbatches": 2}, "microbatches: plan= decides it"),
+        ({"microbatches": 2}, "microbatches.count: plan= decides it"),
         ({"memory": "full"}, "memory.recompute: plan= decides it"),
         ({"parallel": graphpp.Parallel(keep=1)}, "parallel.keep: plan= decides it"),
         ({}, r"plan: it is for 4 ranks \(pp 2 x dp_.*\), and this job has 1"),
