@@ -139,7 +139,7 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 @cache
-def names_of_torch(kind: Any) -> frozenset[str]:
+def names_of_torch(kind: type) -> frozenset[str]:
     """The names that the code of torch's own modules among a class's bases reads; that of `nn.Module` does not count."""
     bases = (base for base in kind.__mro__ if base.__module__.startswith("torch.") and base is not nn.Module)
     functions = (unwrapped(value) for base in bases for value in vars(base).values())

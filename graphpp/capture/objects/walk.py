@@ -221,7 +221,8 @@ class Walk:
 
         The code is that of the user, and for a module of torch that of its class.
         """
-        names = self._names | names_of_torch(type(module))
+        kind: Any = type(module)  # for mypy `nn.Module` has no hash
+        names = self._names | names_of_torch(kind)
         for name, value in vars(module).items():
             always = name == "forward" or type(value) is torch.Tensor
             if name not in _ALL_REGISTRIES and (always or name in names):
