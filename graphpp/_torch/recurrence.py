@@ -1,7 +1,7 @@
 """`nn.GRU`, `nn.LSTM` and `nn.RNN` as one operator of a graph, whose size does not grow with the number of time steps.
 
-Contract: `recurrence(kind, ...)` gives the results of torch's operator `kind`, computed by torch's own kernel. Its backward needs
-the operands alone: it computes the forward again.
+Contract: `recurrence(kind, ...)` gives the results of torch's operator `kind`, by torch's own kernel. Its backward reads its
+operands alone: it computes the forward again.
 
 Checked on torch 2.13.0: `torch._C._SetExcludeDispatchKeyGuard` admits or excludes one dispatch key.
 """
@@ -41,53 +41,57 @@ def forward_flops(input: Tensor, states: Tensors, params: Tensors, *rest: Any) -
     return 2 * input.shape[0] * input.shape[1] * sum(each.numel() for each in params if each.dim() == 2)
 
 
+@contextlib.contextmanager
+def _as_outside(autocast: torch.dtype | None, device: str) -> Iterator[None]:
+    """Admit in a kernel the dispatch keys of autograd, under which torch decomposes a recurrence, and autocast."""
+    key, admit = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    mode = torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext()
+    with admit(key.AutogradFunctionality, False), admit(key.ADInplaceOrView, False), mode:
+        yield
+
+
 def _by_torch(input: Tensor, states: Tensors, params: Tensors, kind: str, *options: Any) -> tuple[Tensor, ...]:
     biases, layers, train, both, batch_first, autocast = options
-    mode = torch.autocast(input.device.type, autocast) if autocast is not None else contextlib.nullcontext()
     hx = list(states) if kind == "lstm" else states[0]
     operator = getattr(torch.ops.aten, kind).input
-    with mode:
+    with _as_outside(autocast, input.device.type):
         results: tuple[Tensor, ...] = operator(input, hx, params, biases, layers, 0.0, train, both, batch_first)
     return results
 
 
 def _forward(input: Tensor, states: Tensors, params: Tensors, kind: str, *options: Any) -> list[Tensor]:
     """Torch's results in memory of their own; the output lies in the order of time."""
-    output, *finals = _by_torch(input, states, params, kind, *options)
-    by_time = (lambda x: x.transpose(0, 1)) if options[4] else (lambda x: x)
-    return [by_time(by_time(output).contiguous()), *(each.clone(memory_format=torch.contiguous_format) for each in finals)]
+    with torch.no_grad():
+        output, *finals = _by_torch(input, states, params, kind, *options)
+        first, second = (1, 0) if options[-2] else (0, 1)  # the dimensions of time and batch
+        output = output.permute(first, second, 2).contiguous().permute(first, second, 2)
+        return [output, *(each.clone(memory_format=torch.contiguous_format) for each in finals)]
 
 
 def _fake_forward(input: Tensor, states: Tensors, params: Tensors, kind: str, *options: Any) -> list[Tensor]:
     """The results of one time step, with an output as long as the input."""
-    time = 1 if options[4] else 0
+    time = 1 if options[-2] else 0
     output, *finals = _forward(input.narrow(time, 0, 1), states, params, kind, *options)
     steps = output.new_empty(input.shape[time], input.shape[1 - time], output.shape[-1])
     return [steps.transpose(0, 1) if time else steps, *finals]
 
 
 def _backward(
-    input: Tensor, states: Tensors, params: Tensors, grads: Tensors, given: Sequence[bool], needed: Sequence[bool], *options: Any
+    input: Tensor, states: Tensors, params: Tensors, grads: Tensors, given: Sequence[bool], needed: Sequence[bool], *rest: Any
 ) -> list[Tensor]:
     """The gradients of the needed operands, in order. `given`: which results have a gradient."""
     operands = [each.detach().requires_grad_(need) for each, need in zip((input, *states, *params), needed, strict=True)]
-    with _autograd():
-        results = _by_torch(operands[0], operands[1 : 1 + len(states)], operands[1 + len(states) :], *options)
-        read = [result for result, is_given in zip(results, given, strict=True) if is_given]
-        wanted = [operand for operand in operands if operand.requires_grad]
-        found = torch.autograd.grad(read, wanted, grads, allow_unused=True, materialize_grads=True)
+    wanted = [operand for operand in operands if operand.requires_grad]
+    with torch.enable_grad():
+        results = _by_torch(operands[0], operands[1 : 1 + len(states)], operands[1 + len(states) :], *rest)
+    read = [result for result, is_given in zip(results, given, strict=True) if is_given]
+    found = torch.autograd.grad(read, wanted, grads, allow_unused=True, materialize_grads=True)
     return [each.clone(memory_format=torch.contiguous_format) for each in found]
 
 
-@contextlib.contextmanager
-def _autograd() -> Iterator[None]:
-    """Record gradients inside of an operator's kernel, which runs with autograd's dispatch keys excluded."""
-    key, admit = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
-    with admit(key.AutogradFunctionality, False), admit(key.ADInplaceOrView, False), torch.enable_grad():
-        yield
-
-
-def _fake_backward(input: Tensor, states: Tensors, params: Tensors, grads: Tensors, given: Any, needed: Any, *options: Any) -> Any:
+def _fake_backward(
+    input: Tensor, states: Tensors, params: Tensors, grads: Tensors, given: Sequence[bool], needed: Sequence[bool], *rest: Any
+) -> list[Tensor]:
     operands = zip((input, *states, *params), needed, strict=True)
     return [torch.empty_like(each, memory_format=torch.contiguous_format) for each, need in operands if need]
 

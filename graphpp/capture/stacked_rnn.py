@@ -1,9 +1,9 @@
 """Keep `nn.LSTM`, `nn.GRU` and `nn.RNN` whole in an exported graph.
 
-Contract: within `whole_recurrences`, torch's recurrent functions call `_torch/recurrence.py`'s operator, which no trace decomposes
-into the operations of each time step. Layers with active dropout between them are called one by one: torch's decomposition
-loses that dropout, because its condition on the layer's number is never true (torch 2.11 to 2.15). Packed sequences are left to
-torch.
+Contract: within `whole_recurrences`, torch's recurrent functions call an operator that no trace decomposes into the operations
+of each time step (`_torch/recurrence.py`). Layers with active dropout between them are called one by one: torch's decomposition
+loses that dropout, because its condition on the layer's number is never true (torch 2.11 to 2.15). Packed sequences are left
+to torch.
 """
 
 from __future__ import annotations
