@@ -67,7 +67,8 @@ def replaced(owner: Any, name: str, replacement: Any, elsewhere: Any = _UNCHANGE
     Other threads see `elsewhere`, by default the original. A class attribute may be a function, property, static method or
     value; a module attribute is a function.
     """
-    inherited, original = name not in vars(owner), inspect.getattr_static(owner, name)
+    inherited, original = name not in vars(owner), inspect.getattr_static(owner, name, _UNCHANGED)
+    original = getattr(owner, name) if original is _UNCHANGED else original  # made by a module's own `__getattr__`
     choice = _Choice(replacement, original if elsewhere is _UNCHANGED else elsewhere)
     attribute = _attribute(owner, original, choice)
     setattr(owner, name, attribute)

@@ -1,66 +1,56 @@
-"""Split stacked `nn.LSTM`, `nn.GRU` and `nn.RNN` with dropout into single layers.
+"""Keep `nn.LSTM`, `nn.GRU` and `nn.RNN` whole in an exported graph.
 
-Contract: torch's decomposition of a stacked recurrent operator loses the dropout between the layers, because its condition on
-the layer's number is never true (torch 2.11 to 2.15). `unstack_rnn` replaces every such operator with active dropout by one
-operator per layer with `dropout` in between.
+Contract: within `whole_recurrences`, torch's recurrent functions call an operator that no trace decomposes into the operations
+of each time step (`_torch/recurrence.py`). Layers with active dropout between them are called one by one: torch's decomposition
+loses that dropout, because its condition on the layer's number is never true (torch 2.11 to 2.15). Packed sequences are left
+to torch.
 """
 
 from __future__ import annotations
 
-import operator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor
 
-aten = torch.ops.aten
-_STACKED = {
-    getattr(packet, overload)
-    for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
-    for overload in ("input", "data")
-}
+from graphpp._torch.recurrence import KINDS, recurrence
+from graphpp._torch.this_thread import replaced
 
 
-def unstack_rnn(module: fx.GraphModule) -> fx.GraphModule:
-    for node in list(module.graph.nodes):
-        if node.target in _STACKED:
-            names = [argument.name for argument in node.target._schema.arguments]
-            args = dict(zip(names, node.args, strict=False))
-            if args["train"] and args["dropout"] > 0 and args["num_layers"] > 1:
-                with module.graph.inserting_before(node):
-                    results = _layers(module.graph, node, args)
-                _replace(module.graph, node, results)
-    return module
+@contextlib.contextmanager
+def whole_recurrences() -> Iterator[None]:
+    """While open, the recurrent functions of torch are single operators in this thread."""
+    with contextlib.ExitStack() as stack:
+        for kind in KINDS:
+            for owner in (torch, torch._VF):  # modules call the second
+                stack.enter_context(replaced(owner, kind, _whole(kind, getattr(torch, kind))))
+        yield
 
 
-def _layers(graph: fx.Graph, stack: fx.Node, args: dict[str, Any]) -> list[fx.Node]:
-    """Insert one operator per layer; returns the last layer's output, then the final states of all layers."""
+def _whole(kind: str, original: Any) -> Any:
+    names = [argument.name for argument in getattr(torch.ops.aten, kind).input._schema.arguments]
 
-    def call(target: Any, *operands: Any) -> fx.Node:
-        node = graph.call_function(target, operands)
-        node.meta = {key: value for key, value in stack.meta.items() if key != "val"}
-        return node
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.keys() != set(names) or isinstance(given["has_biases"], list | tuple):  # a packed sequence
+            return original(*args, **kwargs)
+        return _layers(kind, *(given[name] for name in names))
 
-    name, layers, dropout = next(iter(args)), args["num_layers"], args["dropout"]
-    states = list(args["hx"]) if isinstance(args["hx"], list | tuple) else [args["hx"]]
-    directions = 2 if args["bidirectional"] else 1
-    weights = len(args["params"]) // layers
-    output, finals = args[name], []
-    for layer in range(layers):
-        if layer > 0:
-            output = call(aten.dropout.default, output, dropout, True)
-        own = [call(aten.slice.Tensor, state, 0, layer * directions, (layer + 1) * directions) for state in states]
-        params = list(args["params"][layer * weights : (layer + 1) * weights])
-        hx = own if len(own) > 1 else own[0]
-        single = args | {name: output, "hx": hx, "params": params, "num_layers": 1, "dropout": 0.0}
-        layer_results = call(stack.target, *single.values())
-        output = call(operator.getitem, layer_results, 0)
-        finals.append([call(operator.getitem, layer_results, index + 1) for index in range(len(states))])
-    return [output, *(call(aten.cat.default, list(state)) for state in zip(*finals, strict=True))]
+    return call
 
 
-def _replace(graph: fx.Graph, stack: fx.Node, results: list[fx.Node]) -> None:
-    for user in list(stack.users):
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(stack)
+def _layers(kind: str, output: Tensor, hx: Any, params: Any, *options: Any) -> tuple[Tensor, ...]:
+    """The last layer's output, then the final states of all layers."""
+    biases, layers, dropout, *flags = options
+    states, params = [hx] if isinstance(hx, Tensor) else list(hx), list(params)
+    if not (flags[0] and dropout > 0 and layers > 1):
+        return tuple(recurrence(kind, output, states, params, biases, layers, *flags))
+    width, finals = len(params) // layers, []
+    for layer, own in enumerate(zip(*(state.chunk(layers) for state in states), strict=True)):
+        output = torch.dropout(output, dropout, True) if layer else output
+        weights = params[layer * width : (layer + 1) * width]
+        output, *ends = recurrence(kind, output, list(own), weights, biases, 1, *flags)
+        finals.append(ends)
+    return output, *(torch.cat(list(state)) for state in zip(*finals, strict=True))

@@ -50,7 +50,7 @@ from graphpp.capture.outside_state import refuse_draws, refuse_generators, refus
 from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
 from graphpp.capture.source_lines import user_line
-from graphpp.capture.stacked_rnn import unstack_rnn
+from graphpp.capture.stacked_rnn import whole_recurrences
 from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
@@ -216,7 +216,7 @@ def _export(
     with contextlib.ExitStack() as patches:
         for patch in (explain_errors(), answering(), record_functions(functions), refuse_during_trace(), marks):
             patches.enter_context(patch)
-        for patch in (refuse_outside_state(), note_grad_modes(), rounding):
+        for patch in (refuse_outside_state(), note_grad_modes(), rounding, whole_recurrences()):
             patches.enter_context(patch)
         if dims is None:
             exported, inputs = torch.export.export(wrapper, fakes, strict=False), fakes
@@ -224,7 +224,7 @@ def _export(
             with symbols.export_in(mode):
                 exported = torch.export.export(wrapper, fakes, strict=False, dynamic_shapes=symbols.varying(dims))
             inputs = symbols.inputs_of(exported)
-    module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
+    module = inline_modes(exported.module(check_guards=False), torch.is_grad_enabled())
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
     drop_value_checks(module, of_data=dims is not None and not any(wrapper.are_numbers))

@@ -3,10 +3,11 @@
 Contract
     in   the calls in execution order, parents before children
     out  the layers in execution order, none inside another; empty if nothing repeats
-    Only the order, nesting and size of the calls count, not names. The calls are not changed.
+    Only the order, nesting and size of the calls count, and which inner modules they call. The calls are not changed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from torch import fx
@@ -16,13 +17,17 @@ from graphpp.passes.graph.joint_graph import JointGraph
 
 
 def repeated_layers(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-    """The model's layers, in execution order; [] if they cover less than a quarter of the forward.
+    """The model's layers, in execution order; [] if they cover less than a quarter of the forward and are not built alike.
 
     Layers are siblings `<prefix>.<integer>`, or the calls of one shared module. Of the families that cover at least two thirds
     as many operations as the largest, the one with most calls is taken; others join it if they do not overlap and are at least
-    a quarter as large per call (an encoder next to a decoder).
+    a quarter as large per call (an encoder next to a decoder). Where several siblings call the same inner modules, the
+    repeated calls of a module without inner modules are steps of a loop (a recurrent cell).
     """
+    inner = _inner_modules(calls)
     families = sorted(_families(calls), key=_covered, reverse=True)
+    if any(_built_alike(family, inner) for family in families):
+        families = [family for family in families if inner[family[0].module] or len({call.module for call in family}) > 1]
     wide = [family for family in families if 3 * _covered(family) >= 2 * _covered(families[0])]
     chosen = [max(wide, key=len)] if wide else []
     for family in families:
@@ -30,7 +35,25 @@ def repeated_layers(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
         if alike and all(_apart(family, other) for other in chosen):
             chosen.append(family)
     layers = sorted(chain(*chosen), key=lambda call: call.position)
-    return layers if 4 * _covered(layers) >= max((call.end for call in calls), default=0) else []
+    large = 4 * _covered(layers) >= max((call.end for call in calls), default=0)
+    return layers if large or any(_built_alike(family, inner) for family in chosen) else []
+
+
+def _inner_modules(calls: Iterable[ModuleCall]) -> dict[str, set[str]]:
+    """By module, the names of the modules called within it, from the module on."""
+    inner = defaultdict[str, set[str]](set)
+    for module in {call.module for call in calls}:
+        parts = module.split(".")
+        for depth in range(1, len(parts)):
+            inner[".".join(parts[:depth])].add(".".join(parts[depth:]))
+    return inner
+
+
+def _built_alike(family: Sequence[ModuleCall], inner: Mapping[str, set[str]]) -> bool:
+    """Whether the calls are of several modules, which call the same inner modules."""
+    modules = {call.module for call in family}
+    names = [inner[module] for module in modules]
+    return len(modules) > 1 and bool(names[0]) and all(each == names[0] for each in names)
 
 
 def _families(calls: Sequence[ModuleCall]) -> list[list[ModuleCall]]:

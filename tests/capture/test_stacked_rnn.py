@@ -1,8 +1,9 @@
-"""Dropout between the layers of `nn.LSTM`, `nn.GRU`, `nn.RNN`, which torch's own decomposition loses.
+"""`nn.LSTM`, `nn.GRU`, `nn.RNN` as single operators, and the dropout between their layers, which torch's decomposition loses.
 
 A dropout of 1 is deterministic, so that the numbers must be eager's.
 """
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 import graphpp
 from tests.exhaustive import further
+from tests.internals import captures
 from tests.models import Batch
 from tests.reference import eager_steps, gradients
+from tests.training import local_grads
 
 FLAGS = [{"bidirectional": both, "batch_first": first, "bias": both} for both, first in ((False, True), (True, False))]
 
@@ -86,3 +89,44 @@ def test_an_lstm_that_comes_first_learns(options: dict[str, Any], frozen: bool) 
         assert (grad is None) == (expected is None)
         assert grad is None or expected is None or (grad - expected).norm() <= 1e-6 * expected.norm()
     torch.testing.assert_close(pipe.eval(x).output, model(x), rtol=1e-5, atol=1e-6)
+
+
+def in_lengths() -> list[tuple[list[bool], int]]:
+    """For each recurrence: whether losses and gradients are eager's at 3, 5 and 7 time steps, and the captures of the last."""
+    found = []
+    for kind, mixed in ((nn.GRU, False), (nn.GRU, True), (nn.LSTM, True)):
+        torch.manual_seed(0)
+        model, same = nn.Sequential(nn.Linear(8, 8), kind(8, 8, batch_first=True), Last()), []
+        eager, names = deepcopy(model), [name for name, _ in model.named_parameters()]
+        with captures() as made, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            pipe = graphpp.compile(model, nn.functional.mse_loss, split=["1"], schedule="1F1B", microbatches=1)
+            for steps in (3, 5, 7):
+                x, target, before = torch.randn(4, steps, 8), torch.randn(4, steps, 8), len(made)
+                loss = nn.functional.mse_loss(eager(x), target)
+                expected = dict(zip(names, torch.autograd.grad(loss, list(eager.parameters())), strict=True))
+                if steps > 3:
+                    pipe.zero_grad()
+                same.append(bool(torch.allclose(pipe.step(x, target=target).losses[0], loss, rtol=1e-6)))
+                for name, grad in local_grads(pipe).items():
+                    assert grad is not None
+                    same.append(bool((grad - expected[name]).norm() <= 1e-5 * expected[name].norm()))
+        found.append((same, len(made) - before))
+    return found
+
+
+class Last(nn.Module):
+    """A linear map of a recurrence's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, results: tuple[Tensor, Any]) -> Tensor:
+        mapped: Tensor = self.map(results[0])
+        return mapped
+
+
+def test_one_graph_serves_every_length() -> None:
+    for same, graphs in in_lengths():
+        assert len(same) == 3 * 9 and all(same)
+        assert graphs == 0  # the second length was captured for all

@@ -221,6 +221,14 @@ class TestNumbers:
                 ["tower.l.0", "tower.l.1", "tower.l.0@1", "tower.l.1@1"],
             ),  # both runs of a shared tower
             (["emb:5", "a:9", "b:9", "head.0", "head.1"], []),  # too small to be the layers
+            (  # built alike, behind a loop of code or of a cell
+                ["loop:200", *(p for k in range(3) for p in (f"(b.{k}", f"b.{k}.up:2", ")"))],
+                [f"b.{k}" for k in range(3)],
+            ),
+            (
+                ["cell:9", *(f"cell@{k}:9" for k in (1, 2)), *(p for k in range(3) for p in (f"(b.{k}", f"b.{k}.up:2", ")"))],
+                [f"b.{k}" for k in range(3)],
+            ),
             (["emb", "block", "head"], []),
             ([], []),
         ],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch import recurrence
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
@@ -96,17 +97,21 @@ def flops(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: 
     value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"] if operands is None else operands[source]  # noqa: E731
     args, kwargs = fx.node.map_arg(args, value_of), fx.node.map_arg(node.kwargs, value_of)
     if packet in _OWN:
-        return _OWN[packet](*args)
+        return float(hint(_OWN[packet](*args)))
     return float(hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"] if operands is None else result)))
 
 
-def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> float:
+def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> Any:
     """FLOPs of a grouped product: the rows, columns, or inner sizes of all groups share one dimension."""
     groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
-    return float(hint(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]))
+    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-_OWN: Mapping[Any, Callable[..., float]] = {aten._grouped_mm: _flops_of_groups}  # kernels that torch does not count
+_OWN: Mapping[Any, Callable[..., Any]] = {  # kernels that torch does not count
+    aten._grouped_mm: _flops_of_groups,
+    recurrence.FORWARD: recurrence.forward_flops,
+    recurrence.BACKWARD: lambda *operands: 3 * recurrence.forward_flops(*operands),
+}
 
 
 def is_heavy(node: fx.Node) -> bool:
