@@ -3,7 +3,10 @@
 Contract: `recurrence(kind, ...)` gives the results of torch's operator `kind`, by torch's own kernel. Its backward reads its
 operands alone: it computes the forward again.
 
-Checked on torch 2.13.0: `torch._C._SetExcludeDispatchKeyGuard` admits or excludes one dispatch key.
+Checked on torch 2.13.0 and 2.15.0:
+
+- `torch._C._SetExcludeDispatchKeyGuard`, `torch._C.DispatchKey`: admits or excludes one dispatch key
+- `torch._VF`: the functions that recurrent modules call
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ _OPTIONS = "str kind, bool biases, int layers, bool train, bool both, bool batch
 _LIBRARY.define(f"recurrence({_OPERANDS}, {_OPTIONS}) -> Tensor[]")
 _LIBRARY.define(f"recurrence_backward({_OPERANDS}, Tensor[] grads, bool[] given, bool[] needed, {_OPTIONS}) -> Tensor[]")
 FORWARD, BACKWARD = torch.ops.graphpp.recurrence, torch.ops.graphpp.recurrence_backward
+OWNERS = (torch, torch._VF)  # the modules with functions of these kinds
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 Tensors = Sequence[Tensor]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpp._torch.recurrence import KINDS, recurrence
+from graphpp._torch.recurrence import KINDS, OWNERS, recurrence
 from graphpp._torch.this_thread import replaced
 
 
@@ -24,7 +24,7 @@ def whole_recurrences() -> Iterator[None]:
     """While open, the recurrent functions of torch are single operators in this thread."""
     with contextlib.ExitStack() as stack:
         for kind in KINDS:
-            for owner in (torch, torch._VF):  # modules call the second
+            for owner in OWNERS:
                 stack.enter_context(replaced(owner, kind, _whole(kind, getattr(torch, kind))))
         yield
 
