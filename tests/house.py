@@ -119,7 +119,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 47_600,
+    "graphpp": 47_610,
     "graphpp/_torch": 2_260,
     "graphpp/backends": 1_060,
     "graphpp/batch": 650,
