@@ -37,9 +37,9 @@ class BatchDims:
         self._given = {self._named(key): dim for key, dim in given.items()}
 
     @classmethod
-    def of(cls, model: nn.Module, given: Mapping[str, int | None]) -> BatchDims:
+    def of(cls, model: nn.Module, given: Mapping[str, int | None] | None) -> BatchDims:
         """Raises `BatchError` for a name that is no argument of the model."""
-        parameters = inspect.signature(model.forward).parameters.values()
+        given, parameters = given or {}, inspect.signature(model.forward).parameters.values()
         known = {*_OF_CALL, "args", "kwargs", *(each.name for each in parameters)}
         wrong = [key for key in given if re.split(r"[.\[]", key)[0] not in known]
         if wrong and not any(each.kind is each.VAR_KEYWORD for each in parameters):

@@ -115,9 +115,11 @@ def _loss_of_output(output: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> torch.Tensor:
-    if isinstance(value, numbers.Real):
-        whole = isinstance(value, numbers.Integral)
-        return torch.full((), float(value), dtype=torch.int64 if whole else torch.get_default_dtype())
+    if isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat):
+        whole = isinstance(value, numbers.Integral | torch.SymInt)
+        kind: Any = int if whole else float
+        plain: Any = value if isinstance(value, torch.SymInt | torch.SymFloat) else kind(value)
+        return torch.full((), plain, dtype=torch.int64 if whole else torch.get_default_dtype())
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
         found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise CaptureError(

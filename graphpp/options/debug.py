@@ -45,7 +45,7 @@ class Debug(Group):
         None,
         read=or_none(FLAG),
         about="Whether one captured graph serves microbatches of several sizes. None: the sizes that vary from call to call, "
-        "from their second value on. True: all sizes, from the first call on. False: no size.",
+        "from their second value on. True: all sizes, from the first call on. False: no size, and no number.",
     )
 
 

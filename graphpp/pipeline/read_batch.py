@@ -64,10 +64,8 @@ class BatchReader:
         """Log each new way to cut a batch once: a warning if only the size of a first dimension has decided about a tensor."""
         if self._told is not None and cut not in self._told and self.describe():
             self._told.add(cut)
-            if self._cutter.guesses:
-                _LOG.warning("%s, for its first dimension has another size. Say so by %s or graphpp.whole.", cut, BY_NAME)
-            else:
-                _LOG.info("%s", cut)
+            guess = f", as their first dimensions have another size. Say so by {BY_NAME} or graphpp.whole."
+            _LOG.log(logging.WARNING if self._cutter.guesses else logging.INFO, f"{cut}{guess * self._cutter.guesses}")
 
     def describe(self) -> str:
         return self._cutter.describe()

@@ -149,7 +149,7 @@ def test_rows_weigh_a_microbatch_and_verify_cuts_alike(reduction: str) -> None:
     of_batch = graphpp.verify(
         model, loss, kind.batch, split=["head"], microbatches=cut, gradients=reduction, against="whole batch"
     )
-    assert of_batch.ok and of_batch.whole_batch is not None and of_batch.whole_batch.ok == (reduction == "rows")
+    assert of_batch.cut.ok and of_batch.whole_batch is not None and of_batch.whole_batch.ok == (reduction == "rows")
     assert graphpp.verify(model, loss, kind.batch, split=["head"], microbatches=cut).ok  # rows are rolled along dimension 1
 
 
@@ -182,7 +182,7 @@ def test_one_line_says_what_was_cut_and_what_went_whole(caplog: pytest.LogCaptur
         for _ in range(2):  # the majority of first dimensions decides, and nobody has said so
             pipe.step(args, target=kind.batch.target)
         (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-        assert line.startswith(f"a batch is cut along dimension 0: args[0].tokens, target; whole: {whole}, for its first")
+        assert line.startswith(f"a batch is cut along dimension 0: args[0].tokens, target; whole: {whole}, as their first")
         assert "microbatches=graphpp.Microbatches(batch_dims={...})" in line
 
 

@@ -149,16 +149,17 @@ def test_numbers_of_each_microbatch() -> None:
     assert len(made) == 2 and torch.equal(found.losses, torch.stack([divided(twin(part), (part, n)) for part, n in parts]))
 
 
-def checked(logits: Tensor, target: tuple[Tensor, int]) -> Tensor:
+def checked(logits: Tensor, target: tuple[Tensor, int]) -> tuple[Tensor, dict[str, Any]]:
     torch._check(target[1] > 3)
-    return divided(logits, target) if target[1] > 3 else logits.sum() * 0
+    return divided(logits, target) if target[1] > 3 else logits.sum() * 0, {"half": target[1] / 2}
 
 
 def test_what_a_trace_assumes_of_a_number_is_checked() -> None:
     pipe = graphpp.compile(model(), checked, microbatches=4)
     for length in (5, 5, 5, 6, 6):
         for number in (7, 8):
-            assert pipe.step(tokens(length), target=(tokens(length), number)).loss > 0
+            found = pipe.step(tokens(length), target=(tokens(length), number))
+            assert found.loss > 0 and float(found.metrics["half"]) == number / 2
         with pytest.raises(RuntimeError, match=r"the model needs 4 <= u\d, .*: u\d from target\[1\]"):
             pipe.step(tokens(length), target=(tokens(length), 2))
 

@@ -42,9 +42,7 @@ def with_open_sizes(
     return replace(fixed, fixed_because=f"model or loss fix a size: {_fixing_lines(symbols, paths)}")
 
 
-def with_open_numbers(
-    run: Callable[..., CapturedGraph], plain: CapturedGraph, example: FlatMicrobatch
-) -> CapturedGraph:
+def with_open_numbers(run: Callable[..., CapturedGraph], plain: CapturedGraph, example: FlatMicrobatch) -> CapturedGraph:
     """A graph with the example's numbers as inputs, or `plain` with the numbers for which there is none, and the reasons."""
 
     def found(paths: frozenset[str]) -> CapturedGraph | str:
@@ -60,9 +58,7 @@ def with_open_numbers(
     return replace(plain, plain_because=reasons or dict.fromkeys(sorted(example.numbers), general))
 
 
-def _general(
-    run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, what: str
-) -> CapturedGraph | str:
+def _general(run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, what: str) -> CapturedGraph | str:
     """The result of `run`, a graph with symbols, or the reason why it cannot take the place of `fixed`.
 
     Both graphs are compared at the example's numbers, as code can distinguish a symbol from an integer.
@@ -70,7 +66,7 @@ def _general(
     try:
         with aot.failing_quietly():
             several = with_unseen(run())
-        if several.output_leaves != fixed.output_leaves:
+        if (several.output_spec, several.output_leaves) != (fixed.output_spec, fixed.output_leaves):
             raise CaptureError("a number or a size is in the model's output")
         unlike = difference(several.joint, _values(several, example), fixed.joint, _values(fixed, example))
         if several.joint.symbols is not None and several.joint.symbols.compares_floats:
