@@ -21,7 +21,7 @@ from graphpp import CaptureError
 from graphpp.capture.watch.audit import Audit
 from graphpp.capture.watch.operators import Operations
 from tests.distributed import run_ranks
-from tests.exhaustive import further
+from tests.exhaustive import cases
 
 WIDTH = 4
 
@@ -360,7 +360,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     torch.testing.assert_close([each.clone() for each in ours], theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("changing", [*FOLLOWED[::3], *further(*(each for at, each in enumerate(FOLLOWED) if at % 3))], indirect=True)
+@pytest.mark.parametrize("changing", cases(FOLLOWED, *FOLLOWED[::3]), indirect=True)
 def test_a_change_that_is_watched_is_followed_at_once(changing: Changing) -> None:
     stepped = Stepped(changing, audit=0)
     before = [each.clone() for each in stepped.step()]
@@ -373,7 +373,7 @@ def test_a_change_that_is_watched_is_followed_at_once(changing: Changing) -> Non
     assert_same(stepped.step(), after)
 
 
-@pytest.mark.parametrize("changing", [*AUDITED[::2], *further(*AUDITED[1::2])], indirect=True)
+@pytest.mark.parametrize("changing", cases(AUDITED, *AUDITED[::2]), indirect=True)
 def test_any_other_change_is_an_error_of_the_next_audit_until_a_capture(changing: Changing) -> None:
     stepped = Stepped(changing)
     for _ in range(2):

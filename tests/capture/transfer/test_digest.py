@@ -63,7 +63,7 @@ def digest(model: nn.Module, loss: Any = None) -> bytes:
 
 
 def flag(model: Model) -> None:
-    model.linear.some_flag = True  # type: ignore[assignment]
+    model.linear.in_features = 3  # the code of `nn.Linear` names it
 
 
 def number(model: Model) -> None:
