@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from torch import nn
@@ -52,7 +53,7 @@ class BatchDims:
     def says(self, path: str) -> str | None:
         """The given name that covers a tensor, None if there is none."""
         name = self._named(path) if self._given else path
-        keys = [key for key in self._given if name.startswith(key) and name[len(key) :][:1] in ("", ".", "[")]
+        keys = [key for key in self._given if _covers(key, name)]
         return max(keys, key=len, default=None)
 
     def of_tensors(self, flat: FlatMicrobatch) -> tuple[int | None, dict[str, int | None]]:
@@ -61,6 +62,7 @@ class BatchDims:
         Raises `BatchError` for a given dimension that a tensor lacks, and if the rows of two given dimensions differ.
         """
         tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim()}
+        self._check_paths([self._named(path) for path in flat.paths])
         given = {path: self._dim(path, leaf.shape) for path, leaf in tensors.items() if self.says(path)}
         sizes = {path: tensors[path].shape[dim] for path, dim in given.items() if dim is not None}
         free = [len(leaf) for path, leaf in tensors.items() if path not in given]
@@ -73,6 +75,15 @@ class BatchDims:
                     f"dimension {given[first]}: give the dimension of the rows of both, or None for a tensor without rows"
                 )
         return rows, {path: given.get(path, 0 if len(leaf) == rows else None) for path, leaf in tensors.items()}
+
+    def _check_paths(self, paths: Sequence[str]) -> None:
+        """Raise `BatchError` for a given path within an argument that the call has, where the argument has no such part."""
+        for key in self._given:
+            root = re.split(r"[.\[]", key)[0]
+            parts = [path for path in paths if re.split(r"[.\[]", path)[0] == root]
+            covered = root in (key, "output", "args", "kwargs") or any(map(partial(_covers, key), parts))
+            if parts and not covered:
+                raise BatchError(f"microbatches.batch_dims: {key!r} is no part of {root}, which has {', '.join(parts)}")
 
     def with_rows(self, flat: FlatMicrobatch) -> FlatMicrobatch:
         """A microbatch that was not cut out of a batch, with its rows and no argument wrapped."""
@@ -106,6 +117,10 @@ class BatchDims:
         if dim is not None and not -len(shape) <= dim < len(shape):
             raise BatchError(f"microbatches.batch_dims: {path} has the shape {list(shape)}, and no dimension {dim}")
         return None if dim is None else dim % len(shape)
+
+
+def _covers(key: str, name: str) -> bool:
+    return name.startswith(key) and name[len(key) :][:1] in ("", ".", "[")
 
 
 def shared(dims: Mapping[str, int | None]) -> int:

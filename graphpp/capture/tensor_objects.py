@@ -6,7 +6,8 @@ Contract
   a dict, with `is`) are those of eager. Every call of torch gets the traced tensor of each object among its arguments, and a
   call that returns a traced tensor returns its object. Code that reads memory without calling torch gets the real values;
   `refuse_foreign_leaves` refuses a trained parameter that reached the graph this way.
-- Code that calls operators with bodies (`torch.cond`, `scan`) sees the traced tensors (`with_objects_first`).
+- Code that calls operators with bodies (`torch.cond`, `scan`), and that of models with `DTensor`s, sees the traced tensors with
+  the attributes of the objects (`with_attributes_alone`); `CaptureError` is raised for a subclass with `__torch_function__`.
 - An error that eager does not have, and that the code caught, is a `CaptureError` at the end.
 - A subclass with `__torch_function__` decides about its objects' operations, as in eager. Its results keep the class.
 - A frozen tensor of a class with `__torch_dispatch__`, such as quantised weights, has no traced tensor: its class computes with
@@ -73,6 +74,18 @@ def computes_itself(place: Place) -> bool:
     return True
 
 
+def _lend_attributes(place: Place) -> None:
+    """Give the traced tensor the attributes of the object. Raises `CaptureError` for a class that decides about operations."""
+    kind, traced = type(place.own), place.store[place.name]
+    if traced is None or (tensor_subclass.overrides(kind) and not is_dtensor_class(kind)):
+        raise CaptureError(
+            f"{place.fqn} is a {kind.__qualname__}, which decides about its own operations, and the model calls an operator "
+            "with a body (such as torch.cond) or has DTensor parameters, where torch traces plain tensors: use a plain one."
+        )
+    for name, value in vars(place.own).items():
+        setattr(traced, name, value)
+
+
 class RegionsTraced(BaseException):
     """Ends a trace whose code calls an operator with a body, such as `torch.cond`: torch traces bodies without the mode."""
 
@@ -82,7 +95,7 @@ def with_objects_first(trace: Callable[[TensorObjects], T], objects: TensorObjec
     try:
         return trace(objects)
     except RegionsTraced:
-        return trace(TensorObjects())
+        return trace(objects.with_attributes_alone())
 
 
 def end_trace(*args: Any, **kwargs: Any) -> NoReturn:
@@ -92,20 +105,25 @@ def end_trace(*args: Any, **kwargs: Any) -> NoReturn:
 class TensorObjects:
     """The model's own tensors. `places`: where they belong; their stores have fake tensors, or None, outside of `in_use`.
 
-    Without places the code sees the traced tensors.
+    `exchanged`: whether the code sees these tensors; else the traced ones, with their attributes.
     """
 
-    def __init__(self, places: Sequence[Place] = ()) -> None:
-        self._places = places
+    def __init__(self, places: Sequence[Place] = (), *, exchanged: bool = True) -> None:
+        self._places, self._exchanged = places, exchanged
         self._mode = _Traced()
+
+    def with_attributes_alone(self) -> TensorObjects:
+        return TensorObjects(self._places, exchanged=False)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        if not self._places:
+        self._mode = _Traced()
+        if not self._exchanged:
+            for place in self._places:
+                _lend_attributes(place)
             yield
             return
         traced = [store[name] for store, name, *_ in self._places]
-        self._mode = _Traced()
         for place, tensor in zip(self._places, traced, strict=True):
             if tensor is not None:
                 self._mode.add(place.own, tensor)
@@ -121,7 +139,7 @@ class TensorObjects:
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
         """A context inside `in_use` for the user's code that torch runs within a call of its own."""
-        return self._mode if self._places else contextlib.nullcontext()
+        return self._mode if self._exchanged else contextlib.nullcontext()
 
     def traced(self, value: Any) -> Any:
         """The traced tensor of an object of the model; every other value itself."""

@@ -123,14 +123,14 @@ def capture(
 
     def export(updates: Iterable[NumberUpdate]) -> Exported:
         given = tuple(fakes.values())
-        if direct:
-            return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
 
         def exported_with(used: TensorObjects) -> Exported:
             wrapper.objects = used
+            if direct:
+                return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
             return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
 
-        return with_objects_first(exported_with, objects)
+        return with_objects_first(exported_with, objects.with_attributes_alone() if direct else objects)
 
     with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype) as objects, grad:
         exported = same_in_every_call(export(()), export)

@@ -101,9 +101,9 @@ class GraphCache:
         if self.ownership.sharded is not None:
             self.ownership.sharded.check(self._state)
         if key in self._prepared:
-            for captured in {id(graph.captured): graph.captured for graph in self._prepared[key].lowered.graphs}.values():
-                if captured.audit is not None:
-                    captured.audit()
+            for audit in dict.fromkeys(graph.captured.audit for graph in self._prepared[key].lowered.graphs):
+                if audit is not None:
+                    audit()
         return StepCall(parts, key, weighting)
 
     def recapture(self) -> None:

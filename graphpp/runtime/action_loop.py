@@ -99,7 +99,7 @@ def _has_nan(value: Any) -> bool:
 
 
 def _line_of_program() -> str:
-    """What the text of the running program says of its line: dtype, shape, module call, source line."""
+    """The comment of the running program's line: dtype, shape, module call, source line."""
     frame = sys._getframe(2)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith("<graphpp "):
         frame = frame.f_back

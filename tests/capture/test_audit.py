@@ -394,16 +394,7 @@ def test_a_tensor_of_which_the_code_read_a_number_is_audited_when_it_is_written(
     stepped = Stepped(changing, audit=1_000)
     stepped.step()
     changing.change()
-    with pytest.raises(CaptureError, match=r"mul\.Tensor\(.*1.0\) and is .*2.0\)|3.0\) and is .*5.0\)"):
-        stepped.step()
-
-
-@pytest.mark.parametrize("changing", [environment], indirect=True)
-def test_the_error_names_operator_line_and_both_constants(changing: Changing) -> None:
-    stepped = Stepped(changing, audit=1)
-    stepped.step()
-    changing.change()
-    with pytest.raises(CaptureError, match=r"test_audit.py:\d+, was aten.mul.Tensor\(%\d+.0, 1.0\) and is aten.mul.*, 2.0\)"):
+    with pytest.raises(CaptureError, match=r"test_audit.py:\d+, was aten.mul.Tensor\(%\d+.0, [13].0\) and is .*, [25].0\)"):
         stepped.step()
 
 

@@ -90,7 +90,7 @@ def classes() -> Made:
     return penalised(lambda parameter: 2.0 if type(parameter) is nn.Parameter else 0.0, model)
 
 
-def attribute_of_an_input() -> Made:
+def class_of_a_buffer() -> Made:
     model = Layers()
     hook = lambda module, args, output: output * (2.0 if type(module.shift) is Tensor else 1.0)  # noqa: E731
     model.register_forward_hook(hook)
@@ -166,7 +166,7 @@ MODELS = (
     members_of_a_set,
     one_object,
     classes,
-    attribute_of_an_input,
+    class_of_a_buffer,
     moved_to_its_place,
     buffer_written_in_place,
     of_subclass(Tripling, trained=True),
@@ -227,6 +227,28 @@ def test_a_trained_parameter_that_computes_itself_is_refused_by_name_and_class()
     pipe = graphpp.compile(model, F.mse_loss, split=1)
     with pytest.raises(CaptureError, match=r"the parameter layers.0.weight is a TwoTensor, .* Freeze it"):
         pipe.step(X, target=TARGET)
+
+
+class Branching(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+def test_attributes_act_beside_an_operator_with_a_body_and_other_subclasses_are_refused() -> None:
+    layer = Scaled(WIDTH, WIDTH)
+    layer.weight.scale = 3.0  # type: ignore[attr-defined]
+    model = Branching(layer)
+    with torch.no_grad():
+        expected = F.mse_loss(model(X), TARGET)
+    loss = graphpp.compile(model, F.mse_loss, split=1, microbatches=1).step(X, target=TARGET).loss
+    torch.testing.assert_close(loss, expected)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tripling))
+    with pytest.raises(CaptureError, match=r"layer.weight is a Tripling, .* torch.cond"):
+        graphpp.compile(model, F.mse_loss, split=1).step(X, target=TARGET)
 
 
 def test_a_wrapper_under_the_name_of_a_function_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

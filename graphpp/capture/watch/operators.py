@@ -34,7 +34,7 @@ from graphpp.capture.loss import LossFunction
 from graphpp.capture.outside_state import refuse_outside_state
 from graphpp.capture.refusals import refuse_during_trace
 from graphpp.capture.source_lines import calling_line, source_line, user_line
-from graphpp.capture.tensor_objects import RegionsTraced, TensorObjects, end_trace
+from graphpp.capture.tensor_objects import RegionsTraced, end_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.capture.trace import TracedStep
 from graphpp.errors import CaptureError
@@ -56,9 +56,10 @@ class Constant:
             return cls(tensor, tensor.detach().clone() if tensor.numel() <= _COPIED else tensor)
 
     def matches(self, later: Constant) -> bool:
-        if self.tensor is later.tensor or _layout(self.tensor) != _layout(later.tensor):
-            return self.tensor is later.tensor
-        return _address(self.tensor) == _address(later.tensor) or bool(torch.equal(self.values, later.values))
+        here, there = self.tensor, later.tensor
+        if here is there or _layout(here) != _layout(there) or here.device != there.device:
+            return here is there
+        return _address(here) == _address(there) or bool(torch.equal(self.values, later.values))
 
     def __str__(self) -> str:
         values = self.values.tolist() if self.values.numel() <= _SHOWN and not self.values.is_meta else ""
@@ -122,7 +123,7 @@ def note_operators(
     quick, functional = aot.quick(), as_functional(user_line)
     with aot.no_modes(), quick, functional, fake_state(model, mode, device, param_dtype) as objects, grad:
         inputs |= {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
-        step.objects = TensorObjects() if spread.places else objects
+        step.objects = objects.with_attributes_alone() if spread.places else objects
         try:
             return as_eager_first(run, aot.as_under_export)
         except RegionsTraced as ended:
@@ -136,9 +137,7 @@ def first_difference(before: Operations, now: Operations) -> int | None:
 
 
 class OperatorNotes(aot.DispatchMode):
-    """While active, notes every operator of this thread. `names`: the names of known tensors."""
-
-    supports_higher_order_operators = True
+    """While active, notes every operator of this thread."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,7 +189,7 @@ class OperatorNotes(aot.DispatchMode):
             return f"[{', '.join(self._text(each, constants) for each in value)}]"
         if type(value) in SYMBOLIC:  # a size that an earlier trace left in an object
             return str(hint(value))
-        return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else str(value)
+        return str(value)
 
 
 def _layout(tensor: torch.Tensor) -> str:
