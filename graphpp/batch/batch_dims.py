@@ -15,7 +15,6 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 
 from torch import nn
@@ -28,10 +27,7 @@ _ARGUMENT = re.compile(r"args\[(\d+)\]|kwargs\['([^']+)'\]")
 
 
 class BatchDims:
-    """`given`: dimensions by argument or path, such as `position_ids`, `args[1].lengths`, `target`, `output['logits']`.
-
-    `names`: the positional parameters of the model's forward.
-    """
+    """Dimensions `given` by argument or path (`args[1].lengths`, `output['logits']`). `names`: the forward's parameters."""
 
     def __init__(self, given: Mapping[str, int | None] = MappingProxyType({}), names: Sequence[str] = ()) -> None:
         self._names = names
@@ -42,7 +38,7 @@ class BatchDims:
         """Raises `BatchError` for a name that is no argument of the model."""
         given, parameters = given or {}, inspect.signature(model.forward).parameters.values()
         known = {*_OF_CALL, "args", "kwargs", *(each.name for each in parameters)}
-        wrong = [key for key in given if re.split(r"[.\[]", key)[0] not in known]
+        wrong = [key for key in given if _root(key) not in known]
         if wrong and not any(each.kind is each.VAR_KEYWORD for each in parameters):
             raise BatchError(
                 f"microbatches.batch_dims: {wrong[0]!r} is no argument of {type(model).__name__}.forward. Take "
@@ -62,7 +58,11 @@ class BatchDims:
         Raises `BatchError` for a given dimension that a tensor lacks, and if the rows of two given dimensions differ.
         """
         tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim()}
-        self._check_paths([self._named(path) for path in flat.paths])
+        names = [self._named(path) for path in flat.paths]
+        roots = {_root(name) for name in names} - {"args", "kwargs"}
+        for key in self._given:
+            if key != _root(key) and _root(key) in roots and not any(_covers(key, name) for name in names):
+                raise BatchError(f"microbatches.batch_dims: {key!r} is no part of the call, which has {', '.join(names)}")
         given = {path: self._dim(path, leaf.shape) for path, leaf in tensors.items() if self.says(path)}
         sizes = {path: tensors[path].shape[dim] for path, dim in given.items() if dim is not None}
         free = [len(leaf) for path, leaf in tensors.items() if path not in given]
@@ -75,15 +75,6 @@ class BatchDims:
                     f"dimension {given[first]}: give the dimension of the rows of both, or None for a tensor without rows"
                 )
         return rows, {path: given.get(path, 0 if len(leaf) == rows else None) for path, leaf in tensors.items()}
-
-    def _check_paths(self, paths: Sequence[str]) -> None:
-        """Raise `BatchError` for a given path within an argument that the call has, where the argument has no such part."""
-        for key in self._given:
-            root = re.split(r"[.\[]", key)[0]
-            parts = [path for path in paths if re.split(r"[.\[]", path)[0] == root]
-            covered = root in (key, "output", "args", "kwargs") or any(map(partial(_covers, key), parts))
-            if parts and not covered:
-                raise BatchError(f"microbatches.batch_dims: {key!r} is no part of {root}, which has {', '.join(parts)}")
 
     def with_rows(self, flat: FlatMicrobatch) -> FlatMicrobatch:
         """A microbatch that was not cut out of a batch, with its rows and no argument wrapped."""
@@ -117,6 +108,10 @@ class BatchDims:
         if dim is not None and not -len(shape) <= dim < len(shape):
             raise BatchError(f"microbatches.batch_dims: {path} has the shape {list(shape)}, and no dimension {dim}")
         return None if dim is None else dim % len(shape)
+
+
+def _root(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
 
 
 def _covers(key: str, name: str) -> bool:

@@ -50,7 +50,7 @@ class BatchCutter:
         sizes, (_, dims) = microbatch_sizes(self.rows(flat), microbatches), self._dims.of_tensors(flat)
         if microbatches > 1:
             self._note(flat, dims)
-        columns = [_pieces(leaf, dims.get(path), sizes) for path, leaf in _pairs(flat)]
+        columns = [_pieces(leaf, dims.get(path), sizes) for path, leaf in flat.pairs]
         pairs = zip(zip(*columns, strict=True), sizes, strict=True)
         pieces = [unwrapped(FlatMicrobatch(flat.spec, flat.paths, *pair, shared(dims))) for pair in pairs]
         first = {rows: piece for rows, piece in zip(reversed(sizes), reversed(pieces), strict=True)}
@@ -77,7 +77,7 @@ class BatchCutter:
             return flat
         if same == set(tensors) and self._cut is not None:
             same -= self._cut
-        values = [Whole(leaf) if path in same and not self._dims.says(path) else leaf for path, leaf in _pairs(flat)]
+        values = [Whole(leaf) if path in same and not self._dims.says(path) else leaf for path, leaf in flat.pairs]
         return FlatMicrobatch(flat.spec, flat.paths, tuple(values))
 
     def _note(self, flat: FlatMicrobatch, dims: Mapping[str, int | None]) -> None:
@@ -94,7 +94,7 @@ class BatchCutter:
         self._cut, self.guesses = frozenset(path for path, dim in dims.items() if dim is not None), bool(guessed)
         along = sorted({dim for dim in dims.values() if dim is not None})
         cut = [f"along dimension {each}: {', '.join(sorted(path for path in dims if dims[path] == each))}" for each in along]
-        whole = sorted(path for path, leaf in _pairs(flat) if isinstance(leaf, torch.Tensor | Whole) and path not in self._cut)
+        whole = sorted(path for path, leaf in flat.pairs if isinstance(leaf, torch.Tensor | Whole) and path not in self._cut)
         self._described = f"cut {'; '.join(cut)}" + (f"; whole: {', '.join(whole)}" if whole else "")
 
 
@@ -114,7 +114,3 @@ def _pieces(leaf: Any, dim: int | None, sizes: list[int]) -> Sequence[Any]:
     if dim is None:
         return [leaf] * len(sizes)
     return leaf.split(sizes, dim) if dim == 0 or len(sizes) == 1 else [piece.clone() for piece in leaf.split(sizes, dim)]
-
-
-def _pairs(flat: FlatMicrobatch) -> list[tuple[str, Any]]:
-    return list(zip(flat.paths, flat.values, strict=True))

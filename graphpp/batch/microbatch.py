@@ -118,27 +118,29 @@ class FlatMicrobatch:
         values = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in self.values]
         return Microbatch(**pytree.tree_unflatten(values, self.spec))
 
+    @property
+    def pairs(self) -> list[tuple[str, Any]]:
+        """Each leaf with its path."""
+        return list(zip(self.paths, self.values, strict=True))
+
     def with_numbers(self, paths: frozenset[str]) -> FlatMicrobatch:
         """The microbatch with the numbers at `paths` as inputs of a graph, and all other numbers as plain data."""
         if paths == self.numbers:
             return self
-        pairs = list(zip(self.paths, self.values, strict=True))
-        plain = [(path, leaf.item() if path in self.numbers else leaf) for path, leaf in pairs]
+        plain = [(path, leaf.item() if path in self.numbers else leaf) for path, leaf in self.pairs]
         values = [torch.tensor(leaf, dtype=_WIDE[isinstance(leaf, float)]) if path in paths else leaf for path, leaf in plain]
         return replace(self, values=tuple(values), numbers=paths)
 
     @property
     def plain_numbers(self) -> dict[str, float]:
         """The numbers that are plain data and that a graph could take as inputs, by path."""
-        pairs = zip(self.paths, self.values, strict=True)
-        numbers = {path: leaf for path, leaf in pairs if isinstance(leaf, int | float) and not isinstance(leaf, bool | Enum)}
-        return {path: leaf for path, leaf in numbers.items() if isinstance(leaf, float) or -(2**63) <= leaf < 2**63}
+        plain = {path: leaf for path, leaf in self.pairs if isinstance(leaf, int | float) and not isinstance(leaf, bool | Enum)}
+        return {path: leaf for path, leaf in plain.items() if isinstance(leaf, float) or -(2**63) <= leaf < 2**63}
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by path, in order."""
-        pairs = zip(self.paths, self.values, strict=True)
-        return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+        return {path: leaf for path, leaf in self.pairs if isinstance(leaf, torch.Tensor)}
 
     @cached_property
     def signature(self) -> tuple[str, ...]:
@@ -147,8 +149,8 @@ class FlatMicrobatch:
 
     def _lines(self, describe: Callable[[Any], str], known: Collection[str] = ()) -> tuple[str, ...]:
         """The structure and a line per leaf, with the type of a number that a graph takes as an input or that is in `known`."""
-        pairs, numbers = zip(self.paths, self.values, strict=True), {*self.numbers, *known}
-        leaves = (f"{path}: {_describe_number(leaf) if path in numbers else describe(leaf)}" for path, leaf in pairs)
+        numbers = {*self.numbers, *known}
+        leaves = (f"{path}: {_describe_number(leaf) if path in numbers else describe(leaf)}" for path, leaf in self.pairs)
         return (f"the structure {self.spec}", *leaves)
 
     @property
@@ -167,7 +169,8 @@ class FlatMicrobatch:
 
     def without_data(self) -> FlatMicrobatch:
         """The microbatch with meta tensors of the same layouts, which take no memory."""
-        return replace(self, values=tuple(map(_without_data, self.values)))
+        of = {path: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for path, x in self.tensors.items()}
+        return replace(self, values=tuple(of.get(path, leaf) for path, leaf in self.pairs))
 
     def with_ordered_integers(self) -> FlatMicrobatch:
         """The microbatch with integer and bool tensors made contiguous, which does not change the results of kernels."""
@@ -200,12 +203,6 @@ def with_tensors(example: Microbatch, values: Sequence[torch.Tensor | float]) ->
     remaining = iter(values)
     filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.values)
     return FlatMicrobatch(flat.spec, flat.paths, filled).microbatch()
-
-
-def _without_data(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def is_plain_data(leaf: Any) -> bool:

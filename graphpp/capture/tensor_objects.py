@@ -103,10 +103,7 @@ def end_trace(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class TensorObjects:
-    """The model's own tensors. `places`: where they belong; their stores have fake tensors, or None, outside of `in_use`.
-
-    `exchanged`: whether the code sees these tensors; else the traced ones, with their attributes.
-    """
+    """The model's tensors of `places`. `exchanged`: whether the code sees them; else the traced ones, with their attributes."""
 
     def __init__(self, places: Sequence[Place] = (), *, exchanged: bool = True) -> None:
         self._places, self._exchanged = places, exchanged
@@ -123,14 +120,17 @@ class TensorObjects:
                 _lend_attributes(place)
             yield
             return
+
+        def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+            return self._mode.as_subclass(tensor, kind)
+
         traced = [store[name] for store, name, *_ in self._places]
         for place, tensor in zip(self._places, traced, strict=True):
             if tensor is not None:
                 self._mode.add(place.own, tensor)
             place.store[place.name] = place.own
         try:
-            as_subclass = replaced(torch.Tensor, "as_subclass", _as_subclass(self._mode))
-            with self._mode, as_subclass, aot.regions_replaced(end_trace):
+            with self._mode, replaced(torch.Tensor, "as_subclass", as_subclass), aot.regions_replaced(end_trace):
                 yield
             self._mode.refuse_caught_error()
         finally:
@@ -227,12 +227,3 @@ def _refuse_wrapped(function: Any) -> None:
                 f"{function.__code__.co_firstlineno}), which calls the original: a trace would call it several times. Let the "
                 "model call your function by its own name."
             )
-
-
-def _as_subclass(mode: _Traced) -> Callable[[torch.Tensor, type[torch.Tensor]], torch.Tensor]:
-    """A function for `Tensor.as_subclass`: a bound method would not get the tensor."""
-
-    def as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-        return mode.as_subclass(tensor, kind)
-
-    return as_subclass

@@ -85,7 +85,7 @@ class GraphCache:
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
         self.tables = Tables(options.schedule, place.ranks, self._shards, message_flow(place.group, place.device))
         self.first: CompiledGraph | None = None
-        self._reasons: set[str] = set()  # why graphs were captured again
+        self._reasons = {""}  # why graphs were captured again
         self._said = {""}  # sentences about parameters without a gradient
 
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
@@ -138,19 +138,14 @@ class GraphCache:
         """
         new = [str(at) for at, (key, part) in enumerate(call.distinct.items()) if self._known(key, part) is None]
         if len(new) == len(call.distinct):
-            before = next(reversed(self._prepared), None)
-            return "nothing yet" if before is None else f"nothing yet, because {self._keys.difference(call.key[0], before[0])}"
+            reason = self._reason(call.key[0])
+            return f"nothing yet, because {reason}" if reason else "nothing yet"
         return f"no graph for microbatches of shape {', '.join(new)}" if new else "a graph"
 
-    def _log_reason(self, new: GraphKey) -> None:
-        """Log why a graph is captured although the pipeline has graphs, once for each reason."""
+    def _reason(self, new: GraphKey) -> str:
+        """Why a graph is new although the pipeline has graphs; empty if it has none."""
         before = next(reversed(self._prepared), None)
-        if before is None or self._request.place.rank != 0:
-            return
-        reason = self._keys.difference(new, before[0])
-        if reason not in self._reasons:
-            self._reasons.add(reason)
-            _LOG.info("model and loss are captured again, because %s", reason)
+        return "" if before is None else self._keys.difference(new, before[0])
 
     def captured(self) -> CompiledGraph:
         """The first graph that was captured. Raises `GraphPPError` before anything is captured."""
@@ -236,8 +231,10 @@ class GraphCache:
         known = {key: self._known(key, part) for key, part in call.distinct.items()}
         new = {key: part for key, part in call.distinct.items() if known[key] is None}
         open_sizes = [self._sizes.open(key, part) for key, part in new.items()]
-        for key in new:
-            self._log_reason(key)
+        for reason in {self._reason(key) for key in new} - self._reasons:
+            if self._request.place.rank == 0:
+                _LOG.info("model and loss are captured again, because %s", reason)
+            self._reasons.add(reason)
         made = capture_graphs(self._request, self._pipeline, list(new.values()), call.training, open_sizes)
         if new:
             self._keys.after_capture()

@@ -154,7 +154,7 @@ def test_rows_weigh_a_microbatch_and_verify_cuts_alike(reduction: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, int | None], str]] = {
-    "an unknown part": ({"packed.cu_seqlen": None}, r"batch_dims: 'packed.cu_seqlen' is no part of packed, which has packed"),
+    "an unknown part": ({"packed.cu_seqlen": None}, r"batch_dims: 'packed.cu_seqlen' is no part of the call, which has packed"),
     "an unknown name": ({"position": 1}, r"batch_dims: 'position' is no argument of Net\.forward\. Take packed, positions, ta"),
     "no such dimension": ({"positions": 3}, r"batch_dims: kwargs\['positions'\] has the shape \[3, 8, 5\], and no dimension 3"),
     "other rows": ({"positions": 2, "packed": 0}, r"kwargs\['positions'\] has 5 rows in dimension 2, and args\[0\] has 8 in"),
