@@ -17,6 +17,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from graphpp._torch.autograd import finds_nan
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
@@ -119,6 +120,7 @@ class Calls:
         `asked`: the name of the call. A new call has the timeout `start_timeout` until all replicas are prepared.
         """
         self.check_whole()
+        asked += " under torch.autograd.detect_anomaly" * finds_nan()
         meeting = [self._replicas] if training or self._meets_replicas else []
         with contextlib.ExitStack() as starting, Round(*meeting) as r:
             call, lacking = self._agree(batch, weights, training=training, asked=asked)
@@ -152,6 +154,11 @@ class Calls:
                 prepared.runner.step(prepared.inputs(call.parts), seeds, call.weighting.silent)
             if call.training:
                 self._share_buffers(prepared)
+        if finds_nan():
+            with Round(self._agreement, *[self._replicas] * call.training):
+                if anomaly := prepared.runner.anomaly:
+                    remedy = "graphpp.verify names the first value with NaN, of the forward too"
+                    raise GraphPPError(f"torch.autograd.detect_anomaly: {anomaly}. {remedy}")
         self._cache.after_step(call, prepared)
         self.last = prepared
         return prepared

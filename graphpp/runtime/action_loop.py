@@ -3,8 +3,8 @@
 `ActionLoop` is a `_PipelineScheduleRuntime` whose `pipeline_order_with_comms` is the schedule's table in torch's notation;
 `run` executes this rank's row once. This file imports Dynamo (about a second), so the runner imports it late.
 
-Under torch's anomaly mode (`torch.autograd.detect_anomaly`) a step raises `GraphPPError` at the first operator of a backward
-that gives NaN, or after the first backward whose gradients have NaN: operators inside of compiled regions are not seen.
+Under `torch.autograd.detect_anomaly` the loop notes the first operator of a backward that gives NaN, else the first gradient
+with NaN: operators inside of compiled regions are not seen. The step goes on, because other ranks wait for its messages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.autograd.profiler import record_function
 
 from graphpp._torch import pytree
 from graphpp._torch.aot import DispatchMode, rounds
+from graphpp._torch.autograd import finds_nan
 from graphpp._torch.pipelining import ComputationType, PipelineScheduleRuntime, TorchAction, profiler_enabled
-from graphpp.errors import GraphPPError
 from graphpp.runtime.recorder import ActionFunction
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
@@ -51,20 +51,22 @@ class ActionLoop(PipelineScheduleRuntime):
         self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
         self._sums = {stage.stage_index: stage.gradients for stage in stages}
         self._row = [(action, f"PP:{to_torch(action)}", function) for action, function in row]
+        self.anomaly = ""  # the first NaN of the last step's backward; empty for none, and outside of torch's anomaly mode
 
     def run(self, watch: ActionWatcher | None = None) -> None:
         """Run this rank's actions once; with `watch`, call `watch(action, function)` in place of each function."""
-        anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-        self._step_microbatches(watch or (self._without_nan if anomaly else None))
+        self.anomaly = ""
+        self._step_microbatches(watch or (self._finding_nan if finds_nan() else None))
 
-    def _without_nan(self, action: Action, function: ActionFunction) -> None:
+    def _finding_nan(self, action: Action, function: ActionFunction) -> None:
         backward = [leaf for leaf in action.leaves if leaf.kind in (Kind.B, Kind.I, Kind.W)]
-        with _NanFinder(action) if backward else contextlib.nullcontext():
+        finder = _NanFinder() if backward and not self.anomaly else _UNNAMED  # type: ignore[no-untyped-call]
+        with finder:
             function()
-        for leaf in backward:
-            for fqn, total in self._sums[leaf.stage].sums.items():
-                if _has_nan(total):
-                    raise _anomaly(action, f"the gradient of {fqn} has NaN")
+        if isinstance(finder, _NanFinder):
+            sums = (item for leaf in backward for item in self._sums[leaf.stage].sums.items())
+            found = finder.found or next((f"the gradient of {fqn} has NaN" for fqn, total in sums if _has_nan(total)), "")
+            self.anomaly = found and f"in {action} {found}"
 
     def _step_microbatches(self, watch: ActionWatcher | None = None) -> None:  # type: ignore[override]
         """Run the row. Under a profiler (`torch.profiler`, `emit_nvtx`) each action is a range with torch's name for it."""
@@ -78,18 +80,16 @@ class ActionLoop(PipelineScheduleRuntime):
 
 
 class _NanFinder(DispatchMode):
-    """Raises `GraphPPError` at the first operator that gives NaN, and names its line in the program's text."""
+    """Notes the first operator that gives NaN, and its line in the program's text."""
 
-    def __init__(self, action: Action) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._action = action
+    found = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(map(_has_nan, pytree.tree_flatten(result)[0])):
+        if not self.found and any(map(_has_nan, pytree.tree_flatten(result)[0])):
             line = _line_of_program()
             if not {"recomputed", "forward", "forward,"} & {*line.partition(" in ")[0].split()}:  # these are of the forward
-                raise _anomaly(self._action, f"{func} gives NaN, {line}")
+                self.found = f"{func} gives NaN, {line}"
         return result
 
 
@@ -104,9 +104,3 @@ def _line_of_program() -> str:
     while frame.f_back is not None and not frame.f_code.co_filename.startswith("<graphpp "):
         frame = frame.f_back
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("# ")[2].strip()
-
-
-def _anomaly(action: Action, what: str) -> GraphPPError:
-    return GraphPPError(
-        f"torch.autograd.detect_anomaly: in {action} {what}. graphpp.verify names the first value with NaN, of the forward too"
-    )

@@ -192,6 +192,11 @@ class GraphPPRunner:
         """The fraction of the last step, 0 to 1, that this process waited for messages; None on CUDA."""
         return self._bubble if self.place.device.type == "cpu" else None
 
+    @property
+    def anomaly(self) -> str:
+        """The first NaN of the last step's backward on this rank, if `torch.autograd.detect_anomaly` was on; else empty."""
+        return "" if self._loop is None else self._loop.anomaly
+
     def _drop(self) -> None:
         self.mailbox.drop()
         self._gradients.drop()
