@@ -22,8 +22,7 @@ from torch import fx
 
 from graphpp._torch import aot, autograd
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.recompute.backward_needs import MayRecompute
-from graphpp.passes.recompute.recompute_regions import RegionOf
+from graphpp.passes.recompute.backward_needs import MayRecompute, RegionOf
 
 Policy = Callable[..., Any]
 _KEY = "graphpp.checkpoint"

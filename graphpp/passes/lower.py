@@ -19,8 +19,8 @@ from graphpp.passes.joint.gradient_sums import delay_gradient_sums, split_tied_g
 from graphpp.passes.joint.key_dropout_and_random_ops import key_random_ops
 from graphpp.passes.joint.snapshot_buffers import snapshot_buffers
 from graphpp.passes.joint.views import merge_views, relax_views
-from graphpp.passes.recompute.backward_needs import MayRecompute
-from graphpp.passes.recompute.recompute_regions import RegionOf, always, recompute_regions
+from graphpp.passes.recompute.backward_needs import MayRecompute, RegionOf, always
+from graphpp.passes.recompute.recompute_regions import recompute_regions
 from graphpp.passes.recompute.rematerialize import RecomputeBudget, choose_recomputed, rematerialize
 from graphpp.passes.stage.carry_numbers import carry_numbers, has_numbers_of_data
 from graphpp.passes.stage.cut_stages import cut_stages

@@ -12,8 +12,7 @@ from graphpp.options.recompute import Recompute
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost, OpCosts, is_cheap, is_heavy
-from graphpp.passes.recompute.backward_needs import MayRecompute
-from graphpp.passes.recompute.recompute_regions import RegionOf, always
+from graphpp.passes.recompute.backward_needs import MayRecompute, RegionOf, always
 from graphpp.passes.recompute.rematerialize import RecomputeBudget
 from graphpp.passes.stage.split_weight_grad import never
 from graphpp.planner.layers import repeated_layers

@@ -18,10 +18,11 @@ import torch
 from torch import fx
 
 from graphpp._torch.symbols import hint
+from graphpp.cluster_planner.costs.dims import called
 from graphpp.passes.graph.aliases import root, shares_memory
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.op_costs import is_cheap
-from graphpp.runtime.random_keys import seeded
+from graphpp.passes.joint.key_dropout_and_random_ops import named_arguments
 
 aten = torch.ops.aten
 
@@ -109,16 +110,14 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def packet_of(node: fx.Node) -> Any:
-    """The overload packet of the operator that a node runs; of a seeded call, that of its random operator."""
-    target = node.args[2] if node.target is seeded else node.target
-    return getattr(target, "overloadpacket", None)
+    """The overload packet of the operator that a node runs."""
+    return getattr(called(node)[0], "overloadpacket", None)
 
 
 def _is_fused(node: fx.Node) -> bool:
     if node.meta.get("work"):
         return False
-    target = node.args[2] if node.target is seeded else node.target
-    pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
+    pointwise = torch.Tag.pointwise in getattr(called(node)[0], "tags", ())
     return pointwise or is_cheap(node) or packet_of(node) in _FUSED
 
 
@@ -142,10 +141,7 @@ def _dtype(node: fx.Node) -> str:
 
 
 def _is_causal(node: fx.Node) -> bool:
-    schema = getattr(node.args[2] if node.target is seeded else node.target, "_schema", None)
-    names = [each.name for each in schema.arguments] if schema is not None else []
-    args = node.args[3:] if node.target is seeded else node.args
-    return bool({**dict(zip(names, args, strict=False)), **node.kwargs}.get("is_causal"))
+    return bool(named_arguments(*called(node), node.kwargs).get("is_causal"))
 
 
 def _sides(node: fx.Node) -> tuple[Size, ...]:

@@ -50,7 +50,7 @@ def name_sizes(graph: fx.Graph) -> None:
         return inputs.of(number) if isinstance(number, SYMBOLIC) and not is_unknown(number) else value
 
     for node in computed:
-        node.args, node.kwargs = _mapped(node.args, named), _mapped(node.kwargs, named)
+        node.args, node.kwargs = fx.node.map_aggregate(node.args, named), fx.node.map_aggregate(node.kwargs, named)
     for node in reversed(computed):
         if not node.users and isinstance(node.meta.get("val"), SYMBOLIC):
             graph.erase_node(node)
@@ -90,15 +90,3 @@ def symbolic_sizes(graph: fx.Graph) -> dict[str, Any]:
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="placeholder"))
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    """The value with `change` applied to the leaves of nested lists, tuples, slices and dicts."""
-    if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*(change(each) for each in (value.start, value.stop, value.step)))
-    if isinstance(value, list | tuple):
-        items = [_mapped(each, change) for each in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return change(value)

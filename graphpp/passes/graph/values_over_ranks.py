@@ -64,17 +64,13 @@ def _makes_equal(node: fx.Node, group: str) -> bool:
 
 
 def _number(node: fx.Node) -> int:
-    args = [None if names_group(node, at) else _plain(value) for at, value in enumerate(node.args)]
-    kwargs = {key: None if names_group(node, key) else _plain(value) for key, value in node.kwargs.items()}
+    args = [None if names_group(node, at) else value for at, value in enumerate(node.args)]
+    kwargs = {key: None if names_group(node, key) else value for key, value in node.kwargs.items()}
     target = "" if node.op == "placeholder" else getattr(node.target, "__qualname__", str(node.target))
-    text = repr((node.op, target, args, kwargs))
+    text = repr((node.op, target, fx.node.map_aggregate((args, kwargs), _plain)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _plain(value: fx.node.Argument) -> object:
-    """An argument without its nodes and without device indices."""
-    if isinstance(value, fx.Node):
-        return "node"
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value.type if isinstance(value, torch.device) else value
+def _plain(value: object) -> object:
+    """Part of an argument: nodes are alike, and so are the devices of one type."""
+    return "node" if isinstance(value, fx.Node) else value.type if isinstance(value, torch.device) else value

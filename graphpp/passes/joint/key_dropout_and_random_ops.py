@@ -34,7 +34,14 @@ def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str
     """Whether an operator draws random numbers with these arguments; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
+    arguments = named_arguments(operator, args, kwargs)
+    if "dropout_p" in arguments:
+        return arguments["dropout_p"] != 0.0
+    return all(argument.name != "dropout_p" for argument in operator._schema.arguments)
+
+
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names in the operator's schema; without a schema, the keyword arguments."""
     schema = getattr(operator, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    return arguments.get("dropout_p") != 0.0 if "dropout_p" in arguments else "dropout_p" not in names
+    return {**dict(zip(names, args, strict=False)), **kwargs}

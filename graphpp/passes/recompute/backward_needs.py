@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -29,6 +29,11 @@ from graphpp.runtime.random_keys import seeded
 
 PICOSECONDS = 1e12  # per second; minimum cuts take integers
 MayRecompute = Callable[[fx.Node], bool]
+RegionOf = Callable[[fx.Node], Hashable | None]
+
+
+def always(node: fx.Node) -> bool:
+    return True
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,17 @@ from graphpp.passes.graph.op_costs import Cost, is_cheap
 from graphpp.passes.recompute.backward_needs import (
     PICOSECONDS,
     MayRecompute,
+    RegionOf,
     StageIndex,
     ValueGroup,
+    always,
     backward_needs,
     is_free,
 )
 from graphpp.passes.recompute.min_cut import CutProblem, CutSolution, pareto_front, solve
-from graphpp.passes.recompute.recompute_regions import RegionOf, always
 from graphpp.runtime import program
 
-RecomputedByStage = Sequence[set[fx.Node]]
+RecomputedByStage = Mapping[int, set[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class RecomputeBudget:
 def choose_recomputed(joint: JointGraph, stages: int, budget: RecomputeBudget) -> RecomputedByStage:
     """For each stage the forward values that its backward recomputes; nodes need `meta["stage"]`."""
     choice = _Choice(joint, budget)
-    return [choice.of_stage(stage) for stage in range(stages)]
+    return {stage: choice.of_stage(stage) for stage in range(stages)}
 
 
 class _Choice:
@@ -139,16 +140,16 @@ def _recomputed(groups: Sequence[ValueGroup], solutions: Sequence[CutSolution]) 
 def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGraph:
     """Let the backward of every stage recompute the given values, in place; nodes need `meta["stage"]`."""
     order = {node: at for at, node in enumerate(joint.graph.nodes)}
-    copies = [_Copies(joint.graph, order, stage, values) for stage, values in enumerate(recomputed)]
+    copies = {stage: _Copies(joint.graph, order, stage, values) for stage, values in recomputed.items()}
     for reader in list(joint.computed()):
-        if reader.meta["backward"] and reader.meta["stage"] is not None:
+        if reader.meta["backward"] and reader.meta["stage"] in copies:
             of_stage = copies[reader.meta["stage"]]
             for node in reader.all_input_nodes:
                 if node in of_stage.values:
                     reader.replace_input_with(node, of_stage.before(reader, node))
     end, outputs = joint.graph.output_node(), joint.outputs()
     for at, (role, node) in enumerate(outputs):
-        if isinstance(role, program.Gradient) and node.meta["stage"] is not None:
+        if isinstance(role, program.Gradient) and node.meta["stage"] in copies:
             outputs[at] = (role, copies[node.meta["stage"]].before(end, node))
     joint.set_outputs(outputs)
     remove_unused(joint.graph)

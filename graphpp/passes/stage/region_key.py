@@ -22,7 +22,7 @@ from graphpp.passes.text.render import attribute_of
 
 def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = attrgetter("args")) -> str:
     """A hash of a computation. `arguments`: the positional arguments of a node that the hash covers."""
-    numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    numbers = {node: f"node {index}" for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -32,7 +32,8 @@ def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = a
         else:
             target: Any = node.target  # a function's `str` has its address, which differs between processes
             name = f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
-            lines.append(f"{name} {_spelled([arguments(node), node.kwargs], numbers)}")
+            given = fx.node.map_arg((arguments(node), sorted(node.kwargs.items())), numbers.__getitem__)
+            lines.append(f"{name} {given}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -41,16 +42,6 @@ def _held(value: Any) -> str:
     if isinstance(value, fx.GraphModule):
         return graph_key(value.graph)
     return str(_layout(value)) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _spelled(value: Any, numbers: dict[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return numbers[value]
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({', '.join(_spelled(item, numbers) for item in value)})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_spelled(item, numbers)}' for name, item in sorted(value.items()))}}}"
-    return repr(value)
 
 
 def _layout(value: Any) -> tuple[Any, ...]:
