@@ -205,9 +205,10 @@ class TrainingState:
         return entries
 
     def _texts(self) -> dict[str, dict[str, str]]:
+        extra = {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in self.extra.items()}
         return {
             "others": {str(at): state_text(f"others.{at}", each, each.state_dict()) for at, each in enumerate(self.others)},
-            "extra": {name: as_text(f"extra[{name!r}]", _state_of(value)) for name, value in self.extra.items()},
+            "extra": {name: as_text(f"extra[{name!r}]", value) for name, value in extra.items()},
         }
 
     def _generators(self) -> Iterator[tuple[str, torch.Generator]]:
@@ -232,10 +233,6 @@ def _other_setting(each: Stateful, state: Any) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) else value
 
 
 def check_stateful(arguments: Sequence[object], extra: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Stateful]]:

@@ -71,8 +71,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     options = {
         **sizes,
         "memory_cap": None if cap is None else forms.read_bytes("--cap", cap),
-        "schedules": None if schedules is None else [name.strip() for name in schedules.split(",")],
-        "recompute": None if recompute is None else [_recompute(each.strip()) for each in recompute.split(",")],
+        "schedules": None if schedules is None else _listed(schedules),
+        "recompute": None if recompute is None else [_number(each) for each in _listed(recompute)],
         "tensor_plan": None if tensor_plan is None else _styles("--tensor-plan", tensor_plan),
         "expert_plan": None if expert_plan is None else _styles("--expert-plan", expert_plan),
         "work": work,
@@ -149,22 +149,22 @@ def read_machines(text: str) -> Machines:
 def _sizes(name: str, text: str | None) -> Sequence[int] | None:
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",")]
+    parts = _listed(text)
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise GraphPPError(f"--{name}: take a positive number, or several with commas, got {text!r}")
     return [int(part) for part in parts]
 
 
-def _number(text: str) -> str | float:
-    """The number that a text is, or the text."""
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _number(text: str) -> str | float | None:
+    """The number that a text is, None for "none", or the text."""
     try:
         return float(text)
     except ValueError:
-        return text
-
-
-def _recompute(text: str) -> str | float | None:
-    return None if text == "none" else _number(text)
+        return None if text == "none" else text
 
 
 def _styles(option: str, text: str) -> dict[str, str | int]:

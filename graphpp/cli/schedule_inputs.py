@@ -64,10 +64,12 @@ def table_of(text: str, counts: Counts) -> Schedule:
     for a file must equal the file's own.
     """
     source = read_schedule(text)
-    if isinstance(source, Schedule):
-        _check_own(source, counts)
-        return source
-    return table_by_name(source, counts)
+    if not isinstance(source, Schedule):
+        return table_by_name(source, counts)
+    for name, count in counts.given().items():
+        if count != (own := getattr(source, name)):
+            raise ScheduleError(f"--{name}: {source.name} has {own} {name}, not {count}: leave the option out")
+    return source
 
 
 def table_by_name(name: str, counts: Counts) -> Schedule:
@@ -77,12 +79,6 @@ def table_by_name(name: str, counts: Counts) -> Schedule:
         raise GraphPPError(f"{name} is a schedule for any number of ranks and microbatches: give {' and '.join(missing)}")
     stages = counts.stages or counts.costs or default_stages(name, counts.ranks)
     return make_table(name, counts.ranks, stages, counts.microbatches)
-
-
-def _check_own(table: Schedule, counts: Counts) -> None:
-    for name, count in counts.given().items():
-        if count != getattr(table, name):
-            raise ScheduleError(f"--{name}: {table.name} has {getattr(table, name)} {name}, not {count}: leave the option out")
 
 
 def readable(path: Path) -> str:

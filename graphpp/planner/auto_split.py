@@ -9,7 +9,7 @@ Contract
 
 Each rank's work gives a lower bound of the seconds. If all cuts can be listed, they are simulated in the order of this bound
 until the next bound exceeds the best value, which proves the best cut. Otherwise, or if the simulations do not suffice, a local
-search moves starts while the value falls; its first cut comes from dynamic programming.
+search moves starts while the value falls, from a balanced cut (`balance.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 from math import comb, inf
 
 from graphpp.errors import SplitError
 from graphpp.options.split import ModuleCall
+from graphpp.planner.balance import balanced
 from graphpp.planner.resolve_split import equal_layers
 from graphpp.planner.segments import Cut, Segments
 from graphpp.planner.split_by_name import some
@@ -171,27 +172,10 @@ class CutSearch:
                         yield each
 
     def _balanced(self, *, waits: bool) -> Cut:
-        """The cut with the lightest heaviest stage, by dynamic programming; `waits`: include the wait for its first forward."""
-        pieces, stages = len(self.segments.starts), self.table.stages
-        share = stages / self.table.ranks  # stages per rank: approximates a rank's work by its stage's
-
-        def seconds(first: int, end: int) -> float:
-            return (self._work[end] - self._work[first]) * share + self._fill[first] * waits
-
-        least = [seconds(0, end) if end else inf for end in range(pieces + 1)]
-        chosen: list[list[int]] = []
-        for stage in range(1, stages):
-            following, firsts = [inf] * (pieces + 1), [0] * (pieces + 1)
-            for end in range(stage + 1, pieces + 1):
-                following[end], negative = min((max(least[first], seconds(first, end)), -first) for first in range(stage, end))
-                firsts[end] = -negative
-            least = following
-            chosen.append(firsts)
-        cut, end = list[int](), pieces
-        for firsts in reversed(chosen):
-            end = firsts[end]
-            cut.append(end)
-        return (0, *reversed(cut))
+        """The cut with the lightest heaviest stage; `waits`: include the wait for its first forward."""
+        share = self.table.stages / self.table.ranks  # stages per rank: approximates a rank's work by its stage's
+        each = [(end - first) * share for first, end in pairwise(self._work)]
+        return balanced(each, self.table.stages, self._fill[:-1] if waits else None)
 
 
 def _rounded(seconds: float) -> float:

@@ -44,7 +44,9 @@ def may_recompute(option: Recompute) -> MayRecompute:
     """Which operations of the regions may run a second time."""
     if option.nodes is None:
         return always
-    return _is_light if isinstance(option.nodes, str) else callback(GraphPPError, "memory.recompute", FLAG, option.nodes)
+    if isinstance(option.nodes, str):  # no contraction (matrix product, convolution, attention), which is worth saving
+        return lambda node: not is_heavy(node) and not is_collective(node)
+    return callback(GraphPPError, "memory.recompute", FLAG, option.nodes)
 
 
 def recompute_budget(option: Recompute, region: RegionOf | None, device_type: str, cost: Cost | None) -> RecomputeBudget | None:
@@ -59,8 +61,3 @@ def recompute_budget(option: Recompute, region: RegionOf | None, device_type: st
 def may_repeat_in_weight_grad(option: Recompute) -> MayRecompute:
     """Which operations of I may run a second time in W."""
     return is_cheap if option.weight_grad else never
-
-
-def _is_light(node: fx.Node) -> bool:
-    """Neither a contraction (matrix product, convolution, attention), whose result is worth saving, nor a collective."""
-    return not is_heavy(node) and not is_collective(node)

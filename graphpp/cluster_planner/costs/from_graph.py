@@ -77,6 +77,8 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
     names = {call.position: call.fqn for call in reversed(calls) if call.fqn}
     layers = {call.position for call in repeated_layers(calls)}
     starts = [captured.starts[stage] for stage in whole.stage_of]
+    metas = [node.meta for node in joint.graph.nodes if node.op != "output"]
+    sharded_sizes = (size for meta in metas for size in growing_sizes(meta["val"], meta["sharded"]))
     return ModelCosts(
         rows=captured.rows,
         starts=whole.starts(captured.starts),
@@ -88,7 +90,7 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
         parameters=tuple(_parameters(joint, first, whole, sharded)),
         buffers=tuple(_buffers(joint, first, whole)),
         attentions=sum(whole.stage_of.count(node.meta["stage"]) for node in joint.computed() if _is_attention(node)),
-        tensor_ranks=gcd(*(size for node in joint.graph.nodes if node.op != "output" for size in _sharded_sizes(node))),
+        tensor_ranks=gcd(*sharded_sizes),
         expert_ranks=_expert_ranks(shapes, sharded),
     )
 
@@ -116,10 +118,6 @@ def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParamet
             "parameter [experts, .., ..], as graphpp.experts.routed and transformers' grouped experts have them"
         )
     return gcd(*stacked)
-
-
-def _sharded_sizes(node: fx.Node) -> Iterator[int]:
-    return growing_sizes(node.meta["val"], node.meta["sharded"])
 
 
 def _is_attention(node: fx.Node) -> bool:

@@ -154,7 +154,10 @@ class _Pricing:
             each = [self._stage(kind) for kind in kinds]
             stage, exchanges = each[0] if len(each) == 1 else _in_proportion(each, shares)
             phases = {Kind(phase.value): self._bytes(kinds, shares, at) for at, phase in enumerate(PHASES)}
-            offloadable = self._offloadable(kinds[0]) if len(kinds) == 1 else ()
+            offloadable = tuple(
+                OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
+                for each in (kinds[0].offloadable if len(kinds) == 1 else ())
+            )
             self._kinds[key] = _PricedKind(stage, exchanges, phases, self._sent(kinds, shares), offloadable)
         return self._kinds[key]
 
@@ -165,12 +168,6 @@ class _Pricing:
 
         read, made = [kind.read[phase] for kind in kinds], [kind.made[phase] for kind in kinds]
         return PhaseBytes(mean(read, False), mean(read, True), mean(made, False), mean(made, True))
-
-    def _offloadable(self, kind: SegmentKind) -> tuple[OffloadableBytes, ...]:
-        return tuple(
-            OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
-            for each in kind.offloadable
-        )
 
     def _sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
         found = dict.fromkeys(("tp", "ep", "cp"), 0.0)

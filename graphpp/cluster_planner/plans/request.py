@@ -8,10 +8,10 @@ from typing import NamedTuple
 from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import PricedModel, priced
-from graphpp.cluster_planner.plans.balance import balanced
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
 from graphpp.devices import Machines
+from graphpp.planner.balance import balanced
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from difflib import SequenceMatcher
+from typing import Any
 
 import torch
 from torch import fx
@@ -71,6 +72,6 @@ def _number(node: fx.Node) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
     """Part of an argument: nodes are alike, and so are the devices of one type."""
     return "node" if isinstance(value, fx.Node) else value.type if isinstance(value, torch.device) else value

@@ -30,6 +30,8 @@ from graphpp.passes.graph.joint_graph import JointGraph, describe_node, is_check
 from graphpp.passes.graph.op_costs import is_heavy
 from graphpp.runtime import program
 
+_OF_ONE_STAGE = (program.Seed(), program.RandomKey())  # inputs from which only a stage computes
+
 
 def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
     """Set every node's stage, in place; stage s begins at position `starts[s]` of the forward, and starts[0] = 0."""
@@ -98,7 +100,7 @@ def _is_of_its_input(node: fx.Node) -> bool:
 
 def _is_replicable(node: fx.Node, written: set[str]) -> bool:
     """Whether every stage can compute a value itself, more cheaply than by receiving it."""
-    if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
+    if any(source.meta["stage"] is not None or source.meta.get("role") in _OF_ONE_STAGE for source in node.all_input_nodes):
         return False
     if is_heavy(node) or is_check(node) or is_collective(node):
         return False
@@ -120,11 +122,6 @@ def from_parameter(node: fx.Node) -> bool:
             return False
         node = node.all_input_nodes[0]
     return isinstance(node.meta.get("role"), program.Parameter)
-
-
-def _is_particular(node: fx.Node) -> bool:
-    """Whether values computed from an input need a stage: the backward's seed, the key of random numbers."""
-    return node.meta.get("role") in (program.Seed(), program.RandomKey())
 
 
 def _check(joint: JointGraph, written: set[str]) -> None:

@@ -36,7 +36,7 @@ def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str
         return False
     arguments = named_arguments(operator, args, kwargs)
     if "dropout_p" in arguments:
-        return arguments["dropout_p"] != 0.0
+        return bool(arguments["dropout_p"] != 0.0)
     return all(argument.name != "dropout_p" for argument in operator._schema.arguments)
 
 

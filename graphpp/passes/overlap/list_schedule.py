@@ -71,7 +71,7 @@ class SchedulingUnits:
 
     def __init__(self, timing: GraphTiming) -> None:
         self.timing = timing
-        self.lazy = {node for node in timing.nodes if _is_lazy(node)}
+        self.lazy = {node for node in timing.nodes if node.op == "get_attr" or shares_memory(node)}
         self.units = [node for node in timing.nodes if node not in self.lazy and not _is_item(node)]
         self.final = self._final()
         reads = {unit: self._reads(unit) for unit in self.units}
@@ -205,7 +205,3 @@ class ListScheduler:
 def _is_item(node: fx.Node) -> bool:
     """Whether a node is an item of a tuple of allocated tensors; an item of a tuple of views is a view."""
     return node.target is operator.getitem and not shares_memory(node)
-
-
-def _is_lazy(node: fx.Node) -> bool:
-    return node.op == "get_attr" or shares_memory(node)

@@ -111,7 +111,8 @@ def standalone(graph: fx.Graph, rendered: RenderedGraph, origin: Origin) -> str:
         results=_listed(map(repr, _results(graph))),
         prelude=_prelude(bound.missing, rendered.devices),
     )
-    head = docstring(_header(origin, bound.missing, _foreign(rendered.text)))
+    foreign = sorted(set(re.findall(r"torch\.ops\.(\w+)\.", rendered.text)) - _OWN)  # namespaces that torch does not define
+    head = docstring(_header(origin, bound.missing, foreign))
     future = "from __future__ import annotations\n\n" if bound.definitions else ""
     return f"{head}\n\n{future}" + "\n\n\n".join([code(rendered.text).rstrip(), *bound.definitions]) + main
 
@@ -151,8 +152,3 @@ def _results(graph: fx.Graph) -> list[str]:
     roles = [format_role(role) for role in end.meta.get("roles", ())] or [""] * len(names)
     named = ("", "sent", "saved")
     return [f"{role} {name}".strip() if role in named else role for role, name in zip(roles, names, strict=True)]
-
-
-def _foreign(text: str) -> list[str]:
-    """The operator namespaces in a text that torch does not define."""
-    return sorted(set(re.findall(r"torch\.ops\.(\w+)\.", text)) - _OWN)

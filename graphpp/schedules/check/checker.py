@@ -58,7 +58,9 @@ def check(
     _place_all(subject)
     _check_complete(subject)
     _check_counts(subject)
-    _check_order(subject)
+    for leaf in subject.where:  # F before B or I, I before W
+        if leaf.kind in BACKWARDS:
+            subject.check_before(leaf._replace(kind=Kind.I if leaf.kind is Kind.W else Kind.F), leaf)
     check_sharding(subject)
     check_reductions(subject)
     if schedule.has_communication:
@@ -166,10 +168,3 @@ def _nearest(subject: ScheduleUnderCheck, missing: Action) -> Position:
     """The cell to show for a missing action: one with its stage and microbatch, else the first cell of its stage."""
     same_stage = [(leaf, place) for leaf, place in subject.where.items() if leaf.stage == missing.stage]
     return next((place for leaf, place in same_stage if leaf.microbatch == missing.microbatch), same_stage[0][1])
-
-
-def _check_order(subject: ScheduleUnderCheck) -> None:
-    """F before B or I, I before W."""
-    for leaf in subject.where:
-        if leaf.kind in BACKWARDS:
-            subject.check_before(leaf._replace(kind=Kind.I if leaf.kind is Kind.W else Kind.F), leaf)

@@ -121,7 +121,7 @@ class Schedule:
 
     def __str__(self) -> str:
         labels = [f"r{rank}" for rank in range(self.ranks)]
-        rows = [[label, *map(_text, row)] for label, row in zip(labels, self.table, strict=True)]
+        rows = [[label, *(str(cell or ".") for cell in row)] for label, row in zip(labels, self.table, strict=True)]
         widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
         lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([self._header(), *lines, *self._recomputed()])
@@ -232,7 +232,3 @@ def _labelled(number: int, line: str, rank: int) -> Row:
     if label != f"r{rank}":
         raise ScheduleError(f"schedule text, line {number}: starts with {label!r} where 'r{rank}' should stand")
     return _row(cells, f"schedule text, line {number}")
-
-
-def _text(cell: Action | None) -> str:
-    return "." if cell is None else str(cell)

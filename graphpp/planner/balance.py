@@ -14,13 +14,15 @@ from itertools import accumulate
 from graphpp.planner.segments import Cut
 
 
-def balanced(seconds: Sequence[float], stages: int) -> Cut:
+def balanced(seconds: Sequence[float], stages: int, waits: Sequence[float] | None = None) -> Cut:
+    """`waits`: by segment, seconds that count in a stage which starts there; they grow by at most a segment's seconds."""
     sums = [0.0, *accumulate(seconds)]
-    low, high = max(*seconds, sums[-1] / stages), sums[-1]
-    best = _packed(sums, stages, high)
+    starts = sums if waits is None else [own - wait for own, wait in zip(sums, [*waits, 0.0], strict=True)]
+    low, high = max(*seconds, sums[-1] / stages), sums[-1] + (waits[-1] if waits else 0.0)
+    best = _packed(sums, starts, stages, high)
     while high - low > max(1e-6 * high, 1e-300):
         limit = (low + high) / 2
-        found = _packed(sums, stages, limit)
+        found = _packed(sums, starts, stages, limit)
         if found is None:
             low = limit
         else:
@@ -29,11 +31,11 @@ def balanced(seconds: Sequence[float], stages: int) -> Cut:
     return best
 
 
-def _packed(sums: Sequence[float], stages: int, limit: float) -> Cut | None:
+def _packed(sums: Sequence[float], starts: Sequence[float], stages: int, limit: float) -> Cut | None:
     """The first segments of stages within the limit; None if the segments need more stages."""
     cut, end = list[int](), len(sums) - 1
     for left in range(stages - 1, -1, -1):
-        first = max(left, bisect_left(sums, sums[end] - limit * (1 + 1e-12), 0, end))
+        first = max(left, bisect_left(starts, sums[end] - limit * (1 + 1e-12), 0, end))
         if first >= end or (left == 0 and first > 0):
             return None
         cut.append(first)
