@@ -16,11 +16,11 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.table.actions import PER_STAGE, Action, Kind, message
+from graphpp.schedules.table.actions import PER_STAGE, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.exhaustive import examples
-from tests.schedules.mutations import MUTATIONS, accepted, spot
-from tests.schedules.tables import Machine, Rows, rows_of, tables
+from tests.schedules.mutations import MUTATIONS, accepted
+from tests.schedules.tables import Machine, Rows, tables
 
 # ------------------------------------------------------------------------------------------ the oracle
 
@@ -108,19 +108,6 @@ def test_mutations_are_refused_unless_still_right(name: str) -> None:
 
     run()
     assert outcomes[name in NEARLY_ALWAYS_RIGHT] > 0
-
-
-@given(tables())
-@settings(deadline=None, max_examples=examples(60))
-def test_any_single_loss_or_copy_is_refused(table: tuple[Rows, int, int, Random]) -> None:
-    """Dropping or doubling any one action makes a table wrong, so no oracle is needed."""
-    rows, stages, microbatches, random = table
-    row, column = spot(random, rows, tuple(kind for kind in Kind if kind is not Kind.REDUCE_GRAD)) or ([], 0)
-    kept = list(row)
-    row.insert(random.randint(0, len(row)), row[column])
-    assert not accepted(rows, stages, microbatches)
-    row[:] = kept[:column] + kept[column + 1 :]
-    assert not accepted(rows, stages, microbatches)
 
 
 def refusal(text: str, ranks: int = 2, stages: int = 2, microbatches: int = 2) -> str:
@@ -324,15 +311,3 @@ def test_messages_of_a_batch_keep_the_order_of_their_channel() -> None:
     )
     check(Schedule.of(rows.format(0, 1).split("\n")), ranks=2, stages=2, microbatches=2)
     assert "1RECV_F0 stands before 1RECV_F1 (column 0), but rank 0 sends 0SEND_F1 before 0SEND_F0" in refusal(rows.format(1, 0))
-
-
-def test_messages_are_the_data_flow() -> None:
-    """For each message in turn: the table without one of its ends is refused, and the error names the missing action."""
-    rows = rows_of(add_send_recv(make_table("Interleaved1F1B", 2, 4, 2)))
-    sends = [(rank, a) for rank, row in enumerate(rows) for a in row if a.is_communication]
-    assert len(sends) == 2 * 2 * 3 * 2
-    for rank, action in sends:
-        cut = [[a for a in row if (number, a) != (rank, action)] for number, row in enumerate(rows)]
-        with pytest.raises(ScheduleError, match=f"rank {rank}.*{action} is missing from this rank"):
-            check(Schedule.of(cut), ranks=2, stages=4, microbatches=2)
-    assert message(rows[0][0], 4) == (Action(0, Kind.SEND_F, 0), Action(1, Kind.RECV_F, 0))

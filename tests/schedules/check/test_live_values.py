@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from random import Random
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.check.step_memory import peak_bytes, step_bytes, step_peaks, step_totals
+from graphpp.schedules.check.step_memory import peak_bytes, step_bytes, step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind, parse
@@ -59,41 +58,6 @@ def test_what_is_away_is_not_alive() -> None:
     assert peaks(schedule, of_bytes((10, None)), [trip]) == [(4, 40)]
     shorter = Schedule.of(["0F0 0F1 0F2 0B2 0B1 0B0"])
     assert peaks(shorter, of_bytes((10, None)), [trip]) == [(2, 24)]
-
-
-MOVING = Costs(
-    (
-        StageCosts(saved_bytes=100, sent_bytes={Kind.F: 10}, received_bytes={Kind.B: 7}),
-        StageCosts(saved_bytes=1000, sent_bytes={Kind.B: 3, Kind.I: 5}, received_bytes={Kind.F: 20}),
-    )
-)
-
-
-@pytest.mark.parametrize(
-    ("rows", "kept", "totals"),
-    [  # before the row, and for each action the bytes while it runs and after it
-        (["0F0 1F0 1B0 0B0"], 0, [[0, 100, 110, 1100, 1100, 1100, 103, 100, 0]]),
-        (["0F0 1F0 1I0 1W0 0B0"], 0, [[0, 100, 110, 1100, 1100, 1100, 1105, 1105, 105, 100, 0]]),
-        (["0F0 0B0", "1F0 1B0"], 0, [[0, 100, 100, 100, 0], [0, 1000, 1000, 1000, 0]]),
-        (
-            ["0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"],
-            0,
-            [[0, 7, 7, 107, 117, 117, 107, 100, 0], [0, 20, 20, 1000, 1000, 1000, 3, 3, 0]],
-        ),
-        (
-            ["0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"],
-            1,
-            [
-                [0, 100, 110, 110, 110, 210, 220, 210, 210, 217, 217, 210, 110, 117, 117, 110, 10],
-                [0, 20, 20, 1000, 1000, 1020, 1020, 1020, 23, 23, 23, 1003, 1003, 1003, 6, 3, 3],
-            ],
-        ),
-    ],
-)
-def test_values_between_stages(rows: list[str], kept: int, totals: list[list[int]]) -> None:
-    costs = replace(MOVING, flow=MessageFlow(kept=kept))
-    assert list(step_totals(Schedule.of(rows, stages=2), costs)) == totals
-    assert peak_bytes(Schedule.of(rows, stages=2), costs) == tuple(map(max, totals))
 
 
 class Lives:

@@ -89,14 +89,6 @@ def test_messages_form_one_total_order(name: str, ranks: int, microbatches: int)
     assert computations == [[action for action in row if action] for row in schedule.table]
 
 
-def test_only_neighbours_on_different_ranks_talk() -> None:
-    """A V: stages 1 and 2 are neighbours on one rank."""
-    made = add_send_recv(Schedule.of(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]))
-    assert made == Schedule.parse(
-        "r0 0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0\nr1 1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0"
-    )
-
-
 def test_twice_is_refused() -> None:
     made = add_send_recv(make_table("1F1B", 2, 2, 2))
     with pytest.raises(ScheduleError, match="1F1B has sends and receives already"):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import graphpp
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.candidate import EvaluatedOrder
@@ -103,13 +102,6 @@ def test_never_behind_a_named_schedule_and_legal(seed: int, ranks: int, chunks: 
         trains = any(action.leaves[-1].kind is not Kind.F for _, _, action in other.cells())
         if trains and (cap is None or max(peaks(other, costs)) <= cap):
             assert end <= simulate(other, costs).makespan + 1e-9
-
-
-def test_uneven_stages_are_beaten_by_a_margin() -> None:
-    costs = random_costs(Random(1), 8)
-    found = simulate(schedule_auto(costs, ranks=4, microbatches=8, effort=0.3), costs).makespan
-    others = [simulate(SCHEDULES[name](4, 8, 8), costs).makespan for name in ("Interleaved1F1B", "LoopedBFS")]
-    assert found < 0.95 * min(others)
 
 
 def test_a_whole_backward_is_taken_where_it_is_faster_and_a_split_one_where_it_helps() -> None:
@@ -282,16 +274,3 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
             assert again.makespan >= problem.bound() * (1 - 1e-9)
             joined = simulate(schedule_of(problem, numbered(again, join=True), "found"), costs)
             assert joined.makespan <= timeline.makespan * (1 + 1e-9)
-
-
-@pytest.mark.exhaustive
-def test_what_programs_take_while_they_run_counts_against_the_cap() -> None:
-    stage = StageCosts(saved_bytes=10, kept_bytes=6, peak_bytes={Kind.F: 25, Kind.I: 18, Kind.W: 9})
-    costs = Costs((stage,) * 4)
-    free = schedule_auto(costs, ranks=2, microbatches=6)
-    least = max(peak_bytes(free, costs))
-    for cap in (least, 45, 35):
-        table = schedule_auto(costs, cap, ranks=2, microbatches=6)
-        assert max(peak_bytes(table, costs)) <= cap
-    with pytest.raises(ScheduleError, match="at least 35"):
-        schedule_auto(costs, 34, ranks=2, microbatches=6)

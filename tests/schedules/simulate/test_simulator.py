@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import graphpp
 from graphpp.errors import ScheduleError
-from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
@@ -80,16 +79,6 @@ def test_an_overlap_is_one_event_that_waits_for_all_its_inputs() -> None:
     assert spans(timeline, 1) == "1F0:1-2 (1F1;1B0)OVERLAP_F_B:2-3.5 1B1:3.5-5.5"
     assert spans(timeline, 0) == "0F0:0-1 0F1:1-2 0B0:3.5-5.5 0B1:5.5-7.5"
     assert timeline.memory[1] == ((0, 0), (1, 1000), (2, 2000), (3.5, 1000), (5.5, 0))
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "makespan", "peak"),
-    [("1F1B", 4, 33, 4000), ("GPipe", 4, 33, 8000), ("Interleaved1F1B", 8, 28.5, 5500), ("LoopedBFS", 8, 28.5, 8000)],
-)
-def test_named_schedules_end_when_their_papers_say(name: str, stages: int, makespan: float, peak: int) -> None:
-    """3 times the microbatches, plus a bubble of 3 (ranks - 1) divided by the stages of a rank."""
-    timeline = simulate(SCHEDULES[name](4, stages, 8), Costs.unit(stages, 4))
-    assert (timeline.makespan, timeline.peak_bytes(0)) == (makespan, peak)
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
