@@ -19,7 +19,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, FLAG, INTEGER, NUMBER, PATH, Accepted, checked, one_of, or_none, require
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.loss import LossFunction
@@ -31,6 +31,7 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
+from graphpp.pipeline.as_module import PipelineModule
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.profile import Profile
@@ -38,6 +39,7 @@ from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
+from graphpp.pipeline.step_gradients import StepGradients
 from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.microbatch_count import usual_microbatches
 from graphpp.planner.plan import Plan
@@ -46,6 +48,7 @@ from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder
 
+_SCALE = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < float("inf"))  # type: ignore[operator]
 _PROFILE = one_of(Profile, takes="a graphpp.Profile, which pipe.profile returns")
 
 
@@ -114,6 +117,17 @@ class Pipeline(RankPart):
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; each distinct shape is captured once."""
         return self._step(OneByOne(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
+
+    @checked(GraphPPError, loss_scale=_SCALE)
+    def as_module(self, loss_scale: float = 1.0) -> PipelineModule:
+        """This pipeline as an `nn.Module` whose loss has a backward: `module(x, target=y).loss.backward()`.
+
+        For loops and trainers that call forward, `zero_grad`, backward and step apart, and scale the loss. `loss_scale`: the
+        gradient of the loss that the first backward will have, such as the first scale of a `GradScaler`. Raises
+        `GraphPPError` before anything is captured: give `example=` to `graphpp.compile`.
+        """
+        self._cache.captured()
+        return PipelineModule(self, self._model, self._step_apart, self._deliver, loss_scale)
 
     def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
@@ -251,9 +265,29 @@ class Pipeline(RankPart):
             result, hooked = self._run_step(batch, weights)
             if hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in hooked)
-            self._calls.steps += 1
-            self._record.add(result.loss)
+            self._note(result)
         return result
+
+    def _note(self, result: StepResult) -> None:
+        self._calls.steps += 1
+        self._record.add(result.loss)
+
+    def _step_apart(self, batch: Microbatch, weights: LossArguments) -> tuple[StepResult, StepGradients]:
+        """A step whose gradients are not in `param.grad`."""
+        gradients = StepGradients(dict(self.named_parameters()), self._cache.ownership.flat_parts)
+        with self._calls.watched():
+            with gradients.kept_apart():
+                result, gradients.hooked = self._run_step(batch, weights)
+            self._note(result)
+        return result, gradients
+
+    def _deliver(self, gradients: StepGradients, factor: float, share_overflow: bool) -> None:
+        """Add the gradients of a step, times `factor`, to `param.grad`."""
+        with self._calls.watched(), torch.no_grad():
+            gradients.deliver(factor)
+            if share_overflow:
+                with self._calls.exchanging():
+                    norms.share_overflow_(self._gradients())
 
     def _run_step(
         self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None
