@@ -26,7 +26,7 @@ from torch import nn
 from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
-from graphpp.pipeline.results import StepResult
+from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.pipeline.step_gradients import StepGradients
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ _EVAL = "backward: the module was in eval mode, where it computes no gradients: 
 class ModuleOutput(dict[str, Any]):
     """The results of a call, by key and by attribute.
 
-    `loss`, `losses`, `metrics`: as in `StepResult`. After an evaluation also `output`, as in `EvalResult`, and the fields of
-    an output that is a mapping, such as `logits`.
+    `loss`, `losses`, `metrics`, `output`: as in `StepResult` and `EvalResult`, and the fields of an output that is a mapping,
+    such as `logits`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class PipelineModule(nn.Module):
         loss = result.loss
         if torch.is_grad_enabled():
             loss = self._with_backward(loss, lambda gradient: self._backward(gradients, factor, gradient))
-        return ModuleOutput(loss=loss, losses=result.losses, metrics=result.metrics)
+        return _output(result, loss)
 
     def _with_backward(self, loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:
         return _Loss.apply(*self._anchor, loss, backward)  # type: ignore[no-untyped-call, no-any-return]
@@ -108,9 +108,7 @@ class PipelineModule(nn.Module):
         loss = result.loss
         if loss is not None and torch.is_grad_enabled():
             loss = self._with_backward(loss, _refuse_backward)
-        fields = result.output if isinstance(result.output, Mapping) else {}
-        of_call = {"loss": loss, "losses": result.losses, "metrics": result.metrics, "output": result.output}
-        return ModuleOutput({**fields, **of_call})
+        return _output(result, loss)
 
     def _hold(self) -> None:
         """Register this rank's parameters and buffers under their FQNs, unless they are registered already."""
@@ -140,10 +138,9 @@ class PipelineModule(nn.Module):
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """This rank's entries of the model's state dict, as `pipe.state_dict`."""
-        entries = {} if destination is None else destination
-        own = self._pipe.state_dict().items()
-        kept = lambda value: value if keep_vars or not isinstance(value, torch.Tensor) else value.detach()  # noqa: E731
-        entries.update({prefix + key: kept(value) for key, value in own})
+        entries: dict[str, Any] = {} if destination is None else destination
+        for key, value in self._pipe.state_dict().items():
+            entries[prefix + key] = value.detach() if isinstance(value, torch.Tensor) and not keep_vars else value
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
@@ -155,11 +152,11 @@ class PipelineModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PipelineModule:
         """Called by `to`, `cuda`, `half` and the like. Raises `GraphPPError` for another device or dtype."""
         for kind in {(tensor.device, tensor.dtype) for tensor in self._held}:
-            made = fn(torch.empty(0, device=kind[0], dtype=kind[1]))
+            made: torch.Tensor = fn(torch.empty(0, device=kind[0], dtype=kind[1]))
             if (made.device, made.dtype) != kind:
                 raise GraphPPError(
                     f"a pipeline has its tensors on {kind[0]} in {kind[1]}, and cannot move them to {made.device} in "
-                    f"{made.dtype}: change the model's dtype before graphpp.compile, and give parallel=graphpp.Parallel(device=)"
+                    f"{made.dtype}: change the model's dtype before graphpp.compile, and give it parallel=Parallel(device=)"
                 )
         return self
 
@@ -174,6 +171,12 @@ class PipelineModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Read by `DistributedDataParallel` when it is made."""
         raise GraphPPError(_DDP)
+
+
+def _output(result: StepResult | EvalResult, loss: torch.Tensor | None) -> ModuleOutput:
+    fields = result.output if isinstance(result.output, Mapping) else {}
+    of_call = {"loss": loss, "losses": result.losses, "metrics": result.metrics, "output": result.output}
+    return ModuleOutput({**fields, **of_call})
 
 
 def _refuse_backward(gradient: float) -> NoReturn:

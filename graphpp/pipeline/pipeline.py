@@ -32,8 +32,9 @@ from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.as_module import PipelineModule
+from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.calls import Calls
-from graphpp.pipeline.graph_cache import GraphCache
+from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
@@ -143,10 +144,8 @@ class Pipeline(RankPart):
             with self._calls.exchanging(training=False):
                 losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
                 metrics = prepared.runner.metrics()
-        outputs, captured = prepared.runner.take_outputs(), prepared.lowered.graphs[0].captured
-        merged = None if outputs is None else merge_outputs(captured, outputs, call.parts, self._request.batch_dims)
         loss = None if losses is None else call.weighting.step_loss(wide(losses))
-        return EvalResult(merged, loss, losses, mean_metrics(metrics))
+        return EvalResult(self._output(call, prepared), loss, losses, mean_metrics(metrics))
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure `repeat` steps over this batch on all ranks, after one warm-up step. Called by every rank.
@@ -298,7 +297,13 @@ class Pipeline(RankPart):
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
-        return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics)), runner.hooked
+        output = self._output(call, prepared) if self._options.memory.outputs else None
+        return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics), output), runner.hooked
+
+    def _output(self, call: StepCall, prepared: PreparedStep) -> Any:
+        """The output of the whole batch on the rank of the last stage; None elsewhere."""
+        outputs, captured = prepared.runner.take_outputs(), prepared.lowered.graphs[0].captured
+        return None if outputs is None else merge_outputs(captured, outputs, call.parts, self._request.batch_dims)
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter
