@@ -202,8 +202,8 @@ class TracedStep(nn.Module):
         batch = with_tensors(example, [x.item() if number else x for x, number in pairs])
         output = self.model(*batch.args, **batch.kwargs)
         returned = self._returned(output) if self.outputs else []  # before the loss, which may change the output
-        with_loss = training or has_loss(loss, output, batch.target)
-        return returned + (loss_and_metrics(loss, output, batch.target) if with_loss else [])
+        with_loss = training or has_loss(loss, output, batch)
+        return returned + (loss_and_metrics(loss, output, batch) if with_loss else [])
 
     def _returned(self, output: Any) -> list[tuple[OutputRole, torch.Tensor]]:
         leaves, self.found.output_spec = pytree.tree_flatten(output)

@@ -9,7 +9,7 @@ failed call, until its timeout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -104,6 +104,12 @@ class Calls:
         with self.watched(), self._timeouts.starting(), Round(self._replicas) as r:
             r.compare(Facts({"the call": [what]}))
             yield
+
+    def exchanged(self, make: Callable[[], bytes]) -> list[bytes]:
+        """The bytes that `make` returns on each rank of the pipeline, in order; raises on all ranks if it raises on one."""
+        with self.watched():
+            self.check_whole()
+            return self._agreement.bytes_of_all(make)
 
     def check_whole(self) -> None:
         if self._broken:

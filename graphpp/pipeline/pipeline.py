@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from torch import nn
 from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.arguments import COUNT, FLAG, INTEGER, NUMBER, PATH, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
-from graphpp.batch.microbatch import Microbatch
+from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.outputs import mean_metrics, merge_outputs, wide
 from graphpp.compiler.request import CompileRequest
@@ -31,16 +31,14 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.as_module import PipelineModule
 from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
+from graphpp.pipeline.interfaces import Interfaces
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
-from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
-from graphpp.pipeline.step_gradients import StepGradients
 from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.microbatch_count import usual_microbatches
 from graphpp.planner.plan import Plan
@@ -49,11 +47,10 @@ from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder
 
-_SCALE = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < float("inf"))  # type: ignore[operator]
 _PROFILE = one_of(Profile, takes="a graphpp.Profile, which pipe.profile returns")
 
 
-class Pipeline(RankPart):
+class Pipeline(Interfaces):
     """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the options."""
 
     def __init__(
@@ -84,6 +81,7 @@ class Pipeline(RankPart):
         loss_weight: LossWeight | None = None,
         scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
+        loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of a whole batch, which every rank passes; gradients accumulate in `param.grad`.
@@ -96,10 +94,12 @@ class Pipeline(RankPart):
         microbatch of weight 0 adds nothing, even if its loss is nan.
         `scaler`: its scale multiplies the gradients; an overflow on one rank makes every rank's scaler skip the step.
         `accumulation_steps`: gradients are divided by this number of steps between two optimizer steps.
+        `loss_kwargs`: keyword arguments of the loss, whole for each microbatch, such as the number of the batch's tokens.
         Losses are reported unscaled and undivided. On return, the hooks of `register_post_accumulate_grad_hook` have been
         called, and the batch's memory may be overwritten.
         """
-        return self._step(Microbatch(args, kwargs, target), LossArguments(loss_weight, scaler, accumulation_steps))
+        batch = Microbatch(args, kwargs, target, whole_each(loss_kwargs))
+        return self._step(batch, LossArguments(loss_weight, scaler, accumulation_steps))
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that the pipeline cannot see, such as an environment variable.
@@ -119,25 +119,21 @@ class Pipeline(RankPart):
         """Like `step`, with the microbatches given one by one; each distinct shape is captured once."""
         return self._step(OneByOne(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
 
-    @checked(GraphPPError, loss_scale=_SCALE)
-    def as_module(self, loss_scale: float = 1.0) -> PipelineModule:
-        """This pipeline as an `nn.Module` whose loss has a backward: `module(x, target=y).loss.backward()`.
-
-        For loops and trainers that call forward, `zero_grad`, backward and step apart, and scale the loss. `loss_scale`: the
-        gradient of the loss that the first backward will have, such as the first scale of a `GradScaler`. Raises
-        `GraphPPError` before anything is captured: give `example=` to `graphpp.compile`.
-        """
-        self._cache.captured()
-        return PipelineModule(self, self._model, self._step_apart, self._deliver, loss_scale)
-
-    def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_weight: LossWeight | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
 
         Only the rank of the last stage gets `output`: tensors are joined along their batch dimension (`docs/training.md`),
         0-dim floating tensors averaged over the microbatches, others stacked. Every rank gets `loss` if a target was given, the
-        loss function needs none, or the output has its own `.loss`. `loss_weight` as in `step`.
+        loss function needs none, or the output has its own `.loss`. `loss_weight` and `loss_kwargs` as in `step`.
         """
-        batch, weights = Microbatch(args, kwargs, target), LossArguments(loss_weight)
+        batch, weights = Microbatch(args, kwargs, target, whole_each(loss_kwargs)), LossArguments(loss_weight)
         with self._calls.watched(), _eval_mode(self._model):
             call, prepared = self._calls.prepare(batch, weights, training=False, asked="eval")
             self._calls.run(call, prepared)
@@ -270,23 +266,6 @@ class Pipeline(RankPart):
     def _note(self, result: StepResult) -> None:
         self._calls.steps += 1
         self._record.add(result.loss)
-
-    def _step_apart(self, batch: Microbatch, weights: LossArguments) -> tuple[StepResult, StepGradients]:
-        """A step whose gradients are not in `param.grad`."""
-        gradients = StepGradients(dict(self.named_parameters()), self._cache.ownership.flat_parts)
-        with self._calls.watched():
-            with gradients.kept_apart():
-                result, gradients.hooked = self._run_step(batch, weights)
-            self._note(result)
-        return result, gradients
-
-    def _deliver(self, gradients: StepGradients, factor: float, share_overflow: bool) -> None:
-        """Add the gradients of a step, times `factor`, to `param.grad`."""
-        with self._calls.watched(), torch.no_grad():
-            gradients.deliver(factor)
-            if share_overflow:
-                with self._calls.exchanging():
-                    norms.share_overflow_(self._gradients())
 
     def _run_step(
         self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None
