@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphpp._torch import pytree
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
+from graphpp.pipeline.outputs import Exchange, without_data
 from graphpp.pipeline.results import EvalResult, StepResult
 
 if TYPE_CHECKING:
     from graphpp.pipeline.pipeline import Pipeline
 
-Exchange = Callable[[Callable[[], bytes]], list[bytes]]
 _NO_GRAD = "step() needs gradients for its backward, and runs under torch.no_grad(): call eval() instead"
 NO_OUTPUTS = (
     "as_schedule: step returns the model's output only if the pipeline keeps it: give memory=graphpp.Memory(outputs=True) to "
@@ -101,7 +100,7 @@ class TorchSchedule:
                 raise RuntimeError(_NO_GRAD)
             if return_outputs and not self._return_outputs:
                 raise GraphPPError(NO_OUTPUTS)
-            return pickle.dumps(pytree.tree_map(_without_data, _trees(read())))
+            return pickle.dumps(without_data(_trees(read())))
 
         others = [pickle.loads(each) for each in self._exchange(mine)]
         batch = read()
@@ -120,12 +119,6 @@ class TorchSchedule:
 def _trees(batch: Microbatch | Sequence[Microbatch]) -> list[dict[str, Any]]:
     parts = [batch] if isinstance(batch, Microbatch) else batch
     return [{"args": part.args, "kwargs": part.kwargs, "target": part.target} for part in parts]
-
-
-def _without_data(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _filled(mine: Microbatch, ranks: Sequence[Mapping[str, Any]]) -> Microbatch:

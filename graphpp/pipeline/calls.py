@@ -58,6 +58,7 @@ class Calls:
         self._meets_replicas = place.sharding is not None or place.experts is not None
         self._broken = False
         self.last: PreparedStep | None = None
+        self.bytes_of_all = agreement.bytes_of_all
         self.steps = 0  # training calls that have ended
         self.saving: str | None = None
 
@@ -109,7 +110,7 @@ class Calls:
         """The bytes that `make` returns on each rank of the pipeline, in order; raises on all ranks if it raises on one."""
         with self.watched():
             self.check_whole()
-            return self._agreement.bytes_of_all(make)
+            return self.bytes_of_all(make)
 
     def check_whole(self) -> None:
         if self._broken:

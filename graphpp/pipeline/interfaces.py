@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from graphpp.arguments import FLAG, NUMBER, Accepted, checked
-from graphpp.batch.loss_weights import LossArguments
+from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.as_module import PipelineModule
 from graphpp.pipeline.as_schedule import NO_OUTPUTS, TorchSchedule
+from graphpp.pipeline.outputs import OutputRanks
 from graphpp.pipeline.rank_part import RankPart
-from graphpp.pipeline.read_batch import Batch
-from graphpp.pipeline.results import StepResult
+from graphpp.pipeline.read_batch import Batch, OneByOne
+from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.pipeline.step_gradients import StepGradients
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ class Interfaces(RankPart):
         if return_outputs and not self._options.memory.outputs:
             raise GraphPPError(NO_OUTPUTS)
         return TorchSchedule(self._pipe, self._calls.exchanged, self._options.gradients.reduction != "sum", return_outputs)
+
+    def eval_microbatches(
+        self, microbatches: Sequence[Microbatch], *, loss_weight: LossWeight | None = None, output: OutputRanks = "last"
+    ) -> EvalResult:
+        """Like `eval`, with the microbatches given one by one."""
+        return self._evaluate(OneByOne(microbatches), LossArguments(loss_weight), output)
+
+    def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+        raise NotImplementedError
 
     @property
     def _pipe(self) -> Pipeline:

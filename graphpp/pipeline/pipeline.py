@@ -7,9 +7,8 @@ changes nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_no
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.capture.loss import LossFunction
-from graphpp.capture.outputs import mean_metrics, merge_outputs, wide
+from graphpp.capture.outputs import mean_metrics, wide
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
@@ -31,10 +30,10 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.calls import Calls
-from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
+from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.interfaces import Interfaces
+from graphpp.pipeline.outputs import OUTPUT_RANKS, OutputRanks, eval_mode, merged_output, shared_output
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
@@ -125,23 +124,18 @@ class Pipeline(Interfaces):
         target: Any = None,
         loss_weight: LossWeight | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
+        output: OutputRanks = "last",
         **kwargs: Any,
     ) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
 
-        Only the rank of the last stage gets `output`: tensors are joined along their batch dimension (`docs/training.md`),
-        0-dim floating tensors averaged over the microbatches, others stacked. Every rank gets `loss` if a target was given, the
-        loss function needs none, or the output has its own `.loss`. `loss_weight` and `loss_kwargs` as in `step`.
+        `output`: the rank of the last stage gets the output ("last"), or every rank ("all"). Tensors are joined along their
+        batch dimension (`docs/training.md`), 0-dim floating tensors averaged over the microbatches, others stacked. Every rank
+        gets `loss` if a target was given, the loss function needs none, or the output has its own `.loss`. `loss_weight` and
+        `loss_kwargs` as in `step`.
         """
-        batch, weights = Microbatch(args, kwargs, target, whole_each(loss_kwargs)), LossArguments(loss_weight)
-        with self._calls.watched(), _eval_mode(self._model):
-            call, prepared = self._calls.prepare(batch, weights, training=False, asked="eval")
-            self._calls.run(call, prepared)
-            with self._calls.exchanging(training=False):
-                losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
-                metrics = prepared.runner.metrics()
-        loss = None if losses is None else call.weighting.step_loss(wide(losses))
-        return EvalResult(self._output(call, prepared), loss, losses, mean_metrics(metrics))
+        batch = Microbatch(args, kwargs, target, whole_each(loss_kwargs))
+        return self._evaluate(batch, LossArguments(loss_weight), output)
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure `repeat` steps over this batch on all ranks, after one warm-up step. Called by every rank.
@@ -276,25 +270,23 @@ class Pipeline(Interfaces):
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
-        output = self._output(call, prepared) if self._options.memory.outputs else None
+        output = merged_output(call, prepared, self._request.batch_dims) if self._options.memory.outputs else None
         return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics), output), runner.hooked
 
-    def _output(self, call: StepCall, prepared: PreparedStep) -> Any:
-        """The output of the whole batch on the rank of the last stage; None elsewhere."""
-        outputs, captured = prepared.runner.take_outputs(), prepared.lowered.graphs[0].captured
-        return None if outputs is None else merge_outputs(captured, outputs, call.parts, self._request.batch_dims)
+    def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+        with self._calls.watched(), eval_mode(self._model):
+            call, prepared = self._calls.prepare(batch, weights, training=False, asked=f"eval, output={output}")
+            require(GraphPPError, "output", OUTPUT_RANKS, output)  # equal on all ranks
+            self._calls.run(call, prepared)
+            runner = prepared.runner
+            with self._calls.exchanging(training=False):
+                losses = runner.losses() if runner.program.loss is not None else None
+                metrics, merged = runner.metrics(), merged_output(call, prepared, self._request.batch_dims)
+                if output == "all":
+                    merged = shared_output(merged, runner, self._calls.bytes_of_all)
+        loss = None if losses is None else call.weighting.step_loss(wide(losses))
+        return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter
         return norms.RankGradients.of(dict(self.named_parameters()), self._state.positions, owners, self._place)
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
