@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from graphpp.errors import GraphPPError
@@ -142,14 +143,17 @@ def callback(error: type[Exception], name: str, returns: Accepted, function: Cal
     return run
 
 
-def unfit(function: Callable[..., Any], count: int) -> str | None:
-    """Why a function cannot be called with `count` positional arguments; None if it can, or if its signature is unknown."""
+def unfit(function: Callable[..., Any], count: int, named: Mapping[str, Any] | None = MappingProxyType({})) -> str | None:
+    """Why a function cannot be called with `count` positional arguments and these keyword arguments.
+
+    None if it can, or if its signature is unknown. `named=None`: others may follow by keyword.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins
         return None
     try:
-        signature.bind(*(None,) * count)
+        (signature.bind_partial if named is None else signature.bind)(*(None,) * count, **(named or {}))
     except TypeError as fault:
         return str(fault)
     return None

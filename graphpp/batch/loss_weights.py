@@ -35,6 +35,7 @@ class LossArguments:
     weight: LossWeight | None = None
     scaler: GradScaler | None = None
     accumulation_steps: int = 1
+    factor: float = 1.0  # of the loss's gradient
 
     @property
     def shares_overflow(self) -> bool:
@@ -47,12 +48,16 @@ NO_WEIGHTS = LossArguments()
 
 @dataclass(frozen=True)
 class LossWeighting:
-    """Computes the step's loss and the seeds. `steps`: the number of accumulation steps, by which gradients are divided."""
+    """Computes the step's loss and the seeds.
+
+    `steps`: the number of accumulation steps, by which gradients are divided. `factor`: the gradient of the step's loss.
+    """
 
     reduction: Reduction
     weights: tuple[float, ...] | None = None
     scaler: GradScaler | None = None
     steps: int = 1
+    factor: float = 1.0
 
     @classmethod
     def of(cls, reduction: Reduction, arguments: LossArguments, rows: Sequence[int | None]) -> LossWeighting:
@@ -67,7 +72,7 @@ class LossWeighting:
             weights: tuple[float, ...] | None = _weights(arguments.weight, len(rows))
         else:
             weights = _by_rows(rows) if reduction == "rows" and len(set(rows)) > 1 else None
-        return cls(reduction, weights, scaler, steps)
+        return cls(reduction, weights, scaler, steps, arguments.factor)
 
     @property
     def description(self) -> list[str]:
@@ -75,7 +80,7 @@ class LossWeighting:
         enabled = self.scaler is not None and self.scaler.is_enabled()
         scale = f"loss scale {self.scaler.get_scale()}" if self.scaler is not None and enabled else "no loss scale"
         weights = "no weights" if self.weights is None else f"weights {self.weights}"
-        return [weights, scale, f"accumulation over {self.steps} steps"]
+        return [weights, scale, f"accumulation over {self.steps} steps", f"gradient of the loss {self.factor}"]
 
     @property
     def silent(self) -> frozenset[int]:
@@ -83,7 +88,7 @@ class LossWeighting:
         return frozenset(index for index, weight in enumerate(self.weights or ()) if weight == 0)
 
     def seeds(self, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        one = torch.ones((), dtype=dtype, device=device)
+        one = torch.full((), self.factor, dtype=dtype, device=device)
         one = one if self.steps == 1 else one / self.steps
         if self.weights is not None:
             seeds = [one * weight for weight in self.weights]

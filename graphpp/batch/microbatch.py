@@ -42,17 +42,20 @@ TENSOR_LEAF = _TensorLeaf()
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The arguments of one call, `loss(model(*args, **kwargs), target)`. Tensors may be nested at any depth."""
+    """The arguments of one call, `loss(model(*args, **kwargs), target, **loss_kwargs)`. Tensors may be nested at any depth."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(BatchError, "Microbatch.kwargs", MAPPING, self.kwargs)
+        require(BatchError, "Microbatch.loss_kwargs", MAPPING, self.loss_kwargs)
         args = self.args if isinstance(self.args, tuple | list) else (self.args,)
         object.__setattr__(self, "args", tuple(args))
         object.__setattr__(self, "kwargs", dict(self.kwargs))
+        object.__setattr__(self, "loss_kwargs", dict(self.loss_kwargs))
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ class Whole:
 def whole(value: Any) -> Whole:
     """Mark a tensor, or a structure of tensors, as having no batch dimension: every microbatch gets all of it."""
     return Whole(value)
+
+
+def whole_each(named: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The values with their tensors marked as `whole`."""
+    require(BatchError, "loss_kwargs", MAPPING, {} if named is None else named)
+    mark = lambda leaf: Whole(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+    return {name: pytree.tree_map(mark, value) for name, value in (named or {}).items()}
 
 
 def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -102,7 +112,9 @@ class FlatMicrobatch:
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
         """Flatten `batch`; `whole` arguments stay wrapped. Raises `BatchError` for leaves that may contain tensors."""
-        tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
+        tree: dict[str, Any] = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
+        if batch.loss_kwargs:
+            tree["loss_kwargs"] = batch.loss_kwargs
         pairs, spec = pytree.tree_flatten_with_path(tree)
         flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(_resolved(leaf) for _, leaf in pairs))
         for path, leaf in zip(flat.paths, flat.values, strict=True):

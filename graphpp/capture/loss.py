@@ -4,8 +4,8 @@ Contract
 --------
 - The loss of one microbatch is a 0-dim tensor, a metric a 0-dim tensor without a gradient. `CaptureError` is raised for results
   of other shapes or types.
-- A loss function takes (output) or (output, target). Without a target a second parameter keeps its default, or gets None;
-  `BatchError` is raised if the function then fails.
+- A loss function takes (output) or (output, target), and the keyword arguments `loss_kwargs` of the call. Without a target a
+  second parameter keeps its default, or gets None; `BatchError` is raised if the function then fails.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from graphpp.arguments import unfit
+from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.source_lines import user_frame
 from graphpp.errors import BatchError, CaptureError
 from graphpp.runtime import program
@@ -28,12 +29,14 @@ from graphpp.runtime.program import OutputRole
 LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 
 
-def check_signature(loss: LossFunction) -> None:
+def check_signature(loss: LossFunction, loss_kwargs: Mapping[str, Any] | None = None) -> None:
+    """Raise `CaptureError` unless a loss takes (output) or (output, target). `loss_kwargs`: of the call; None: unknown."""
     called = loss.forward if isinstance(loss, nn.Module) else loss
-    fault = unfit(called, 2)
-    if fault is not None and unfit(called, 1) is not None:
+    fault = unfit(called, 2, loss_kwargs)
+    if fault is not None and unfit(called, 1, loss_kwargs) is not None:
         name = getattr(called, "__qualname__", type(called).__qualname__)
-        raise CaptureError(f"loss must take (output) or (output, target), and {name} does not: {fault}")
+        remedy = ": further arguments are given by name, as loss_kwargs= of pipe.step" * fault.startswith("missing")
+        raise CaptureError(f"loss must take (output) or (output, target), and {name} does not: {fault}{remedy}")
 
 
 def takes_target(loss: LossFunction) -> bool:
@@ -46,16 +49,16 @@ def needs_target(loss: LossFunction) -> bool:
     return positional[1].default is inspect.Parameter.empty if len(positional) > 1 else several
 
 
-def has_loss(loss: LossFunction | None, output: Any, target: Any) -> bool:
+def has_loss(loss: LossFunction | None, output: Any, batch: Microbatch) -> bool:
     """Whether an evaluation has a loss: a target was given, the loss function needs none, or the output has a loss."""
-    if target is not None:
+    if batch.target is not None:
         return True
     return _of_output(output) is not None if loss is None else not needs_target(loss)
 
 
-def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
+def loss_and_metrics(loss: LossFunction | None, output: Any, batch: Microbatch) -> list[tuple[OutputRole, torch.Tensor]]:
     """The loss and the metrics that the loss function returns; raises `CaptureError` for other types."""
-    value: Any = _loss_of_output(output) if loss is None else _called(loss, output, target)
+    value: Any = _loss_of_output(output) if loss is None else _called(loss, output, batch)
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value
@@ -81,12 +84,13 @@ def runs_loss(error: BaseException) -> bool:
     return any(frame.f_code is _called.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _called(loss: LossFunction, output: Any, target: Any) -> Any:
+def _called(loss: LossFunction, output: Any, batch: Microbatch) -> Any:
     """The result of a loss function. Raises `BatchError` if the function fails without a target."""
-    if target is not None:
-        return loss(output, target)
+    check_signature(loss, batch.loss_kwargs)
+    if batch.target is not None:
+        return loss(output, batch.target, **batch.loss_kwargs)
     try:
-        return loss(output, None) if needs_target(loss) else loss(output)
+        return loss(output, *[None] * needs_target(loss), **batch.loss_kwargs)
     except CaptureError:
         raise
     except Exception as error:

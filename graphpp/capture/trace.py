@@ -83,7 +83,7 @@ class CapturedGraph:
 
 
 @traces_in_this_thread()  # around check_model too: another capture puts fake parameters into the model
-def capture(
+def capture(  # noqa: PLR0913 - everything that a graph depends on
     model: nn.Module,
     loss: LossFunction | None,
     example: Microbatch,
@@ -93,20 +93,22 @@ def capture(
     on_export: Callable[[fx.GraphModule], None] = lambda module: None,
     varying: Mapping[str, Collection[int]] | None = None,
     param_dtype: torch.dtype | None = None,
+    outputs: bool = False,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     `example`: only shapes, strides, dtypes and plain data are used. `loss=None`: the output's own `.loss`. `on_export` may
     change the exported forward before the joint trace (not called for `DTensor` models). `varying`: the dynamic dimensions by
     path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension, the
-    model gets the Python number, of any value. `param_dtype`: the dtype of floating-point
-    parameters (None: their own). Raises `CaptureError` with the user's source line if the model cannot be captured.
+    model gets the Python number, of any value. `param_dtype`: the dtype of floating-point parameters (None: their own).
+    `outputs`: whether a training graph has the output too. Raises `CaptureError` with the user's source line if the model
+    cannot be captured.
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 
     numbers = {path for path, dims in (varying or {}).items() if not dims}
     varying = {path: dims for path, dims in (varying or {}).items() if dims}
-    wrapper = TracedStep(model, loss, example, training, numbers)
+    wrapper = TracedStep(model, loss, example, training, numbers, outputs)
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
     spread = SpreadTensors.of(model)
@@ -166,11 +168,18 @@ class TracedStep(nn.Module):
     """Model and loss as one module over the microbatch's tensors. The loss is no submodule, so that it adds no FQNs."""
 
     def __init__(
-        self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool, numbers: Collection[str] = ()
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        example: Microbatch,
+        training: bool,
+        numbers: Collection[str] = (),
+        outputs: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
+        self.outputs = outputs or not training
         self.are_numbers = [path in numbers for path in tensors_by_path(example)]
         self.objects = TensorObjects()
         self.begin(())
@@ -192,13 +201,15 @@ class TracedStep(nn.Module):
         pairs = zip(tensors, self.are_numbers, strict=True)
         batch = with_tensors(example, [x.item() if number else x for x, number in pairs])
         output = self.model(*batch.args, **batch.kwargs)
-        if training:
-            return loss_and_metrics(loss, output, batch.target)
+        returned = self._returned(output) if self.outputs else []  # before the loss, which may change the output
+        with_loss = training or has_loss(loss, output, batch)
+        return returned + (loss_and_metrics(loss, output, batch) if with_loss else [])
+
+    def _returned(self, output: Any) -> list[tuple[OutputRole, torch.Tensor]]:
         leaves, self.found.output_spec = pytree.tree_flatten(output)
         self.found.output_leaves = tuple(TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        values = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        results: list[tuple[OutputRole, torch.Tensor]] = [(program.Output(at), value) for at, value in enumerate(values)]
-        return results + (loss_and_metrics(loss, output, batch.target) if has_loss(loss, output, batch.target) else [])
+        values = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [(program.Output(at), value) for at, value in enumerate(values)]
 
 
 def _export(

@@ -52,7 +52,8 @@ def capture_graph(
     began = time.perf_counter()
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
-        run = partial(capture, model, loss, training=training, param_dtype=request.options.parallel.param_dtype)
+        param_dtype, outputs = request.options.parallel.param_dtype, request.options.memory.outputs
+        run = partial(capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs)
         captured = with_unseen(run(example.with_numbers(frozenset()).microbatch(), device))
         reason, numbers = "", dict.fromkeys(example.numbers, ())
         if open_sizes:

@@ -89,6 +89,13 @@ class Memory(Group):
         "same model that puts a parameter on another rank needs this. One rank holds everything and gives nothing back.",
     )
 
+    outputs: Option[bool, bool] = Option(
+        False,
+        read=FLAG,
+        about="Whether steps too return the model's output on the rank of the last stage, as `pipe.eval` does: "
+        "`StepResult.output`, without gradients. That rank keeps the output of each microbatch until the step ends.",
+    )
+
     def optimizer_bytes(self, elements: int, itemsize: int) -> int:
         """Bytes of optimizer state for trained elements of `itemsize` bytes each."""
         each = _VALUES[self.optimizer] * itemsize if isinstance(self.optimizer, str) else self.optimizer

@@ -108,6 +108,16 @@ class Agreement:
         dist.all_gather(received, sent, group=self._group)
         return torch.stack(received).cpu()
 
+    def bytes_of_all(self, make: Callable[[], bytes]) -> list[bytes]:
+        """The result of `make` of every rank, in order of rank; raises on all ranks if it raises on one."""
+        content = b""
+        with Round(self):
+            content = make()
+        lengths = self.of_all(torch.tensor([len(content)], device="cpu")).flatten().tolist()
+        padded = torch.frombuffer(bytearray(content.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
+        rows = self.of_all(padded)
+        return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
     def from_first(self, make: Callable[[], bytes]) -> bytes:
         """Run `make` on the first rank only, and return its result on every rank. Called by all ranks.
 

@@ -9,7 +9,7 @@ failed call, until its timeout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -58,6 +58,7 @@ class Calls:
         self._meets_replicas = place.sharding is not None or place.experts is not None
         self._broken = False
         self.last: PreparedStep | None = None
+        self.bytes_of_all = agreement.bytes_of_all
         self.steps = 0  # training calls that have ended
         self.saving: str | None = None
 
@@ -104,6 +105,12 @@ class Calls:
         with self.watched(), self._timeouts.starting(), Round(self._replicas) as r:
             r.compare(Facts({"the call": [what]}))
             yield
+
+    def exchanged(self, make: Callable[[], bytes]) -> list[bytes]:
+        """The bytes that `make` returns on each rank of the pipeline, in order; raises on all ranks if it raises on one."""
+        with self.watched():
+            self.check_whole()
+            return self.bytes_of_all(make)
 
     def check_whole(self) -> None:
         if self._broken:

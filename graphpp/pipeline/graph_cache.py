@@ -257,7 +257,7 @@ class GraphCache:
         each = [graphs[key] for key in call.key]
         check_same_results(each)
         check_same_updates([graph.captured.updates for graph in each])
-        if not call.training:
+        if memory.outputs or not call.training:
             joined_dims(each[0].captured, [graph.output_shapes for graph in each], call.parts, self._request.batch_dims)
         self.ownership.check_copies(self.first or each[0])
         for graph in graphs.values():

@@ -7,9 +7,8 @@ changes nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from torch.amp import GradScaler
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
-from graphpp.batch.microbatch import Microbatch
+from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.capture.loss import LossFunction
-from graphpp.capture.outputs import mean_metrics, merge_outputs, wide
+from graphpp.capture.outputs import mean_metrics, wide
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
@@ -33,9 +32,10 @@ from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
+from graphpp.pipeline.interfaces import Interfaces
+from graphpp.pipeline.outputs import OUTPUT_RANKS, OutputRanks, eval_mode, merged_output, shared_output
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
-from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.pipeline.step_record import StepRecord
@@ -49,7 +49,7 @@ from graphpp.runtime.recorder import Recorder
 _PROFILE = one_of(Profile, takes="a graphpp.Profile, which pipe.profile returns")
 
 
-class Pipeline(RankPart):
+class Pipeline(Interfaces):
     """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the options."""
 
     def __init__(
@@ -80,6 +80,7 @@ class Pipeline(RankPart):
         loss_weight: LossWeight | None = None,
         scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
+        loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of a whole batch, which every rank passes; gradients accumulate in `param.grad`.
@@ -92,10 +93,12 @@ class Pipeline(RankPart):
         microbatch of weight 0 adds nothing, even if its loss is nan.
         `scaler`: its scale multiplies the gradients; an overflow on one rank makes every rank's scaler skip the step.
         `accumulation_steps`: gradients are divided by this number of steps between two optimizer steps.
+        `loss_kwargs`: keyword arguments of the loss, whole for each microbatch, such as the number of the batch's tokens.
         Losses are reported unscaled and undivided. On return, the hooks of `register_post_accumulate_grad_hook` have been
         called, and the batch's memory may be overwritten.
         """
-        return self._step(Microbatch(args, kwargs, target), LossArguments(loss_weight, scaler, accumulation_steps))
+        batch = Microbatch(args, kwargs, target, whole_each(loss_kwargs))
+        return self._step(batch, LossArguments(loss_weight, scaler, accumulation_steps))
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that the pipeline cannot see, such as an environment variable.
@@ -115,24 +118,24 @@ class Pipeline(RankPart):
         """Like `step`, with the microbatches given one by one; each distinct shape is captured once."""
         return self._step(OneByOne(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
 
-    def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_weight: LossWeight | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        output: OutputRanks = "last",
+        **kwargs: Any,
+    ) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
 
-        Only the rank of the last stage gets `output`: tensors are joined along their batch dimension (`docs/training.md`),
-        0-dim floating tensors averaged over the microbatches, others stacked. Every rank gets `loss` if a target was given, the
-        loss function needs none, or the output has its own `.loss`. `loss_weight` as in `step`.
+        `output`: the rank of the last stage gets the output ("last"), or every rank ("all"). Tensors are joined along their
+        batch dimension (`docs/training.md`), 0-dim floating tensors averaged over the microbatches, others stacked. Every rank
+        gets `loss` if a target was given, the loss function needs none, or the output has its own `.loss`. `loss_weight` and
+        `loss_kwargs` as in `step`.
         """
-        batch, weights = Microbatch(args, kwargs, target), LossArguments(loss_weight)
-        with self._calls.watched(), _eval_mode(self._model):
-            call, prepared = self._calls.prepare(batch, weights, training=False, asked="eval")
-            self._calls.run(call, prepared)
-            with self._calls.exchanging(training=False):
-                losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
-                metrics = prepared.runner.metrics()
-        outputs, captured = prepared.runner.take_outputs(), prepared.lowered.graphs[0].captured
-        merged = None if outputs is None else merge_outputs(captured, outputs, call.parts, self._request.batch_dims)
-        loss = None if losses is None else call.weighting.step_loss(wide(losses))
-        return EvalResult(merged, loss, losses, mean_metrics(metrics))
+        batch = Microbatch(args, kwargs, target, whole_each(loss_kwargs))
+        return self._evaluate(batch, LossArguments(loss_weight), output)
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure `repeat` steps over this batch on all ranks, after one warm-up step. Called by every rank.
@@ -251,9 +254,12 @@ class Pipeline(RankPart):
             result, hooked = self._run_step(batch, weights)
             if hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in hooked)
-            self._calls.steps += 1
-            self._record.add(result.loss)
+            self._note(result)
         return result
+
+    def _note(self, result: StepResult) -> None:
+        self._calls.steps += 1
+        self._record.add(result.loss)
 
     def _run_step(
         self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None
@@ -264,19 +270,23 @@ class Pipeline(RankPart):
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
-        return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics)), runner.hooked
+        output = merged_output(call, prepared, self._request.batch_dims) if self._options.memory.outputs else None
+        return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics), output), runner.hooked
+
+    def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+        with self._calls.watched(), eval_mode(self._model):
+            call, prepared = self._calls.prepare(batch, weights, training=False, asked=f"eval, output={output}")
+            require(GraphPPError, "output", OUTPUT_RANKS, output)  # equal on all ranks
+            self._calls.run(call, prepared)
+            runner = prepared.runner
+            with self._calls.exchanging(training=False):
+                losses = runner.losses() if runner.program.loss is not None else None
+                metrics, merged = runner.metrics(), merged_output(call, prepared, self._request.batch_dims)
+                if output == "all":
+                    merged = shared_output(merged, runner, self._calls.bytes_of_all)
+        loss = None if losses is None else call.weighting.step_loss(wide(losses))
+        return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter
         return norms.RankGradients.of(dict(self.named_parameters()), self._state.positions, owners, self._place)
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training

@@ -44,6 +44,17 @@ class RankPart(ModuleHabits):
     _cache: GraphCache
     _calls: Calls
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank computes the first stage. Raises `GraphPPError` before anything is captured."""
+        return self._cache.captured().plan.rank_of_stage[0] == self._place.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the last stage, and so gets outputs. Raises `GraphPPError` before anything is captured."""
+        plan = self._cache.captured().plan
+        return plan.rank_of_stage[len(plan.stages) - 1] == self._place.rank
+
     @checked(GraphPPError, set_to_none=FLAG)
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does; before a capture, of all."""

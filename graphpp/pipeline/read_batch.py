@@ -58,6 +58,8 @@ class BatchReader:
                 f"a target was given, but {reason} and nothing reads the target. Pass a loss(output, target) to "
                 "graphpp.compile, or give the target as an argument of the model."
             )
+        if self._loss is None and any(path.startswith("loss_kwargs") for part in parts for path in part.paths):
+            raise BatchError("loss_kwargs were given, and with loss=None nothing reads them: pass a loss to graphpp.compile")
         return parts
 
     def _tell(self, cut: str) -> None:

@@ -15,12 +15,13 @@ class StepResult:
 
     `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim, float32 or wider. `losses`: one per microbatch in
     its own dtype, [microbatches]. `metrics`: the numbers that the loss function returned with the loss, averaged over the
-    microbatches, 0-dim, float32 or wider.
+    microbatches, 0-dim, float32 or wider. `output`: with `memory.outputs`, as in `EvalResult`; else None.
     """
 
     loss: torch.Tensor
     losses: torch.Tensor
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    output: Any = None
 
 
 @dataclass(frozen=True)

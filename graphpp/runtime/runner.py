@@ -236,6 +236,18 @@ class GraphPPRunner:
         self._from_rank_of(stage, table)
         return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the last stage."""
+        return len(self.program.stages) - 1 in self.stages
+
+    def of_last_stage(self, value: torch.Tensor) -> torch.Tensor:
+        """The value of the last stage's rank, on every rank; other ranks give a tensor of the same shape, strides and dtype."""
+        mine = value if self.is_last else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        sent = mine.to(self.place.device).contiguous()
+        self._from_rank_of(len(self.program.stages) - 1, sent)
+        return value if self.is_last else sent
+
     def _from_rank_of(self, stage: int, values: torch.Tensor) -> None:
         """Broadcast `values` from the rank of the stage into the other ranks' `values`."""
         if self.place.ranks > 1:

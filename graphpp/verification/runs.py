@@ -157,7 +157,7 @@ def run_eager(step: Step, joint: JointGraph) -> tuple[Numbers, bool]:
     for part, seed, key in zip(step.parts, step.seeds, step_keys(len(step.parts), None, step.device), strict=True):
         batch, keyed = part.microbatch(), _Keyed(key, expected)
         with keyed if expected else contextlib.nullcontext():
-            (_, loss), *_ = loss_and_metrics(step.loss, step.model(*batch.args, **batch.kwargs), batch.target)
+            (_, loss), *_ = loss_and_metrics(step.loss, step.model(*batch.args, **batch.kwargs), batch)
             keyed.forward = False
             with torch.autocast(step.device.type, enabled=False):
                 loss.backward(seed)

@@ -1,0 +1,299 @@
+"""transformers' Trainer on a pipeline: `Trainer(model, args, ..)` becomes `PipelineTrainer(model, args, .., pipeline={..})`.
+
+Contract
+--------
+- `pipeline`: options of `graphpp.compile`. All ranks are one pipeline and read the same batches, in the order of one process.
+- The batches of one optimizer step (`gradient_accumulation_steps`) are the microbatches of one pipeline step, so losses,
+  gradient norms and learning rates are those of Trainer in one process, bit for bit in float32 without dropout. With
+  `pipeline={"microbatches": n}` each batch is cut into n microbatches, and the losses differ by rounding.
+- `compute_loss` is Trainer's or a subclass's own. It is called in each step, for the arguments that it gives to the model, and
+  in the capture, with the model's output. So it calls the model once, and reads no values of tensors.
+- An evaluation runs each batch whole; every rank gets the logits.
+- A checkpoint holds the model as `save_pretrained` writes it, and the training in the folder `graphpp`, which any number of
+  ranks and any split resumes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
+
+import graphpp
+from graphpp import GraphPPError
+from graphpp.integrations.random_state import RandomState
+
+_FOLDER = "graphpp"
+_OWN_OPTIONS = {
+    "gradients": "Trainer's arguments say how losses are reduced",
+    "example": "the first batch is the example",
+    "plan": "give the plan's options one by one",
+}
+
+
+_Trainer: Any = object  # of the subclass that this mixin is part of
+
+
+class PipelineMixin(_Trainer):  # type: ignore[misc]
+    """Puts a subclass of `transformers.Trainer` on a pipeline: `class PipelineSFT(PipelineMixin, SFTTrainer)`."""
+
+    pipe: graphpp.Pipeline | None = None
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *rest: Any, pipeline: Mapping[str, Any] | None = None, **named: Any
+    ) -> None:
+        self.pipeline_options = dict(pipeline or {})
+        super().__init__(model, args, *rest, **named)
+        _refuse_settings(self, self.pipeline_options)
+        self._waiting: list[dict[str, Any]] = []  # batches of the optimizer step
+        self._random, self._piped = RandomState(), None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        accelerator.prepare_model = lambda model, **_: model
+        accelerator.prepare_data_loader = self._prepare_loader
+        self.gather_function = lambda values, **_: values  # every rank has the same
+
+    def _prepare_loader(self, loader: Any, **_: Any) -> Any:
+        """The loader as accelerate prepares it in one process."""
+        accelerator = self.accelerator
+        settings = accelerator.dataloader_config
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            use_seedable_sampler=settings.use_seedable_sampler,
+            data_seed=settings.data_seed,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def get_tp_size(self) -> int:
+        return int(self.args.world_size)  # Trainer's word for the number of ranks that read the same batch
+
+    # The pipeline
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            raise GraphPPError(
+                "optimizers=: an optimizer of model.parameters() has parameters of other ranks: give "
+                "optimizer_cls_and_kwargs=(class, arguments), or override create_optimizer and use self.pipe.parameters()"
+            )
+        with torch.random.fork_rng():
+            pipe = self._pipe_for(next(iter(self.get_train_dataloader())))
+        self.model.named_parameters = lambda *_, **__: pipe.named_parameters()
+        try:
+            made: torch.optim.Optimizer = super().create_optimizer(model)
+            return made
+        finally:
+            del self.model.named_parameters
+
+    def _pipe_for(self, batch: dict[str, Any]) -> graphpp.Pipeline:
+        """The pipeline of the current model; `batch`: an example."""
+        if self.pipe is None or self._piped is not self.model:
+            options = {"parallel": self.args.device, **self.pipeline_options}
+            options["microbatches"] = self._pieces * self.args.gradient_accumulation_steps
+            inputs = self._prepare_inputs(batch)
+            example = self._microbatch(self._cut(inputs)[0], self._get_num_items_in_batch([inputs], self.args.device))
+            self._piped = self.model
+            self.pipe = graphpp.compile(self.model, self._loss, example=example, gradients="sum", **options)
+        return self.pipe
+
+    @property
+    def _pieces(self) -> int:
+        return int(self.pipeline_options.get("microbatches", 1))
+
+    def _cut(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """The microbatches of a batch: tensors with its rows are cut, all else goes whole."""
+        pieces, rows = self._pieces, _rows(inputs)
+        if pieces == 1:
+            return [inputs]
+        cut = {key: value.tensor_split(pieces) for key, value in _tensors(inputs).items() if len(value) == rows}
+        parts = [{key: cut[key][at] if key in cut else value for key, value in inputs.items()} for at in range(pieces)]
+        return [part for part in parts if all(len(part[key]) for key in cut)]
+
+    def _microbatch(self, inputs: dict[str, Any], items: Any) -> graphpp.Microbatch:
+        def ask(*args: Any, **kwargs: Any) -> NoReturn:
+            raise _ModelCall(args, kwargs)
+
+        try:
+            self.compute_loss(_StandIn(self.model, ask), dict(inputs), num_items_in_batch=items)
+        except _ModelCall as call:
+            loss_kwargs = {} if items is None else {"num_items_in_batch": items}
+            return graphpp.Microbatch(call.args, call.kwargs, dict(inputs), loss_kwargs)
+        raise GraphPPError("compute_loss does not call the model, so there is nothing to train")
+
+    def _loss(self, output: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """The loss of one microbatch, captured with the model: `compute_loss` on the model's output."""
+        calls: list[None] = []
+
+        def answer(*_: Any, **__: Any) -> Any:
+            calls.append(None)
+            if len(calls) > 1:
+                raise GraphPPError("compute_loss calls the model more than once, and a pipeline runs one forward a microbatch")
+            return output
+
+        return self.compute_loss(_StandIn(self.model, answer), dict(inputs), num_items_in_batch=num_items_in_batch)
+
+    # Training
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Keep the batch; with the last one of an optimizer step, run them all. Returns the loss of the last batch."""
+        self._waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = [self._prepare_inputs(each) for each in self._waiting], []
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        pipe, parts = self._pipe_for(batches[0]), [self._cut(batch) for batch in batches]
+        microbatches = [self._microbatch(part, num_items_in_batch) for batch in parts for part in batch]
+        weights = [weight for batch in parts for weight in self._weights(batch, len(batches), num_items_in_batch)]
+        with self.compute_loss_context_manager():
+            result = pipe.step_microbatches(microbatches, loss_weight=weights, scaler=self.accelerator.scaler)
+        weighted = iter([loss / (1 / weight) for loss, weight in zip(result.losses, weights, strict=True)])
+        losses: list[Any] = [sum(next(weighted) for _ in batch) for batch in parts]
+        last: torch.Tensor = losses.pop()
+        for loss in losses:
+            if not self.args.logging_nan_inf_filter or loss.isfinite():
+                self._tr_loss += loss
+        return last
+
+    def _weights(self, parts: list[dict[str, Any]], steps: int, items: Any) -> list[float]:
+        """The factor of each part's loss, as Trainer divides a loss that is a mean of its batch."""
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+        if scaled:
+            return [1.0] * len(parts)
+        rows = [max(_rows(part), 1) for part in parts]
+        return [each / sum(rows) / steps for each in rows]
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        return self._norm(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self._norm(math.inf) if grad_norm is None else grad_norm
+
+    def _norm(self, largest: float) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
+        return self._required().clip_grad_norm_(largest)
+
+    # Evaluation
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        pipe = self._pipe_for(inputs)
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            return pipe.eval_microbatches([graphpp.Microbatch(args, kwargs)], output="all").output
+
+        return super().prediction_step(_StandIn(self.model, evaluate), inputs, *rest, **named)
+
+    # Files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as `save_pretrained` does. Called by all ranks."""
+        if self.pipe is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        whole = self.pipe.gather()  # on the first rank
+        if self.args.should_save:
+            noted: dict[str, Any] = getattr(getattr(self.model, "config", None), "__dict__", {})
+            before = dict(noted)
+            self._save(output_dir or self.args.output_dir, state_dict=whole)
+            noted.update(before)  # save_pretrained changes the configuration, which other ranks do not
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _training(self) -> Any:
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        return self._required().checkpoint(optimizer, self.lr_scheduler, extra={"random": self._random})
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._training().save(os.path.join(output_dir, _FOLDER))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """It is in the checkpoint of the training."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The parameters come with the optimizer, once the pipeline is there."""
+        if not os.path.isdir(os.path.join(resume_from_checkpoint, _FOLDER)):
+            raise GraphPPError(
+                f"{resume_from_checkpoint} has no folder {_FOLDER!r}, so no PipelineTrainer wrote it: start from its weights, "
+                "by from_pretrained, without resume_from_checkpoint="
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._training().load(os.path.join(checkpoint, _FOLDER))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._random.restore()
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        self._load_from_checkpoint(best)
+        self._load_optimizer_and_scheduler(best)
+
+    def _required(self) -> graphpp.Pipeline:
+        if self.pipe is None:
+            raise GraphPPError("the trainer has no pipeline yet: call train() or evaluate() first")
+        return self.pipe
+
+
+class PipelineTrainer(PipelineMixin, transformers.Trainer):
+    """`transformers.Trainer` with the argument `pipeline`: options of `graphpp.compile`, such as `{"schedule": "1F1B"}`."""
+
+
+class _ModelCall(BaseException):
+    """The arguments that `compute_loss` gives to the model; no `except Exception` catches it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+
+
+class _StandIn:
+    """Takes the model's place in `compute_loss`: calls run `call`, attributes are the model's."""
+
+    def __init__(self, model: Any, call: Callable[..., Any]) -> None:
+        self._model, self._call = model, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
+
+
+def _rows(inputs: Mapping[str, Any]) -> int:
+    """The rows of a batch: the first dimension of its first tensor; 0 without one."""
+    return next((len(value) for value in _tensors(inputs).values()), 0)
+
+
+def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
+    """Raise `GraphPPError` for settings of Trainer that a pipeline cannot follow."""
+    args, device_map = trainer.args, getattr(trainer.model, "hf_device_map", None) or {}
+    faults = {
+        "DeepSpeed": "leave deepspeed= out: the pipeline shards by mesh=" if trainer.is_deepspeed_enabled else "",
+        "FSDP": "leave fsdp= out: the pipeline shards by mesh=" if trainer.is_fsdp_enabled else "",
+        "device_map": "load the model without device_map=" if len(set(map(str, device_map.values()))) > 1 else "",
+        "torch_compile": 'give pipeline={"backend": "inductor"} in its place' if args.torch_compile else "",
+        "nn.DataParallel": "start one process per GPU, by torchrun" if args.n_gpu > 1 else "",
+        **{f"pipeline[{name!r}]": reason for name, reason in _OWN_OPTIONS.items() if name in options},
+    }
+    for name, remedy in faults.items():
+        if remedy:
+            raise GraphPPError(f"{name} does not go with PipelineTrainer: {remedy}")

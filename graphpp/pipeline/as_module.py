@@ -1,0 +1,183 @@
+"""`pipe.as_module()`: a pipeline as an `nn.Module` whose loss has a backward, for loops with forward and backward apart.
+
+Contract
+--------
+- In train mode `module(*args, target=..., **kwargs)` runs the whole step of `pipe.step`, and keeps its gradients apart from
+  `param.grad`. `output.loss.backward()` adds them, times the gradient of the loss: a loop may scale the loss, accumulate, and
+  call `zero_grad` between forward and backward. Without gradients in place nothing is copied.
+- The seeds of a step have the factor of the last backward (1 / accumulation steps, the scale of a `GradScaler`), so gradients
+  round as in a loop that scales its loss; the step before the first backward has the factor `loss_scale`.
+- In train mode without gradients (`torch.no_grad`) the gradients of the step are dropped. In eval mode the module runs
+  `pipe.eval`; the backward of its loss raises `GraphPPError`.
+- The module holds this rank's parameters and buffers under their FQNs in the model. `train` and `eval` set the flags of the
+  model; `state_dict` and `load_state_dict` are the pipeline's; a change of device or dtype raises `GraphPPError`; other
+  attributes, such as `config`, are the model's.
+- All ranks call the module and the backward alike; an overflow of one rank is every rank's once a loss was scaled up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from graphpp.batch.loss_weights import LossArguments, LossWeight
+from graphpp.batch.microbatch import Microbatch
+from graphpp.errors import GraphPPError
+from graphpp.pipeline.results import EvalResult, StepResult
+from graphpp.pipeline.step_gradients import StepGradients
+
+if TYPE_CHECKING:
+    from graphpp.pipeline.pipeline import Pipeline
+
+Step = Callable[[Microbatch, LossArguments], tuple[StepResult, StepGradients]]
+Deliver = Callable[[StepGradients, float, bool], None]
+
+_DDP = (
+    "DistributedDataParallel around a pipeline would average the gradients of different parameters: use the module as it is, "
+    "with dp_replicate in the mesh= of graphpp.compile for replicas"
+)
+_EVAL = "backward: the module was in eval mode, where it computes no gradients: call module.train() before the forward"
+
+
+class ModuleOutput(dict[str, Any]):
+    """The results of a call, by key and by attribute.
+
+    `loss`, `losses`, `metrics`, `output`: as in `StepResult` and `EvalResult`, and the fields of an output that is a mapping,
+    such as `logits`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the output has {', '.join(self)}, and no {name!r} on this rank") from None
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of a step; its backward calls `backward` with the gradient of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:
+        ctx.own = backward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        if torch.is_grad_enabled():
+            raise GraphPPError("backward: create_graph=True: the gradients of a pipeline have no graph of their own")
+        ctx.own(gradient.item())
+        return None, None, None
+
+
+class PipelineModule(nn.Module):
+    """A pipeline as a module; made by `pipe.as_module()`."""
+
+    def __init__(self, pipe: Pipeline, model: nn.Module, step: Step, deliver: Deliver, loss_scale: float) -> None:
+        super().__init__()
+        self.__dict__["_original"] = model  # in no dict of submodules: it has the parameters of all ranks
+        self._pipe, self._step, self._deliver = pipe, step, deliver
+        self._factor, self._scaled, self.training = float(loss_scale), loss_scale > 1, model.training
+        self._anchor = [torch.zeros((), requires_grad=True)]  # a list: no parameter
+        self._held: list[torch.Tensor] = []
+        self._hold()
+
+    def forward(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> ModuleOutput:
+        """Run a batch, as `pipe.step` in train mode and as `pipe.eval` in eval mode."""
+        self._hold()
+        if not self.training:
+            return self._evaluate(*args, target=target, loss_weight=loss_weight, **kwargs)
+        factor = self._factor
+        result, gradients = self._step(Microbatch(args, kwargs, target), LossArguments(loss_weight, factor=factor))
+        loss = result.loss
+        if torch.is_grad_enabled():
+            loss = self._with_backward(loss, lambda gradient: self._backward(gradients, factor, gradient))
+        return _output(result, loss)
+
+    def _with_backward(self, loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:
+        return _Loss.apply(*self._anchor, loss, backward)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _backward(self, gradients: StepGradients, used: float, factor: float) -> None:
+        self._factor, self._scaled = factor or 1.0, self._scaled or factor > 1
+        self._deliver(gradients, factor / used, self._scaled)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> ModuleOutput:
+        result = self._pipe.eval(*args, **kwargs)
+        loss = result.loss
+        if loss is not None and torch.is_grad_enabled():
+            loss = self._with_backward(loss, _refuse_backward)
+        return _output(result, loss)
+
+    def _hold(self) -> None:
+        """Register this rank's parameters and buffers under their FQNs, unless they are registered already."""
+        parameters, buffers = dict(self._pipe.named_parameters()), dict(self._pipe.named_buffers())
+        held = [*parameters.values(), *buffers.values()]
+        if len(held) == len(self._held) and all(new is old for new, old in zip(held, self._held, strict=True)):
+            return
+        self._modules.clear()
+        self._parameters.clear()
+        self._buffers.clear()
+        self._held = held
+        for fqn, parameter in parameters.items():
+            self._owner(fqn)._parameters[fqn.rpartition(".")[2]] = parameter
+        for fqn, buffer in buffers.items():
+            self._owner(fqn)._buffers[fqn.rpartition(".")[2]] = buffer
+
+    def _owner(self, fqn: str) -> nn.Module:
+        """The module of this tree that has the tensor `fqn`, made if need be."""
+        module: nn.Module = self
+        for name in fqn.split(".")[:-1]:
+            module = module._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
+        return module
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        self.__dict__["_original"].train(mode)
+        return super().train(mode)
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's entries of the model's state dict, as `pipe.state_dict`."""
+        entries: dict[str, Any] = {} if destination is None else destination
+        for key, value in self._pipe.state_dict().items():
+            entries[prefix + key] = value.detach() if isinstance(value, torch.Tensor) and not keep_vars else value
+        return entries
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        """As `pipe.load_state_dict`: values are copied, so `assign=True` is refused."""
+        if assign:
+            raise GraphPPError("load_state_dict: assign=True would replace parameters that the pipeline trains: leave it out")
+        self._pipe.load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PipelineModule:
+        """Called by `to`, `cuda`, `half` and the like. Raises `GraphPPError` for another device or dtype."""
+        for kind in {(tensor.device, tensor.dtype) for tensor in self._held}:
+            made: torch.Tensor = fn(torch.empty(0, device=kind[0], dtype=kind[1]))
+            if (made.device, made.dtype) != kind:
+                raise GraphPPError(
+                    f"a pipeline has its tensors on {kind[0]} in {kind[1]}, and cannot move them to {made.device} in "
+                    f"{made.dtype}: change the model's dtype before graphpp.compile, and give it parallel=Parallel(device=)"
+                )
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the module lacks are the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Read by `DistributedDataParallel` when it is made."""
+        raise GraphPPError(_DDP)
+
+
+def _output(result: StepResult | EvalResult, loss: torch.Tensor | None) -> ModuleOutput:
+    fields = result.output if isinstance(result.output, Mapping) else {}
+    of_call = {"loss": loss, "losses": result.losses, "metrics": result.metrics, "output": result.output}
+    return ModuleOutput({**fields, **of_call})
+
+
+def _refuse_backward(gradient: float) -> NoReturn:
+    raise GraphPPError(_EVAL)

@@ -1,0 +1,96 @@
+"""The methods of a pipeline for loops of others: a module whose loss has a backward, and the schedule object of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from graphpp.arguments import FLAG, NUMBER, Accepted, checked
+from graphpp.batch.loss_weights import LossArguments, LossWeight
+from graphpp.batch.microbatch import Microbatch
+from graphpp.errors import GraphPPError
+from graphpp.options.options import Options
+from graphpp.pipeline import grad_norm as norms
+from graphpp.pipeline.as_module import PipelineModule
+from graphpp.pipeline.as_schedule import NO_OUTPUTS, TorchSchedule
+from graphpp.pipeline.outputs import OutputRanks
+from graphpp.pipeline.rank_part import RankPart
+from graphpp.pipeline.read_batch import Batch, OneByOne
+from graphpp.pipeline.results import EvalResult, StepResult
+from graphpp.pipeline.step_gradients import StepGradients
+
+if TYPE_CHECKING:
+    from graphpp.pipeline.pipeline import Pipeline
+
+_SCALE = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < float("inf"))  # type: ignore[operator]
+
+
+class Interfaces(RankPart):
+    """The base of `Pipeline` for other interfaces to it."""
+
+    _options: Options
+
+    @checked(GraphPPError, loss_scale=_SCALE)
+    def as_module(self, loss_scale: float = 1.0) -> PipelineModule:
+        """This pipeline as an `nn.Module` whose loss has a backward: `module(x, target=y).loss.backward()`.
+
+        For loops and trainers that call forward, `zero_grad`, backward and step apart, and scale the loss. `loss_scale`: the
+        gradient of the loss that the first backward will have, such as the first scale of a `GradScaler`. Raises
+        `GraphPPError` before anything is captured: give `example=` to `graphpp.compile`.
+        """
+        self._cache.captured()
+        return PipelineModule(self._pipe, self._model, self._step_apart, self._deliver, loss_scale)
+
+    @checked(GraphPPError, return_outputs=FLAG)
+    def as_schedule(self, return_outputs: bool = True) -> TorchSchedule:
+        """This pipeline behind the interface of the schedule objects of `torch.distributed.pipelining`.
+
+        `return_outputs`: whether `step` returns the model's output, for which the pipeline needs `memory.outputs`. Raises
+        `GraphPPError` if the pipeline lacks it.
+        """
+        if return_outputs and not self._options.memory.outputs:
+            raise GraphPPError(NO_OUTPUTS)
+        return TorchSchedule(self._pipe, self._calls.exchanged, self._options.gradients.reduction != "sum", return_outputs)
+
+    def eval_microbatches(
+        self, microbatches: Sequence[Microbatch], *, loss_weight: LossWeight | None = None, output: OutputRanks = "last"
+    ) -> EvalResult:
+        """Like `eval`, with the microbatches given one by one."""
+        return self._evaluate(OneByOne(microbatches), LossArguments(loss_weight), output)
+
+    def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+        raise NotImplementedError
+
+    @property
+    def _pipe(self) -> Pipeline:
+        return cast("Pipeline", self)
+
+    def _step_apart(self, batch: Microbatch, weights: LossArguments) -> tuple[StepResult, StepGradients]:
+        """A step whose gradients are not in `param.grad`."""
+        gradients = StepGradients(dict(self.named_parameters()), self._cache.ownership.flat_parts)
+        with self._calls.watched():
+            with gradients.kept_apart():
+                result, gradients.hooked = self._run_step(batch, weights)
+            self._note(result)
+        return result, gradients
+
+    def _deliver(self, gradients: StepGradients, factor: float, share_overflow: bool) -> None:
+        """Add the gradients of a step, times `factor`, to `param.grad`."""
+        with self._calls.watched(), torch.no_grad():
+            gradients.deliver(factor)
+            if share_overflow:
+                with self._calls.exchanging():
+                    norms.share_overflow_(self._gradients())
+
+    def _run_step(self, batch: Batch, weights: LossArguments) -> tuple[StepResult, Collection[str]]:
+        """A step, and the FQNs of parameters with hooks on their gradients."""
+        raise NotImplementedError
+
+    def _gradients(self) -> norms.RankGradients:
+        raise NotImplementedError
+
+    def _note(self, result: StepResult) -> None:
+        """Count a step and record its loss."""
+        raise NotImplementedError

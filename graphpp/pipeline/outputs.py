@@ -1,0 +1,61 @@
+"""The model's output of a call: joined over the microbatches, and sent to the ranks that ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from graphpp._torch import pytree
+from graphpp.arguments import one_word
+from graphpp.batch.batch_dims import BatchDims
+from graphpp.capture.outputs import merge_outputs
+from graphpp.pipeline.cache_key import StepCall
+from graphpp.pipeline.graph_cache import PreparedStep
+from graphpp.runtime.runner import GraphPPRunner
+
+OutputRanks = Literal["last", "all"]
+OUTPUT_RANKS = one_word("last", "all")
+Exchange = Callable[[Callable[[], bytes]], list[bytes]]
+
+
+def merged_output(call: StepCall, prepared: PreparedStep, dims: BatchDims) -> Any:
+    """The output of the whole batch on the rank of the last stage; None elsewhere."""
+    outputs, captured = prepared.runner.take_outputs(), prepared.lowered.graphs[0].captured
+    return None if outputs is None else merge_outputs(captured, outputs, call.parts, dims)
+
+
+def shared_output(output: Any, runner: GraphPPRunner, exchange: Exchange) -> Any:
+    """The output of the last stage's rank on every rank. `exchange` sends bytes of every rank to all. Called by all ranks."""
+    last = runner.is_last
+    described = exchange(lambda: pickle.dumps(without_data(output)) if last else b"")
+    structure = pickle.loads(next(filter(None, described)))
+    leaves, spec = pytree.tree_flatten(output if last else structure)
+    values = [runner.of_last_stage(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(values, spec)
+
+
+def without_data(tree: Any) -> Any:
+    """The structure with meta tensors in place of tensors."""
+    return pytree.tree_map(_without_data, tree)
+
+
+def _without_data(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

@@ -1,0 +1,159 @@
+"""`PipelineTrainer` against transformers' own Trainer in one process: logs, predictions, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+import graphpp
+from graphpp.integrations.transformers import PipelineMixin, PipelineTrainer
+from tests.exhaustive import further
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TIMES = ("runtime", "per_second", "preparation_time", "total_flos")
+
+
+def example(folder: Path, plain: bool, *arguments: str) -> None:
+    """Run the example, or with `plain` its form for one process."""
+    script = ROOT / "examples" / "hf_trainer.py"
+    if plain:
+        text = script.read_text().replace("graphpp.integrations.transformers import PipelineTrainer as", "transformers import")
+        script = folder / "plain.py"
+        script.write_text(text.replace(', pipeline={"schedule": "1F1B"}', ""))
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, *arguments[:-1], str(script), *arguments[-1].split()]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def logs(folder: Path) -> list[dict[str, float]]:
+    history = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    return [{name: value for name, value in entry.items() if not any(word in name for word in TIMES)} for entry in history]
+
+
+def test_the_example_trains_as_one_process_and_resumes_on_other_ranks(tmp_path: Path) -> None:
+    """Training is bit-equal; the loss of an evaluation may differ in its last bit."""
+    own, plain = tmp_path / "own", tmp_path / "plain"
+    example(tmp_path, False, *TORCHRUN, "2", str(own))
+    example(tmp_path, True, str(plain))
+    check_equal(logs(own), logs(plain))
+    weights = load_file(own / "final" / "model.safetensors")
+    expected = load_file(plain / "final" / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    loaded = LlamaForCausalLM.from_pretrained(own / "final")
+    assert torch.equal(loaded.lm_head.weight, expected["lm_head.weight"])
+    (own / "checkpoint-4").rename(own / "first")
+    example(tmp_path, False, f"{own} resume")
+    check_equal(logs(own), logs(plain))
+    again = load_file(own / "final" / "model.safetensors")
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def check_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name] == (pytest.approx(value, rel=3e-7) if name == "eval_loss" else value), name
+
+
+def model() -> LlamaForCausalLM:
+    set_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return LlamaForCausalLM(config)
+
+
+ROWS = [{"input_ids": torch.randint(64, (6 + at % 3,), generator=torch.Generator().manual_seed(at))} for at in range(22)]
+
+
+def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = [row["input_ids"] for row in batch]
+    labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+    return {"input_ids": labels.clamp(min=0), "labels": labels, "attention_mask": (labels != -100).long()}
+
+
+def trained(kind: type, folder: Path, pipeline: dict[str, Any] | None = None, more: Any = (), **changes: Any) -> Any:
+    """A trainer after its training; the 22 rows end in a short batch."""
+    usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "logging_steps": 1}
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), **{**usual, **quiet, **changes})  # type: ignore[arg-type]
+    own = {} if pipeline is None else {"pipeline": pipeline}
+    trainer = kind(model(), args, train_dataset=ROWS, eval_dataset=ROWS[:5], data_collator=collate, **own, **dict(more))
+    trainer.train()
+    return trainer
+
+
+def mean_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return outputs.logits.square().sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "pipeline"),
+    [
+        ({}, (), {}),
+        ({"label_smoothing_factor": 0.1}, (), {}),
+        *further(
+            ({}, (("compute_loss_func", mean_of_squares),), {}),
+            ({"bf16": True}, (), {}),
+            ({"gradient_checkpointing": True}, (), {"memory": "full"}),
+            ({"max_grad_norm": 0.0, "optim": "sgd"}, (), {}),
+            ({"gradient_accumulation_steps": 1}, (), {"microbatches": 2}),
+        ),
+    ],
+)
+def test_a_training_logs_what_trainer_logs(tmp_path: Path, changes: Any, more: Any, pipeline: dict[str, Any]) -> None:
+    theirs = trained(Trainer, tmp_path, None, more, **changes)
+    mine = trained(PipelineTrainer, tmp_path, pipeline, more, **changes)
+    close = {"rel": 1e-5} if pipeline.get("microbatches") or changes.get("bf16") else {"rel": 0, "abs": 0}
+    for found, expected in zip(mine.state.log_history, theirs.state.log_history, strict=True):
+        for name, value in expected.items():
+            if not any(word in name for word in TIMES):
+                assert found[name] == pytest.approx(value, **close), name
+    rough = 1e-2 if changes.get("bf16") else 1e-6
+    assert mine.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=rough)
+    one, other = mine.predict(ROWS[:5]).predictions, theirs.predict(ROWS[:5]).predictions
+    assert torch.from_numpy(one).sub(torch.from_numpy(other)).abs().max() < rough
+
+
+class CallsTwice(PipelineMixin, Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return model(**inputs).loss + model(**inputs).loss
+
+
+class CallsNone(PipelineMixin, Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "changes", "more", "words"),
+    [
+        (PipelineTrainer, {"gradients": "mean"}, {}, (), "pipeline\\['gradients'\\] does not go with PipelineTrainer"),
+        (PipelineTrainer, {}, {"torch_compile": True}, (), 'give pipeline={"backend": "inductor"}'),
+        (PipelineTrainer, {}, {}, (("optimizers", (torch.optim.SGD(model().parameters()), None)),), "give optimizer_cls_and"),
+        (CallsTwice, {}, {}, (), "calls the model more than once"),
+        (CallsNone, {}, {}, (), "compute_loss does not call the model"),
+    ],
+)
+def test_refusals(tmp_path: Path, kind: type, pipeline: Any, changes: Any, more: Any, words: str) -> None:
+    with pytest.raises(graphpp.GraphPPError, match=words):
+        trained(kind, tmp_path, pipeline, more, **changes)
+
+
+def test_a_checkpoint_of_trainer_is_refused(tmp_path: Path) -> None:
+    trained(Trainer, tmp_path, save_strategy="epoch")
+    trainer = trained(PipelineTrainer, tmp_path / "own", {})
+    with pytest.raises(graphpp.GraphPPError, match="has no folder 'graphpp', so no PipelineTrainer wrote it"):
+        trainer.train(resume_from_checkpoint=str(next(tmp_path.glob("checkpoint-*"))))

@@ -1,0 +1,222 @@
+"""`pipe.as_module()`: loops that call forward, zero_grad, backward and step apart, against the same loop over the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import graphpp
+from tests.distributed import run_ranks
+
+X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))  # four batches
+Y = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
+PARTS = 2
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.config = {"width": 8}
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.last(torch.tanh(self.norm(self.first(x))))
+        return {"logits": logits} if labels is None else {"logits": logits, "loss": F.mse_loss(logits, labels)}
+
+
+class Eager(nn.Module):
+    """The model over microbatches, with the mean of their losses."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, labels: Tensor) -> graphpp.ModuleOutput:
+        if not self.training:
+            outputs = [self.model(a, b) for a, b in zip(x.chunk(PARTS), labels.chunk(PARTS), strict=True)]
+            loss = torch.stack([output["loss"] for output in outputs]).mean()
+            return graphpp.ModuleOutput(loss=loss, logits=torch.cat([output["logits"] for output in outputs]))
+        losses = [self.model(a, b)["loss"] for a, b in zip(x.chunk(PARTS), labels.chunk(PARTS), strict=True)]
+        return graphpp.ModuleOutput(loss=torch.stack(losses).mean())
+
+
+def read_loss(output: dict[str, Tensor]) -> Tensor:
+    return output["loss"]
+
+
+def piped(tied: bool = True, **options: Any) -> tuple[Model, nn.Module, graphpp.Pipeline]:
+    model = Model(tied)
+    example = graphpp.Microbatch((), {"x": X[0][: 8 // PARTS], "labels": Y[0][: 8 // PARTS]})
+    pipe = graphpp.compile(model, read_loss, example=example, microbatches=PARTS, **{"split": ["last"], **options})
+    return model, pipe.as_module(), pipe
+
+
+def plain(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for x, labels in zip(X, Y, strict=True):
+        loss = module(x=x, labels=labels).loss
+        optimizer.zero_grad()  # between the forward and the backward
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+
+
+def accumulating(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Two batches to a step of the optimizer, whose gradients stay in place as zeros."""
+    for at, (x, labels) in enumerate(zip(X, Y, strict=True)):
+        loss = module(x=x, labels=labels).loss / 2
+        loss.backward()
+        if at % 2:
+            optimizer.step()
+            module.zero_grad(set_to_none=False)
+        yield loss.detach()
+
+
+def both_then_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for first, second in ((0, 1), (2, 3)):
+        loss = module(x=X[first], labels=Y[first]).loss + 3 * module(x=X[second], labels=Y[second]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def interrupted(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Forwards without a backward: an exception between the two calls, `no_grad`, and evaluations."""
+    for x, labels in zip(X, Y, strict=True):
+        module(x=x, labels=labels)
+        with torch.no_grad():
+            yield module(x=x, labels=labels).loss
+        module.eval()
+        with torch.no_grad():
+            yield module(x=x, labels=labels).loss
+        module.train()
+        loss = module(x=x, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def scaled(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    for at, (x, labels) in enumerate(zip(X, Y, strict=True)):
+        loss = module(x=x, labels=labels * (1e36 if at == 2 else 1)).loss  # the gradients of batch 2 overflow
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        yield torch.tensor([loss.item() if at != 2 else 0, scaler.get_scale()])
+
+
+LOOPS = [plain, accumulating, both_then_backward, interrupted, scaled]
+Loop = Callable[[nn.Module, torch.optim.Optimizer], Iterator[Tensor]]
+
+
+def train(module: nn.Module, loop: Loop) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The values of the loop, and this rank's parameters and buffers at the end, by FQN."""
+    values = list(loop(module, torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)))
+    return values, {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def in_eager(loop: Loop, tied: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    values, state = train(Eager(Model(tied)), loop)
+    return values, {key.removeprefix("model."): value for key, value in state.items()}
+
+
+def check(found: tuple[list[Tensor], dict[str, Tensor]], loop: Loop, tied: bool, exact: bool) -> None:
+    values, state = in_eager(loop, tied)
+    assert found[1].keys() <= state.keys() and found[1]
+    pairs = [*zip(found[0], values, strict=True), *((found[1][key], state[key]) for key in found[1])]
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_is_that_of_the_model(loop: Loop) -> None:
+    """Bit-equal where each step's gradients go into an empty `param.grad`."""
+    check(train(piped(tied=False)[1], loop), loop, tied=False, exact=loop in (plain, interrupted))
+
+
+def on_rank(rank: int) -> list[Any]:
+    torch.set_num_threads(1)
+    found = []
+    for loop in LOOPS:
+        _, module, pipe = piped()
+        with pytest.raises(graphpp.GraphPPError, match="dp_replicate in the mesh="):
+            DistributedDataParallel(module)
+        found.append((train(module, loop), dict(module.named_parameters()).keys() == dict(pipe.named_parameters()).keys()))
+    return found
+
+
+def test_two_ranks() -> None:
+    for found in run_ranks(on_rank, 2):
+        for loop, (values, same_names) in zip(LOOPS, found, strict=True):
+            check(values, loop, tied=True, exact=False)
+            assert same_names
+
+
+def test_nothing_is_copied_where_no_gradient_is_in_place() -> None:
+    _, module, _ = piped()
+    first = module(x=X[0], labels=Y[0]).loss
+    assert all(parameter.grad is None for parameter in module.parameters())
+    with patch.object(Tensor, "add_", side_effect=AssertionError), patch.object(Tensor, "clone", side_effect=AssertionError):
+        first.backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_hooks_of_gradients_run_in_the_backward() -> None:
+    model, module, _ = piped()
+    called: list[str] = []
+    model.first.bias.register_post_accumulate_grad_hook(lambda parameter: called.append("bias"))
+    loss = module(x=X[0], labels=Y[0]).loss
+    assert not called
+    loss.backward()
+    assert called == ["bias"]
+
+
+def test_a_module_is_touched_as_trainers_touch_models() -> None:
+    model, module, pipe = piped()
+    assert module.to("cpu") is module and module.cpu() is module and module.float() is module
+    assert module.config is model.config and not hasattr(module, "module")
+    assert not module.eval().training and not model.norm.training
+    assert module.train().training and model.norm.training
+    assert module.state_dict().keys() == pipe.state_dict().keys() == nn.ModuleDict({"a": module}).a.state_dict().keys()
+    module.load_state_dict({key: torch.zeros_like(value) for key, value in module.state_dict().items()})
+    assert not any(parameter.any() for parameter in model.parameters())
+    module.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    outer = nn.Sequential(module)
+    assert {id(parameter) for parameter in outer.parameters()} == {id(parameter) for parameter in pipe.parameters()}
+
+
+def backward_twice(module: nn.Module) -> None:
+    loss = module(x=X[0], labels=Y[0]).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (lambda module: module.half(), "cannot move them to cpu in torch.float16: change the model's dtype before"),
+        (lambda module: module.to("meta"), "cannot move them to meta"),
+        (lambda module: module.load_state_dict(module.state_dict(), assign=True), "assign=True would replace"),
+        (lambda module: module.eval()(x=X[0], labels=Y[0]).loss.backward(), "the module was in eval mode"),
+        (lambda module: module(x=X[0], labels=Y[0]).loss.backward(create_graph=True), "create_graph=True"),
+        (backward_twice, "a second backward of one loss"),
+        (lambda module: graphpp.compile(Model(True), read_loss).as_module(), "nothing is captured yet: give example="),
+    ],
+)
+def test_misuse(misuse: Callable[[nn.Module], object], words: str) -> None:
+    with pytest.raises(graphpp.GraphPPError, match=words):
+        misuse(piped()[1])
