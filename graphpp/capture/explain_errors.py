@@ -10,6 +10,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
+from graphpp._torch.aot import WRITES
 from graphpp.capture.loss import runs_loss
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.errors import CaptureError, GraphPPError
@@ -33,7 +34,7 @@ def _explain(error: Exception) -> GraphPPError:
     place = next(filter(None, frames), "(no line of the model's own code)")
     by_value = any(map(_asks_for_values, chain))
     by_value_remedy = f"{BY_VALUE} {_EXPERTS}" if "transformers" in place else BY_VALUE
-    remedy = by_value_remedy if by_value else _BY_WRITE if _WRITES in str(error) else _BY_SHAPE
+    remedy = by_value_remedy if by_value else _BY_WRITE if any(words in str(error) for words in WRITES) else _BY_SHAPE
     subject = "loss" if any(map(runs_loss, chain)) else "model"
     return CaptureError(
         f"the {subject} cannot be captured as one graph: {type(error).__name__}: {message}\n  at {place}\n{remedy}"
@@ -68,10 +69,10 @@ BY_VALUE = (
     "operation for a size that only the data decides: give the operation a known size, with padding or a mask."
 )
 _EXPERTS = "A mixture of transformers loops over experts unless config._experts_implementation = 'grouped_mm'."
-_WRITES = "entirely functional graph"
 _BY_WRITE = (
-    "The code writes in place into a tensor that belongs neither to the model nor to the call, such as a buffer of a loss "
-    "module: register the tensor as a buffer of the model, or compute the new value outside and pass it as an argument."
+    "The code writes in place into a tensor that belongs neither to the model nor to the call, such as a plain attribute or a "
+    "buffer of a loss module: write into a clone() of it, register the tensor as a buffer of the model, or compute the new "
+    "value outside and pass it as an argument."
 )
 _BY_SHAPE = (
     "It was raised while model and loss ran on tensors with shapes but without data. Check that loss(model(...), target) "

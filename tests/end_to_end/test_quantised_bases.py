@@ -120,14 +120,6 @@ def test_two_ranks(schedule: str, split: list[str], tmp_path: Path) -> None:
         assert wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted), kind
 
 
-def test_a_weight_of_bitsandbytes_is_refused() -> None:
-    model = adapted("int8")
-    weight = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
-    model[2].down.base.weight = weight(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(graphpp.CaptureError, match=r"the module 2.down.base has a Params4bit of bitsandbytes.* torchao"):
-        graphpp.compile(model, F.mse_loss, split=1).step(*batch()[:1], target=batch()[1])
-
-
 def test_a_quantised_weight_that_trains_is_refused() -> None:
     model = adapted("int8")
     model[1].up.base.weight.requires_grad_(True)

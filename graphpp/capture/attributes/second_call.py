@@ -57,7 +57,7 @@ def _second_call(first: Exported, updates: dict[Place, NumberUpdate], export: Ex
 
 def _refusal(places: Iterable[Place], why: str, export: Export) -> CaptureError:
     lines = _lines_of_writes(export)
-    names = ", ".join(f"{place}{lines.get(place.attribute, '')}" for place in places)
+    names = ", ".join(f"{place}{lines.get(place.attribute, '')}" for place in [*places][:3])
     return CaptureError(
         f"the forward changes {names}, and {why}: the graph would repeat the first call in every step. Make it a tensor, and "
         "register it as a buffer. If only the first call differs, run the forward once before graphpp.compile."
