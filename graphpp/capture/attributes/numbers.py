@@ -42,8 +42,14 @@ class NumberUpdate:
         """Set the attribute as an eager call does; returns whether its value changed."""
         fqn, attribute, item = self.place
         module = model.get_submodule(fqn)
-        holder, key = (vars(module), attribute) if item is None else (vars(module)[attribute], item)
-        present = getattr(module, attribute, None) if item is None else holder[item]  # the class may have the attribute
+        own = module._buffers if attribute in module._buffers else vars(module)
+        holder, key = (own, attribute) if item is None else (own[attribute], item)
+        if isinstance(holder, list) and item == len(holder):  # a call adds the item
+            holder.append(None)
+        if item is None:
+            present = getattr(module, attribute, None)  # the class may have the attribute
+        else:
+            present = holder.get(item) if isinstance(holder, dict) else holder[item]
         value = _lost_tensor(str(self.place)) if self.is_tensor else self.value
         if type(present) is type(value) and repr(present) == repr(value):
             return False

@@ -4,14 +4,16 @@ Contract: a graph has the numbers of one call. The second call is traced with th
 the same graph and leaves the same numbers, so does every later call, and the model is accepted (Swin, for instance, clamps its
 window to the image size). Otherwise `CaptureError` names the numbers and the lines that change them.
 
-Flags (bool, text, None) count as numbers, unless the first call also makes a cache. The traced second call does not have the
-cache, so these flags are ignored, and a step does not change them.
+Flags (bool, text, None) count as numbers, unless the first call also keeps a tensor in an attribute or buffer that was None. The
+graph makes this tensor in each call, and a step changes neither the flags nor the attribute. That is right for a cache of what
+is computed from sizes, buffers and frozen parameters. If the tensor depends on more, the call must not read it from the call
+before: a second call in which each use of the tensor raises must have the same graph, or `CaptureError` names the attribute.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -37,7 +39,27 @@ def same_in_every_call(first: Exported, export: Export) -> Exported:
             raise _refusal([place], f"it becomes {type(update.value).__name__}", export)
         if not isinstance(place.item, int | str | None):
             raise _refusal([place], f"its key is of the type {type(place.item).__name__}", export)
-    return _second_call(first, updates, export) if updates else first
+    found = _second_call(first, updates, export) if updates else first
+    state = [place for place, tensors in first.found.writes.kept.items() if tensors and place in first.of_call]
+    if state:
+        _refuse_state(found, state, export)
+    return found
+
+
+def _refuse_state(found: Exported, state: Sequence[Place], export: Export) -> None:
+    """Raise `CaptureError` if a call reads the tensors `state` that the call before kept."""
+    writes = found.found.writes
+    before = writes.numbers | writes.flags | {place: NumberUpdate(place, None, is_tensor=True) for place in state}
+    try:
+        reads = not alike(found, export(before.values()))
+    except GraphPPError:
+        reads = True
+    if reads:
+        raise CaptureError(
+            f"the forward keeps a tensor of one call in {', '.join(map(str, state[:3]))}, where there was none, and may read it in "
+            "the next call: the graph would make it anew in every step. Register it as a buffer with a tensor of its shape. If "
+            "only the first call makes it, run the forward once before graphpp.compile."
+        )
 
 
 def _second_call(first: Exported, updates: dict[Place, NumberUpdate], export: Export) -> Exported:
