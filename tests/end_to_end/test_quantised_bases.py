@@ -14,7 +14,13 @@ from tests.distributed import run_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
+    from torchao.quantization import (
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        quantize_,
+    )
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 WIDTH, MICROBATCHES, ROWS = 64, 4, 2
@@ -47,6 +53,10 @@ def int8(model: nn.Module) -> None:
     quantize_(model, Int8WeightOnlyConfig())
 
 
+def int8_activations(model: nn.Module) -> None:
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+
+
 def int4(model: nn.Module) -> None:
     quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
 
@@ -56,7 +66,12 @@ def nf4(model: nn.Module) -> None:
         layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 32), requires_grad=False)
 
 
-QUANTISED: Mapping[str, Callable[[nn.Module], None]] = {"int8": int8, "int4": int4, "nf4": nf4}
+QUANTISED: Mapping[str, Callable[[nn.Module], None]] = {
+    "int8": int8,
+    "int8 activations": int8_activations,
+    "int4": int4,
+    "nf4": nf4,
+}
 
 
 def adapted(kind: str) -> nn.Module:

@@ -85,7 +85,7 @@ def _outside(exported: Exported) -> Iterator[Any]:
     yield repr([None if isinstance(role, Place) else role for role in exported.found.results])  # a list's next item
     yield from exported.found.output_leaves
     for call in exported.functions.applied:
-        yield from (call.function, call.grad_enabled, str(call.spec))
+        yield from (call.function, str(call.spec))
         yield from (None if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves)
 
 
