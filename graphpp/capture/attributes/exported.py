@@ -47,7 +47,7 @@ class Exported:
     inputs: tuple[torch.Tensor, ...]
 
     @property
-    def of_call(self) -> set[Place]:
+    def of_call(self) -> list[Place]:
         """The places whose kept tensors depend on arguments, trained parameters or random numbers, not only on their sizes."""
         output = self.module.graph.output_node()
         values: Any = output.args[0]
@@ -55,7 +55,7 @@ class Exported:
             pairs = zip(output.meta["desc"], values, strict=True)
             values = [node for desc, node in pairs if isinstance(desc, descriptors.PlainAOTOutput)]
         roles = zip(self.found.results, values, strict=True)
-        return {role for role, node in roles if isinstance(role, Place) and _depends(self.module, node)}
+        return [role for role, node in roles if isinstance(role, Place) and _depends(self.module, node)]
 
 
 def _depends(module: fx.GraphModule, node: fx.Node) -> bool:

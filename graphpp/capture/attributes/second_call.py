@@ -20,7 +20,7 @@ from torch import nn
 
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.attributes.exported import Exported, alike
-from graphpp.capture.attributes.numbers import NumberUpdate, Place
+from graphpp.capture.attributes.numbers import NumberUpdate, Place, as_kept
 from graphpp.capture.source_lines import user_line
 from graphpp.errors import CaptureError, GraphPPError
 
@@ -40,23 +40,23 @@ def same_in_every_call(first: Exported, export: Export) -> Exported:
         if not isinstance(place.item, int | str | None):
             raise _refusal([place], f"its key is of the type {type(place.item).__name__}", export)
     found = _second_call(first, updates, export) if updates else first
-    state = [place for place, tensors in first.found.writes.kept.items() if tensors and place in first.of_call]
-    if state:
-        _refuse_state(found, state, export)
+    of_call = first.of_call
+    if of_call:
+        _refuse_state(found, of_call, export)
     return found
 
 
-def _refuse_state(found: Exported, state: Sequence[Place], export: Export) -> None:
-    """Raise `CaptureError` if a call reads the tensors `state` that the call before kept."""
+def _refuse_state(found: Exported, of_call: Sequence[Place], export: Export) -> None:
+    """Raise `CaptureError` if a call reads the tensors `of_call` that the call before kept."""
     writes = found.found.writes
-    before = writes.numbers | writes.flags | {place: NumberUpdate(place, None, is_tensor=True) for place in state}
+    before = writes.numbers | writes.flags | {place: as_kept(place, value) for place, value in writes.kept.items()}
     try:
         reads = not alike(found, export(before.values()))
     except GraphPPError:
         reads = True
     if reads:
         raise CaptureError(
-            f"the forward keeps a tensor of one call in {', '.join(map(str, state[:3]))}, where there was none, and may read it in "
+            f"the forward keeps a tensor of one call in {', '.join(map(str, of_call[:3]))}, where there was none, and may read it in "
             "the next call: the graph would make it anew in every step. Register it as a buffer with a tensor of its shape. If "
             "only the first call makes it, run the forward once before graphpp.compile."
         )

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp._torch import pytree
 from graphpp._torch.parallel.sharded_tensor import placed_as
-from graphpp.capture.attributes.numbers import LostTensor, NumberUpdate, Place
+from graphpp.capture.attributes.numbers import NumberUpdate, Place
 from graphpp.errors import CaptureError
 
 _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
@@ -37,7 +36,7 @@ class AttributeWrites:
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[Place, NumberUpdate] = field(default_factory=dict)
     flags: dict[Place, NumberUpdate] = field(default_factory=dict)
-    kept: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
+    kept: dict[Place, Any] = field(default_factory=dict)
 
     @property
     def updates(self) -> dict[Place, NumberUpdate]:
@@ -63,7 +62,7 @@ def undo_writes(model: nn.Module, writes: AttributeWrites, updates: Iterable[Num
             if old is not None:
                 writes.buffers[fqn] = _new_value(fqn, old, new)
             elif new is not None:
-                writes.kept[Place(*fqn.rpartition(".")[::2])] = [new]
+                writes.kept[Place(*fqn.rpartition(".")[::2])] = new
         for store in stores:
             writes.replaced.update(store.replaced())
             writes.numbers.update(store.numbers())
@@ -161,14 +160,13 @@ class _Store:
                 place = self._place(key)
                 yield place, old, NumberUpdate(place, None if is_tensor else new, is_tensor)
 
-    def kept(self) -> Iterator[tuple[Place, list[torch.Tensor]]]:
-        """Attributes that were None and have a tensor or container now, or new items, with the tensors in them."""
+    def kept(self) -> Iterator[tuple[Place, Any]]:
+        """Attributes that were None and have a tensor or container now, or new items, with their values."""
         of_module = self._attribute is None
         for key, new in self._now().items():
             holds = isinstance(new, torch.Tensor | list | tuple | dict)
             if self._before.get(key) is None and (holds if of_module else key not in self._before):
-                tensors = [each for each in pytree.tree_leaves(new) if isinstance(each, torch.Tensor)]
-                yield self._place(key), [each for each in tensors if not isinstance(each, LostTensor)]
+                yield self._place(key), new
 
     def _has_changed(self) -> bool:
         now = self._now()
