@@ -191,6 +191,7 @@ def _constants_functional() -> Context:
     gets torch's wrapper, too, where an operator gets no other tensors. A write into the tensor itself raises.
     """
     original: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
+    written = vars(torch)["_functionalize_has_data_mutation"]
     wrappers: list[FunctionalTensor] = []
 
     def wrapped(leaves: list[Any]) -> list[Any]:
@@ -207,7 +208,7 @@ def _constants_functional() -> Context:
             with mode:
                 args, kwargs = pytree.tree_unflatten(wrapped(leaves), spec)
         found = original(mode, function, types, args, kwargs)
-        if function._schema.is_mutable and any(torch._functionalize_has_data_mutation(each.elem) for each in wrappers):
+        if function._schema.is_mutable and any(written(each.elem) for each in wrappers):
             raise RuntimeError(f"{function} writes into a tensor that is no input of the trace")
         return found
 

@@ -83,9 +83,9 @@ BY_VALUE = (
 )
 _RECURRENT = {modules.rnn.__file__, utils.rnn.__file__}  # which ask for values of packed sequences only
 _BY_PACKING = (
-    "A packed sequence has sizes that the lengths decide: run the recurrent layer on the padded batch. Its outputs are the same "
-    "at the steps before each end: mask the others by torch.arange(steps) < lengths[:, None], and read the last ones by "
-    "output[rows, lengths - 1]. The second direction of a bidirectional layer needs the rows reversed by their lengths (gather)."
+    "A packed sequence has sizes that the lengths decide: run the recurrent layer on the padded batch. Its outputs are the "
+    "same before each end: mask the others by torch.arange(steps) < lengths[:, None], and read the last ones by "
+    "output[rows, lengths - 1]. The second direction of a bidirectional layer needs the rows reversed by their lengths."
 )
 _BY_ASSERTION = (
     "An assertion about values cannot be part of a captured graph: leave it out, or check the batch before the step. "

@@ -26,7 +26,12 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.op
 
 
 def assign_roles(
-    traced: fx.GraphModule, model: nn.Module, given: Sequence[program.Input], results: Sequence[OutputRole | Place], *, training: bool
+    traced: fx.GraphModule,
+    model: nn.Module,
+    given: Sequence[program.Input],
+    results: Sequence[OutputRole | Place],
+    *,
+    training: bool,
 ) -> JointGraph:
     """Assign a role to every placeholder and result; a frozen parameter that the forward writes is a buffer.
 

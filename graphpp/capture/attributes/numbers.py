@@ -43,8 +43,9 @@ class NumberUpdate:
         """Set the attribute as an eager call does; returns whether its value changed."""
         fqn, attribute, item = self.place
         module = model.get_submodule(fqn)
-        own = module._buffers if attribute in module._buffers else vars(module)
-        holder, key = (own, attribute) if item is None else (own[attribute], item)
+        own: dict[str, Any] = module._buffers if attribute in module._buffers else vars(module)
+        holder: Any = own if item is None else own[attribute]
+        key = attribute if item is None else item
         if isinstance(holder, list) and item == len(holder):  # a call adds the item
             holder.append(None)
         if item is None:

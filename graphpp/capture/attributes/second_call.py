@@ -4,10 +4,10 @@ Contract: a graph has the numbers of one call. The second call is traced with th
 the same graph and leaves the same numbers, so does every later call, and the model is accepted (Swin, for instance, clamps its
 window to the image size). Otherwise `CaptureError` names the numbers and the lines that change them.
 
-Flags (bool, text, None) count as numbers, unless the first call also keeps a tensor in an attribute or buffer that was None. The
-graph makes this tensor in each call, and a step changes neither the flags nor the attribute. That is right for a cache of what
-is computed from sizes, buffers and frozen parameters. If the tensor depends on more, the call must not read it from the call
-before: a second call in which each use of the tensor raises must have the same graph, or `CaptureError` names the attribute.
+Flags (bool, text, None) count as numbers, unless the first call also keeps a tensor in an attribute or buffer that was None.
+The graph makes this tensor in each call, and a step changes neither the flags nor the attribute. That is right for a cache of
+what is computed from sizes, buffers and frozen parameters. If the tensor depends on more, the call must not read it from the
+call before: a second call in which each use of the tensor raises must have the same graph. Else `CaptureError` names it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _refuse_state(found: Exported, of_call: Sequence[Place], export: Export) -> 
         reads = True
     if reads:
         raise CaptureError(
-            f"the forward keeps a tensor of one call in {', '.join(map(str, of_call[:3]))}, where there was none, and may read it in "
-            "the next call: the graph would make it anew in every step. Register it as a buffer with a tensor of its shape. If "
-            "only the first call makes it, run the forward once before graphpp.compile."
+            f"the forward keeps a tensor of one call in {', '.join(map(str, of_call[:3]))}, where there was none, and may read "
+            "it in the next call: the graph would make it anew in every step. Register it as a buffer with a tensor of its "
+            "shape. If only the first call makes it, run the forward once before graphpp.compile."
         )
 
 

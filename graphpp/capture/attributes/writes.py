@@ -30,7 +30,7 @@ _NUMBERS, _FLAGS = (int, float), (bool, str, type(None))
 
 @dataclass
 class AttributeWrites:
-    """The writes of one forward: new values of buffers, old tensors of other attributes, new numbers and flags, kept tensors."""
+    """The writes of one forward: new values of buffers, old tensors of other attributes, numbers and flags, kept tensors."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
