@@ -39,7 +39,6 @@ class FunctionCall:
     leaves: Sequence[Any]
     spec: pytree.TreeSpec
     place: str
-    grad_enabled: bool
     returned: Any = None
 
     def run(self, tensors: Iterable[torch.Tensor]) -> Any:
@@ -77,10 +76,10 @@ class FunctionCalls:
             raise _lost_backward("a custom autograd.Function", user_line())
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward that `apply` runs: one that records the call, or `own` if the call is not to be recorded."""
+        """The forward that `apply` runs: one that records the call, or `own`, as without gradients."""
         is_applied, self._applying = self._applying is function, None
         kept = function.__module__.startswith(autograd.KEPT_FUNCTIONS)
-        if not is_applied or self._inside or kept or autograd.dynamo_is_reading():
+        if not is_applied or not self._grad_enabled or self._inside or kept or autograd.dynamo_is_reading():
             return own
         with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
 
@@ -95,7 +94,7 @@ class FunctionCalls:
     def _record(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator in place of a Function; returns the Function's results with the operator's tensors."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        call = FunctionCall(function, leaves, spec, user_line(), self._grad_enabled)
+        call = FunctionCall(function, leaves, spec, user_line())
         self.applied.append(call)
         results = iter(_OPERATOR(list(filter(_is_traced, leaves)), len(self.applied) - 1))
         return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
@@ -151,8 +150,7 @@ class _FunctionModule(nn.Module):
         self._call = call
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.set_grad_enabled(self._call.grad_enabled):
-            leaves = pytree.tree_flatten(self._call.run(tensors))[0]
+        leaves = pytree.tree_flatten(self._call.run(tensors))[0]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

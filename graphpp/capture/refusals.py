@@ -76,12 +76,6 @@ def check_modules(model: nn.Module) -> None:
                 f"{name} is a TorchScript module, which torch.export cannot trace: use the module that it was made from."
             )
         tensors = (*module._parameters.values(), *module._buffers.values())
-        quantised = next((type(each) for each in tensors if type(each).__module__.startswith("bitsandbytes.")), None)
-        if quantised is not None:
-            raise CaptureError(
-                f"{name} has a {quantised.__name__} of bitsandbytes, whose forward writes into tensors that no graph sees: "
-                "quantise the base by torchao (int8, int4 or NF4), which trains under LoRA."
-            )
         if any(isinstance(each, UninitializedParameter | UninitializedBuffer) for each in tensors):
             raise CaptureError(f"{name} is lazy, its parameters have no shapes yet: run the model once before graphpp.compile.")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -223,8 +217,9 @@ _requires_grad_ = torch.Tensor.requires_grad_
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if is_user_file(caller().co_filename):
         raise CaptureError(
-            f"the forward assigns to .data at {user_line()}: the captured graph would not see it. "
-            "Copy into a buffer (buffer.copy_(new)), or assign the buffer itself."
+            f"the forward assigns to .data at {user_line()}: the captured graph would not see it. Copy into a buffer "
+            "(buffer.copy_(new)), or assign the buffer itself. Of a library's layers use others: bitsandbytes' Linear4bit "
+            "trains where its Linear8bitLt assigns to .data."
         )
     _DATA.__set__(tensor, value)
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import descriptors
+from graphpp.capture.attributes.numbers import Place
 from graphpp.capture.source_lines import MODEL, module_calls, source_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -25,7 +26,12 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.op
 
 
 def assign_roles(
-    traced: fx.GraphModule, model: nn.Module, given: Sequence[program.Input], results: Sequence[OutputRole], *, training: bool
+    traced: fx.GraphModule,
+    model: nn.Module,
+    given: Sequence[program.Input],
+    results: Sequence[OutputRole | Place],
+    *,
+    training: bool,
 ) -> JointGraph:
     """Assign a role to every placeholder and result; a frozen parameter that the forward writes is a buffer.
 
@@ -139,7 +145,7 @@ def _input_role(desc: Any, state: _State, given: Sequence[program.Input]) -> Inp
     raise CaptureError(f"the trace has an input that graphpp does not know: {desc!r}. Please report the model.")
 
 
-def _named_outputs(graph: fx.Graph, state: _State, results: Sequence[OutputRole]) -> list[tuple[OutputRole, fx.Node]]:
+def _named_outputs(graph: fx.Graph, state: _State, results: Sequence[OutputRole | Place]) -> list[tuple[OutputRole, fx.Node]]:
     """The results by role; if a buffer was written in place and then assigned, the assigned value."""
     end = graph.output_node()
     outputs: dict[OutputRole, fx.Node] = {}
@@ -148,6 +154,8 @@ def _named_outputs(graph: fx.Graph, state: _State, results: Sequence[OutputRole]
         if not isinstance(node, fx.Node):
             continue
         role = _output_role(desc, state, results)
+        if isinstance(role, Place):  # kept by the forward, which the capture has looked at
+            continue
         if isinstance(role, program.Gradient):
             gradients[role] = _sum(graph, gradients[role], node) if role in gradients else node
         else:
@@ -162,7 +170,7 @@ def _original(node: fx.Node) -> fx.Node:
     return node
 
 
-def _output_role(desc: Any, state: _State, results: Sequence[OutputRole]) -> OutputRole:
+def _output_role(desc: Any, state: _State, results: Sequence[OutputRole | Place]) -> OutputRole | Place:
     """Raises `CaptureError` for an in-place write into a tensor that is neither a buffer nor a frozen parameter."""
     if isinstance(desc, descriptors.PlainAOTOutput):
         returned = results[desc.idx]

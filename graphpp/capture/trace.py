@@ -31,7 +31,7 @@ from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, w
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
 from graphpp.capture.attributes.exported import Exported, TraceResults
-from graphpp.capture.attributes.numbers import NumberUpdate
+from graphpp.capture.attributes.numbers import NumberUpdate, Place, tensors_in
 from graphpp.capture.attributes.second_call import same_in_every_call
 from graphpp.capture.attributes.writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
@@ -191,10 +191,13 @@ class TracedStep(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> Any:
         found, traced = self.found, self.objects.traced
         with self.objects.in_use(), undo_writes(self.model, found.writes, self.updates):
-            results = [(role, traced(value)) for role, value in self._results(tensors)]
+            results: list[tuple[OutputRole | Place, Any]] = [(role, traced(value)) for role, value in self._results(tensors)]
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
+        kept = ((place, x) for place, value in found.writes.kept.items() for x in tensors_in(value))
+        results += [(place, traced(x).detach().clone()) for place, x in kept]
         found.results = tuple(role for role, _ in results)
-        return tuple(part_of_dtensor(x) if isinstance(role, program.BufferUpdate) else gathered(x) for role, x in results)
+        local = program.BufferUpdate | Place
+        return tuple(part_of_dtensor(x) if isinstance(role, local) else gathered(x) for role, x in results)
 
     def _results(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[OutputRole, torch.Tensor]]:
         loss, example, training = self.inputs

@@ -3,7 +3,7 @@
 - `LentMemory.like(tensor, fqn)` is a tensor without memory. Inside the context, the first operator that takes the tensor
   allocates its memory; `give_back` frees all of it.
 - Another rank's tensor starts unwritten (`unwritten.py`). An operator that reads it before one fills it raises `GraphPPError`;
-  views and in-place changes do not count as reads.
+  views and in-place changes do not count as reads. A copy of it, such as `tensor.float()`, is unwritten like the tensor.
 - A parameter that `dp_shard` or `tp` shards (`ShardValues`) keeps this rank's part when freed; the next touch gathers the whole
   value. All ranks of the mesh must touch such parameters in the same order.
 """
@@ -27,6 +27,7 @@ from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters
 from graphpp.runtime.released import like
 
+_COPIES = ("_to_copy", "clone")
 _FILLS = ("fill_", "zero_", "copy_")  # these, and random operators, overwrite their whole first argument
 
 
@@ -71,6 +72,7 @@ class LentMemory(DispatchMode):
         self._lent: dict[torch.UntypedStorage, tuple[int, str, torch.Tensor]] = {}  # bytes, FQN and the tensor
         self._used: list[torch.UntypedStorage] = []
         self._filled: dict[torch.UntypedStorage, bool] = {}  # True: whole, False: in part
+        self._copies: list[torch.UntypedStorage] = []  # of tensors that are in `_lent`, too
 
     def like(self, tensor: torch.Tensor, fqn: str) -> torch.Tensor:
         """A tensor with the class, shape, strides, dtype and attributes of `tensor`, without memory."""
@@ -93,18 +95,30 @@ class LentMemory(DispatchMode):
                 storage.resize_(0)
         self._used.clear()
         self._filled.clear()
+        for storage in self._copies:
+            del self._lent[storage]
+        self._copies.clear()
         trim_after(freed if self._device.type == "cpu" else 0)
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        copied = ""
         for leaf in tree_flatten((args, kwargs))[0]:
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.untyped_storage() in self._lent:
-                self._lend(leaf, operator, changed=operator._schema.is_mutable and leaf is args[0])
-        return operator(*args, **(kwargs or {}))
+                copied = self._lend(leaf, operator, changed=operator._schema.is_mutable and leaf is args[0])
+        found = operator(*args, **(kwargs or {}))
+        if copied:
+            poison(found)
+            self._lent[found.untyped_storage()] = found.untyped_storage().nbytes(), copied, found
+            self._copies.append(found.untyped_storage())
+        return found
 
-    def _lend(self, tensor: torch.Tensor, operator: Any, *, changed: bool) -> None:
-        """Allocate the memory of an operator's argument; `changed`: the operator changes it in place."""
+    def _lend(self, tensor: torch.Tensor, operator: Any, *, changed: bool) -> str:
+        """Allocate the memory of an operator's argument; returns its FQN if the operator copies it unwritten.
+
+        `changed`: the operator changes it in place.
+        """
         storage, name = tensor.untyped_storage(), operator.overloadpacket.__name__
         size, fqn, own = self._lent[storage]
         shards = self._shards if self._shards is not None and fqn in self._shards else None
@@ -117,13 +131,14 @@ class LentMemory(DispatchMode):
         whole = self._filled.get(storage)
         if fills:
             self._filled[storage] = whole or tensor.nbytes == size
-            return
+            return ""
         unwritten = shards is None and not changed and (whole is None or (not whole and poisoned(tensor)))
-        if unwritten and not _is_blank(operator, name):
+        if unwritten and not _is_blank(operator, name) and name not in _COPIES:
             raise GraphPPError(
-                f"{name} takes values from {fqn}, which another rank holds and another call has written: tie the parameters, "
+                f"{name} takes values from {fqn}, which another rank holds and this call has not written: tie the parameters, "
                 "or write the tensor first in the same call"
             )
+        return fqn if unwritten and name in _COPIES else ""
 
 
 def _is_blank(operator: Any, name: str) -> bool:

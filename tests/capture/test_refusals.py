@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Net(nn.Module):
-    """Two layers, a buffer, and trainable tensors that are no parameters of the module."""
+    """Two layers, a buffer, a plain tensor, and trainable tensors that are no parameters of the module."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.listed = [nn.Parameter(torch.ones(WIDTH))]
-        self.loose = torch.ones(WIDTH, requires_grad=True)
+        self.loose, self.table = torch.ones(WIDTH, requires_grad=True), torch.arange(float(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -78,14 +78,40 @@ def assigning_data(net: Net, x: Tensor) -> Tensor:
     return net.second(net.first(x)) + net.mean
 
 
+class ByConstant(torch.autograd.Function):
+    """Writes into a result of a constant in an object, as the 4-bit layers of quantisation libraries do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: list[Tensor]) -> Tensor:
+        ctx.state = state
+        return x * scale_of(state[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * scale_of(ctx.state[0]), None
+
+
+def scale_of(table: Tensor) -> Tensor:
+    scale = table * 2
+    scale += 1
+    scale[0] = 5.0
+    return scale
+
+
 AS_EAGER = {
+    "writing into a result of a constant": lambda net, x: net.second(net.first(x) * scale_of(net.table)),
+    "writing into a result of a constant in a Function": lambda net, x: net.second(ByConstant.apply(net.first(x), [net.table])),
     "inference mode": under_inference_mode,
     "inference mode as decorator": lambda net, x: net.second(net.first(x)) + decorated(net, x).clone(),
     "reading data": reading_data,
     "writing into data of a buffer": writing_into_data_of_a_buffer,
     "requires_grad_ of a value that has it": lambda net, x: net.second(net.first(x).requires_grad_()),
 }
+BY_WRITE = rf"(?s) at {__file__}:.*write into a clone\(\) of it"
 REFUSED = {
+    "writing into a constant": (lambda net, x: net.second(net.first(x) + net.table.add_(1)), BY_WRITE),
+    "writing into a view of a constant": (lambda net, x: net.first(x) + net.table[1:].add_(1).sum(), BY_WRITE),
+    "writing into a constant by a value": (lambda net, x: net.first(x) + net.table.add_(x.sum(0)), BY_WRITE),
     "parameter in a list": (lambda net, x: net.second(net.first(x) * net.listed[0]), r"shape \[4\] that requires grad"),
     "leaf in an attribute": (lambda net, x: net.second(net.first(x) * net.loose), r"shape \[4\] that requires grad"),
     "hook on an autograd node": (node_hook, rf"grad_fn\) at {__file__}"),

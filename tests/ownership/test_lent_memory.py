@@ -61,7 +61,8 @@ READS = {
     "index by a tensor": lambda tensor: tensor[torch.tensor([0])],
     "argument of a change in place": lambda tensor: torch.empty(2).add_(tensor),
     "copy": lambda tensor: torch.empty(2).copy_(tensor),
-    "conversion": lambda tensor: tensor.double(),
+    "conversion": lambda tensor: tensor.double()[1:].sum(),
+    "copy of a conversion": lambda tensor: torch.ones(2).copy_(tensor.bfloat16().clone()),
 }
 
 
@@ -89,3 +90,15 @@ def test_a_part_that_is_filled_can_be_read_and_no_other() -> None:
             tensor.sum()
         tensor[1].fill_(4)
         assert tensor.sum() == 7
+
+
+def test_a_copy_may_be_filled_and_written_back() -> None:
+    lent = LentMemory(CPU)
+    tensor = lent.like(torch.empty(2, dtype=torch.bfloat16, device="meta"), "layer.weight")
+    with lent:
+        copy = tensor.float()
+        nn.init.trunc_normal_(copy, std=0.02)
+        assert tensor.copy_(copy).float().abs().sum() > 0
+        lent.give_back()
+        with pytest.raises(GraphPPError, match=r"takes values from layer\.weight, .* this call has not written"):
+            tensor.float().sum()

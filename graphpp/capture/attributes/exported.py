@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import pytree
+from graphpp._torch import descriptors, pytree
 from graphpp._torch.symbols import SYMBOLIC
 from graphpp.batch.microbatch import is_plain_data
 from graphpp.capture.activation_checkpoints import CheckpointedCalls
+from graphpp.capture.attributes.numbers import Place
 from graphpp.capture.attributes.writes import AttributeWrites
 from graphpp.capture.autograd_functions import FunctionCalls
+from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers
 from graphpp.runtime.program import OutputRole
 
 
@@ -28,7 +30,7 @@ from graphpp.runtime.program import OutputRole
 class TraceResults:
     """Facts recorded while the forward runs."""
 
-    results: tuple[OutputRole, ...] = ()
+    results: tuple[OutputRole | Place, ...] = ()
     output_spec: pytree.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
     writes: AttributeWrites = field(default_factory=AttributeWrites)
@@ -44,19 +46,46 @@ class Exported:
     found: TraceResults
     inputs: tuple[torch.Tensor, ...]
 
+    @property
+    def of_call(self) -> list[Place]:
+        """The places whose kept tensors depend on arguments, trained parameters or random numbers, not only on their sizes."""
+        output = self.module.graph.output_node()
+        values: Any = output.args[0]
+        if "desc" in output.meta:  # a joint graph
+            pairs = zip(output.meta["desc"], values, strict=True)
+            values = [node for desc, node in pairs if isinstance(desc, descriptors.PlainAOTOutput)]
+        roles = zip(self.found.results, values, strict=True)
+        return [role for role, node in roles if isinstance(role, Place) and _depends(self.module, node)]
+
+
+def _depends(module: fx.GraphModule, node: fx.Node) -> bool:
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        source = pending.pop()
+        held = attrgetter(str(source.target))(module) if source.op == "get_attr" else None
+        trains = isinstance(held, torch.Tensor) and held.requires_grad
+        given = source.op == "placeholder" and not isinstance(source.meta.get("desc"), descriptors.BufferAOTInput)
+        if given or trains or draws_random_numbers(source.target, source.args, source.kwargs):
+            return True
+        inputs = [each for each in source.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor | None)]
+        pending += [each for each in inputs if each not in seen]
+        seen.update(inputs)
+    return False
+
 
 def alike(one: Exported, other: Exported) -> bool:
-    if (one.found.results, one.found.output_spec) != (other.found.results, other.found.output_spec):
+    if one.found.output_spec != other.found.output_spec:
         return False
     parts, others = ([*_outside(each), *_graph(each.module)] for each in (one, other))
     return len(parts) == len(others) and all(map(_same, parts, others))
 
 
 def _outside(exported: Exported) -> Iterator[Any]:
-    """Compared data that no node has: plain data in the output, custom Functions and their non-tensor arguments."""
+    """Compared data that no node has: roles, plain data in the output, custom Functions and their non-tensor arguments."""
+    yield repr([None if isinstance(role, Place) else role for role in exported.found.results])  # a list's next item
     yield from exported.found.output_leaves
     for call in exported.functions.applied:
-        yield from (call.function, call.grad_enabled, str(call.spec))
+        yield from (call.function, str(call.spec))
         yield from (None if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from graphpp._torch import pytree
 from graphpp._torch.tensor_subclass import made
 from graphpp.capture.source_lines import user_line
 from graphpp.errors import GraphPPError
@@ -35,15 +36,22 @@ class NumberUpdate:
     """The value of an attribute after each call of a captured graph; `is_tensor`: a tensor of unknown value."""
 
     place: Place
-    value: int | float | str | None
+    value: Any  # a number, a flag, or what `as_kept` makes
     is_tensor: bool = False
 
     def apply(self, model: nn.Module) -> bool:
         """Set the attribute as an eager call does; returns whether its value changed."""
         fqn, attribute, item = self.place
         module = model.get_submodule(fqn)
-        holder, key = (vars(module), attribute) if item is None else (vars(module)[attribute], item)
-        present = getattr(module, attribute, None) if item is None else holder[item]  # the class may have the attribute
+        own: dict[str, Any] = module._buffers if attribute in module._buffers else vars(module)
+        holder: Any = own if item is None else own[attribute]
+        key = attribute if item is None else item
+        if isinstance(holder, list) and item == len(holder):  # a call adds the item
+            holder.append(None)
+        if item is None:
+            present = getattr(module, attribute, None)  # the class may have the attribute
+        else:
+            present = holder.get(item) if isinstance(holder, dict) else holder[item]
         value = _lost_tensor(str(self.place)) if self.is_tensor else self.value
         if type(present) is type(value) and repr(present) == repr(value):
             return False
@@ -52,6 +60,17 @@ class NumberUpdate:
 
     def written(self) -> list[Any]:
         return [*self.place, self.value, self.is_tensor]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, without lost ones."""
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor) and not isinstance(x, LostTensor)]
+
+
+def as_kept(place: Place, value: Any) -> NumberUpdate:
+    """The value that a call keeps, with lost tensors in place of its tensors."""
+    lost = _lost_tensor(str(place))
+    return NumberUpdate(place, pytree.tree_map(lambda x: lost if isinstance(x, torch.Tensor) else x, value))
 
 
 def read_update(written: list[Any]) -> NumberUpdate:

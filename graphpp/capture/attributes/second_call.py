@@ -4,21 +4,23 @@ Contract: a graph has the numbers of one call. The second call is traced with th
 the same graph and leaves the same numbers, so does every later call, and the model is accepted (Swin, for instance, clamps its
 window to the image size). Otherwise `CaptureError` names the numbers and the lines that change them.
 
-Flags (bool, text, None) count as numbers, unless the first call also makes a cache. The traced second call does not have the
-cache, so these flags are ignored, and a step does not change them.
+Flags (bool, text, None) count as numbers, unless the first call also keeps a tensor in an attribute or buffer that was None.
+The graph makes this tensor in each call, and a step changes neither the flags nor the attribute. That is right for a cache of
+what is computed from sizes, buffers and frozen parameters. If the tensor depends on more, the call must not read it from the
+call before: a second call in which each use of the tensor raises must have the same graph. Else `CaptureError` names it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.attributes.exported import Exported, alike
-from graphpp.capture.attributes.numbers import NumberUpdate, Place
+from graphpp.capture.attributes.numbers import NumberUpdate, Place, as_kept
 from graphpp.capture.source_lines import user_line
 from graphpp.errors import CaptureError, GraphPPError
 
@@ -37,7 +39,27 @@ def same_in_every_call(first: Exported, export: Export) -> Exported:
             raise _refusal([place], f"it becomes {type(update.value).__name__}", export)
         if not isinstance(place.item, int | str | None):
             raise _refusal([place], f"its key is of the type {type(place.item).__name__}", export)
-    return _second_call(first, updates, export) if updates else first
+    found = _second_call(first, updates, export) if updates else first
+    of_call = first.of_call
+    if of_call:
+        _refuse_state(found, of_call, export)
+    return found
+
+
+def _refuse_state(found: Exported, of_call: Sequence[Place], export: Export) -> None:
+    """Raise `CaptureError` if a call reads the tensors `of_call` that the call before kept."""
+    writes = found.found.writes
+    before = writes.numbers | writes.flags | {place: as_kept(place, value) for place, value in writes.kept.items()}
+    try:
+        reads = not alike(found, export(before.values()))
+    except GraphPPError:
+        reads = True
+    if reads:
+        raise CaptureError(
+            f"the forward keeps a tensor of one call in {', '.join(map(str, of_call[:3]))}, where there was none, and may read "
+            "it in the next call: the graph would make it anew in every step. Register it as a buffer with a tensor of its "
+            "shape. If only the first call makes it, run the forward once before graphpp.compile."
+        )
 
 
 def _second_call(first: Exported, updates: dict[Place, NumberUpdate], export: Export) -> Exported:
@@ -57,7 +79,7 @@ def _second_call(first: Exported, updates: dict[Place, NumberUpdate], export: Ex
 
 def _refusal(places: Iterable[Place], why: str, export: Export) -> CaptureError:
     lines = _lines_of_writes(export)
-    names = ", ".join(f"{place}{lines.get(place.attribute, '')}" for place in places)
+    names = ", ".join(f"{place}{lines.get(place.attribute, '')}" for place in [*places][:3])
     return CaptureError(
         f"the forward changes {names}, and {why}: the graph would repeat the first call in every step. Make it a tensor, and "
         "register it as a buffer. If only the first call differs, run the forward once before graphpp.compile."

@@ -5,8 +5,8 @@ raised. `AttributeWrites` then has
 - the new values of buffers, which the trace returns as additional results (export drops most assignments to buffers);
 - the replaced tensors that are no buffers; `refuse_stale` refuses them as constants of the graph;
 - the changed numbers and flags (bool, text or None), about which `second_call.py` decides;
-- whether the forward made a cache that the next call may read: a tensor in an attribute that had none, or new items of a list
-  or dict, such as hooks.
+- what the forward keeps and the next call may read: tensors and containers in attributes and buffers that were None, and new
+  items of a list or dict, such as hooks (`second_call.py` decides, too).
 `refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and replaced tensors.
 """
 
@@ -30,18 +30,18 @@ _NUMBERS, _FLAGS = (int, float), (bool, str, type(None))
 
 @dataclass
 class AttributeWrites:
-    """The writes of one forward: new values of buffers, old tensors of other attributes, new numbers and flags."""
+    """The writes of one forward: new values of buffers, old tensors of other attributes, numbers and flags, kept tensors."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[Place, NumberUpdate] = field(default_factory=dict)
     flags: dict[Place, NumberUpdate] = field(default_factory=dict)
-    caches: bool = False
+    kept: dict[Place, Any] = field(default_factory=dict)
 
     @property
     def updates(self) -> dict[Place, NumberUpdate]:
-        """The numbers; without caches also the flags."""
-        return self.numbers if self.caches else self.numbers | self.flags
+        """The numbers; if nothing is kept also the flags."""
+        return self.numbers if self.kept else self.numbers | self.flags
 
     def refuse_stale(self, constants: Iterable[torch.Tensor]) -> None:
         ids = {id(constant) for constant in constants}
@@ -59,12 +59,15 @@ def undo_writes(model: nn.Module, writes: AttributeWrites, updates: Iterable[Num
     with _restored(model, updates) as (buffers, stores):
         yield
         for fqn, old, new in _assigned(buffers):
-            writes.buffers[fqn] = _new_value(fqn, old, new)
+            if old is not None:
+                writes.buffers[fqn] = _new_value(fqn, old, new)
+            elif new is not None:
+                writes.kept[Place(*fqn.rpartition(".")[::2])] = new
         for store in stores:
             writes.replaced.update(store.replaced())
             writes.numbers.update(store.numbers())
             writes.flags.update(store.flags())
-            writes.caches |= store.has_cache()
+            writes.kept.update(store.kept())
 
 
 @contextlib.contextmanager
@@ -110,16 +113,11 @@ def _restored(model: nn.Module, updates: Iterable[NumberUpdate] = ()) -> Iterato
             store.restore()
 
 
-def _assigned(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+def _assigned(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
     """FQN, old and new tensor of each reassigned buffer."""
     for prefix, now, before in buffers:
         for key, old in before.items():
             new = now.get(key)
-            if old is None and new is not None:
-                raise CaptureError(
-                    f"the buffer {prefix}{key} is None, and the forward assigns a tensor: every step would find None again. "
-                    "Register it with a tensor of its shape."
-                )
             if new is not old:
                 yield prefix + key, old, new
 
@@ -149,9 +147,9 @@ class _Store:
         return {place: new for place, old, new in self._changed() if type(old) in _NUMBERS}
 
     def flags(self) -> dict[Place, NumberUpdate]:
-        """The bools, texts and Nones that changed to another of these."""
+        """The bools, texts and Nones that changed to another of these or to a number."""
         changed = ((place, old, new) for place, old, new in self._changed() if not new.is_tensor)
-        return {place: new for place, old, new in changed if type(old) in _FLAGS and type(new.value) in _FLAGS}
+        return {place: new for place, old, new in changed if type(old) in _FLAGS and type(new.value) in (*_FLAGS, *_NUMBERS)}
 
     def _changed(self) -> Iterator[tuple[Place, Any, NumberUpdate]]:
         now = self._now()
@@ -162,12 +160,13 @@ class _Store:
                 place = self._place(key)
                 yield place, old, NumberUpdate(place, None if is_tensor else new, is_tensor)
 
-    def has_cache(self) -> bool:
-        """Whether an attribute that was None has a tensor or container now, or a list or dict has new items."""
-        if self._attribute is not None:
-            return bool(self._now().keys() - self._before.keys())
-        holders = (torch.Tensor, list, tuple, dict)
-        return any(isinstance(new, holders) and self._before.get(key) is None for key, new in self._held.items())
+    def kept(self) -> Iterator[tuple[Place, Any]]:
+        """Attributes that were None and have a tensor or container now, or new items, with their values."""
+        of_module = self._attribute is None
+        for key, new in self._now().items():
+            holds = isinstance(new, torch.Tensor | list | tuple | dict)
+            if self._before.get(key) is None and (holds if of_module else key not in self._before):
+                yield self._place(key), new
 
     def _has_changed(self) -> bool:
         now = self._now()

@@ -106,3 +106,109 @@ def test_a_flag_that_decides_nothing_is_accepted(kind: type[Flagged], ready: boo
     expected = float(torch.stack([F.mse_loss(plain(part), part) for part in X.split(3)]).mean().detach())
     assert trained(model) == pytest.approx([expected] * 2, rel=1e-6)
     assert model.ready is ready
+
+
+class Kept(Flagged):
+    """Attributes, a buffer and containers that have no tensor before the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", None, persistent=False)
+        self.held: Any = None
+        self.table, self.listed = dict[Any, Tensor](), list[Tensor]()
+
+
+class BiasBySize(Kept):
+    """As the ALiBi of x-transformers: a buffer that grows with the input."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.bias is None or self.bias.shape[0] < len(x):
+            self.register_buffer("bias", torch.arange(float(len(x)))[:, None], persistent=False)
+        return x - self.bias[: len(x)]
+
+
+class TablesOfBuffers(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        if self.held is None:
+            self.held = (self.mean + torch.arange(4.0)).cos(), self.mean.exp()
+        if len(x) not in self.table:
+            self.table[len(x)] = torch.arange(float(len(x)))[:, None]
+        return x * self.held[0] + self.held[1] * self.table[len(x)]
+
+
+class Overwritten(Kept):
+    """Leaves tensors of the call that only this call reads."""
+
+    def between(self, x: Tensor) -> Tensor:
+        self.held, self.table["last"], self.bias = (x, x.mean()), x.sum(0), x.mean(0).detach()
+        self.listed.clear()
+        self.listed += [x.sum(), x.mean()]
+        return x + self.held[1] + self.table["last"] + self.bias + sum(self.listed)
+
+
+class Appended(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        self.listed.append(x.detach())
+        return x
+
+
+class Average(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        self.held = x.mean() if self.held is None else (x.mean() + self.held) / 2
+        return x - self.held
+
+
+class FirstInABuffer(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        self.bias = x.mean(0).detach() if self.bias is None else self.bias
+        return x - self.bias
+
+
+class FirstByAFlag(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.held, self.ready = x.mean(0), True
+        return x - self.held
+
+
+class FirstInADict(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        return x - self.table.setdefault("first", x.mean(0))
+
+
+class Sum(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        self.listed.append(x.mean(0))
+        return x - sum(self.listed)
+
+
+class OneDraw(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        self.held = torch.randn(4) if self.held is None else self.held
+        return x * self.held
+
+
+class FirstLength(Kept):
+    def between(self, x: Tensor) -> Tensor:
+        before, self.held = self.held, 0.5
+        return x if before is None else x * before
+
+
+@pytest.mark.parametrize("kind", [BiasBySize, TablesOfBuffers, Overwritten, Appended])
+def test_a_cache_and_an_overwritten_tensor_are_accepted(kind: type[Kept]) -> None:
+    model, plain = kind(), kind()
+    expected = float(torch.stack([F.mse_loss(plain(part), part) for part in X.split(3)]).mean().detach())
+    assert trained(model) == pytest.approx([expected] * 2, rel=1e-6)
+    assert (model.bias, model.held, model.table, model.listed) == (None, None, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [(Average, "held"), (FirstInABuffer, "bias"), (FirstByAFlag, "held"), (FirstInADict, "table.first"), (Sum, "listed.0"),
+     (OneDraw, "held"), (FirstLength, "held")],
+)  # fmt: skip
+def test_a_value_that_the_next_call_reads_is_refused(kind: type[Kept], place: str) -> None:
+    model = kind()
+    with pytest.raises(graphpp.CaptureError, match=f"(?s) {place}.*run the forward once before"):
+        trained(model)
+    assert (model.bias, model.held, model.table, model.listed) == (None, None, {}, [])
