@@ -149,7 +149,7 @@ class Watch:
             yield from walk.items((of, space.get("__name__"), name), space[name], (space, name))
 
     def _tensors(self) -> dict[int, Path]:
-        """The paths of parameters and buffers, by `id`: an attribute with one is compared by its name, as release replaces it."""
+        """The paths of parameters and buffers, by `id`: in attributes they count by name, for a release replaces them."""
         named = ((at, store) for at, each in enumerate(self.modules) for store in (each._parameters, each._buffers))
         return {id(tensor): (at, name) for at, store in named for name, tensor in store.items() if tensor is not None}
 
