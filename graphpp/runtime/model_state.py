@@ -75,10 +75,7 @@ class ModelState:
         return sum(local_tensor(tensor).nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
 
     def exchange(self, new: Mapping[int, torch.Tensor]) -> None:
-        """Replace tensors, under all names, in lists that are module attributes, and in weak references there.
-
-        `new`: by the `id` of the old tensor.
-        """
+        """Replace tensors under all names, in lists of modules, and in weak references. `new`: by the old tensor's `id`."""
         for module in self._model.modules():
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
