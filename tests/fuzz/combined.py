@@ -27,7 +27,7 @@ from tests.fuzz.layers import ROUNDED, TIED
 from tests.fuzz.one_process import Numbers, Tensors, batch, cut, loss_of, model, sgd, train_alone, weights_of
 from tests.training import Captures, capturing_once
 
-PATIENCE, ROUNDING = 60.0, 5e-5
+PATIENCE, ROUNDING = 180.0, 5e-5
 GROUPS = {"memory": graphpp.Memory, "gradients": graphpp.Gradients, "parallel": graphpp.Parallel, "debug": graphpp.Debug}
 _captures: Captures = {}
 
