@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,15 +75,15 @@ class ModelState:
         return sum(local_tensor(tensor).nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
 
     def exchange(self, new: Mapping[int, torch.Tensor]) -> None:
-        """Replace tensors, under all names and in lists that are module attributes. `new`: by the `id` of the old tensor."""
+        """Replace tensors under all names, in lists of modules, and in weak references. `new`: by the old tensor's `id`."""
         for module in self._model.modules():
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
                     if id(tensor) in new:
                         store[name] = new[id(tensor)]  # type: ignore[assignment]
             for kept in vars(module).values():
-                if type(kept) is list and any(id(each) in new for each in kept):  # the flat weights of recurrent modules
-                    kept[:] = [new.get(id(each), each) for each in kept]
+                if type(kept) is list:  # such as the flat weights of recurrent modules, and weak references to them
+                    kept[:] = [_exchanged(each, new) for each in kept]
 
     def check_memory(self, fqns: Iterable[str]) -> None:
         """Raise `GraphPPError` if one of these tensors is on the meta device."""
@@ -165,6 +166,13 @@ def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The module's own parameters and buffers by attribute name. A wrapping model may list them under other FQNs."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def _exchanged(kept: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    """The item of a list, or a weak reference to a tensor, with the new tensor."""
+    if type(kept) is weakref.ref:
+        return weakref.ref(new[id(kept())]) if id(kept()) in new else kept
+    return new.get(id(kept), kept)
 
 
 def _can_hold(old: torch.Tensor, new: torch.Tensor) -> bool:

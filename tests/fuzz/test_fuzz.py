@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from graphpp.errors import CaptureError
-from tests.distributed import run_ranks
 from tests.exhaustive import PROGRAMS
-from tests.fuzz.harness import Cut, Numbers, captured, compare, cuts, differences, run_eager, run_uncut, uncut_by_count
-from tests.fuzz.meshes import OnMesh, Ran, on_meshes, run_alone, run_on_mesh, starts
-from tests.fuzz.operations import DRAWS, MISPREDICTED, WRITES
+from tests.fuzz.harness import Cut, captured, compare, cuts, differences, run_eager, run_uncut, uncut_by_count
+from tests.fuzz.operations import DRAWS, WRITES
 from tests.fuzz.programs import Net, Program, programs
 
 SEED = int(os.environ.get("GRAPHPP_FUZZ_SEED", "0"))
@@ -66,40 +64,3 @@ def test_uncut_graphs_are_close_to_eager(program: Program) -> None:
     if not _has(program, DRAWS):
         found = differences(run_uncut(Net(program), captured(Net(program)), 2), run_eager(Net(program), 2), {"*": 1e-5})
         assert not found, "\n".join(found)
-
-
-@fuzz(0.05)
-@given(st.lists(on_meshes(), min_size=1, max_size=3))
-def test_meshes_equal_one_process(drawn: list[tuple[Program, OnMesh]]) -> None:
-    chosen = [(program, case, starts(program, case)) for program, case in drawn]
-    for ranks in sorted({case.mesh.ranks for _, case, _ in chosen}):
-        cases = [(program, case, split) for program, case, split in chosen if split is not None and case.mesh.ranks == ranks]
-        for program, case, split in cases:
-            note(f"{program.listing()}\n{case}\nsplit={split}")
-        for one, *parts in zip(cases, *run_ranks(run_on_mesh, ranks, cases), strict=True):
-            check_on_mesh(*one, parts)
-
-
-def check_on_mesh(program: Program, case: OnMesh, split: list[str], parts: Sequence[Ran]) -> None:
-    """Compare the ranks with one process.
-
-    A cut through a buffer that is written may be refused, and with `keep=0` a view of a parameter that a stage hands on.
-    """
-    alone = run_alone(program, case, split)
-    if case.keep == 0 and all("would keep a whole parameter" in part.refused for part in parts):
-        return
-    if alone[0].refused or parts[0].refused:
-        assert all("is written in stage" in ran.refused for ran in (*alone, *parts)), (alone, parts)
-        assert _has(program, WRITES)
-        return
-    for rank, part in enumerate(parts):
-        for ours, theirs in zip(part.steps, alone[case.mesh.replica(rank)].steps, strict=True):
-            wanted = Numbers(theirs.losses, {}, {name: theirs.buffers[name] for name in ours.buffers})
-            wanted.grads = {name: theirs.grads[name] for name in ours.grads}
-            loose = dict.fromkeys(ours.grads, 1e-5) if case.reorders else dict.fromkeys(part.tied, 1e-6)
-            if _has(program, MISPREDICTED):
-                loose = {"*": 1e-4}
-            found = differences(ours, wanted, loose)
-            assert not found, f"rank {rank}, {case}, split={split}:\n" + "\n".join(found)
-    held = {name for part in parts for name in part.steps[0].grads}
-    assert held == set(alone[0].steps[0].grads)

@@ -106,6 +106,11 @@ def sharded(random: Random, rows: Rows) -> None:
 def legal_rows(random: Random, ranks: int, sharding: bool = True) -> tuple[Rows, int, int]:
     """Rows of a legal table, its stages and microbatches: computations, with messages, or in batches, sharded or not."""
     stages, microbatches = ranks + random.randint(0, 3), random.randint(1, 4)
+    return rows_for(random, ranks, stages, microbatches, sharding), stages, microbatches
+
+
+def rows_for(random: Random, ranks: int, stages: int, microbatches: int, sharding: bool) -> Rows:
+    """Like `legal_rows`, for given numbers."""
     rows = random_rows(random, ranks, stages, microbatches)
     for _ in range(random.choice([0, 0, 3])):
         overlap_some(random, rows, stages)
@@ -117,7 +122,7 @@ def legal_rows(random: Random, ranks: int, sharding: bool = True) -> tuple[Rows,
         rows = rows_of(made)
     if sharding and random.random() < 0.5:
         sharded(random, rows)
-    return rows, stages, microbatches
+    return rows
 
 
 @st.composite

@@ -156,7 +156,7 @@ def attributes(value: Any) -> dict[str, Any] | None:
 
 
 class Walk:
-    """Walks over objects. `names`: those that the code reads. `tree`: the paths of the modules of model and loss, by `id`."""
+    """Walks over objects. `names`: those that the code reads. `tree`: the paths of modules and their tensors, by `id`."""
 
     def __init__(self, names: Set[str], tree: Mapping[int, Path], limits: Limits) -> None:
         self._names, self._limits = names, limits
@@ -182,10 +182,10 @@ class Walk:
         self._objects += kind != "plain"
         if self._is_beyond(kind, value, depth):
             kind = "same"
+        elif kind in (*_ONCE, "tensor") and id(value) in self._seen:
+            yield Item(path, kind, value, place, self._seen[id(value)][0])
+            return
         elif kind in _ONCE:
-            if id(value) in self._seen:
-                yield Item(path, kind, value, place, self._seen[id(value)][0])
-                return
             self._seen[id(value)] = path, value
         yield Item(path, kind, value, place)
         if kind in self._parts:

@@ -139,7 +139,7 @@ class Watch:
     def _items(self, of: str, limits: Limits) -> Iterator[Item]:
         """The objects that the code of the model, or of the loss, reads."""
         reads = self._reads_of(of)
-        walk = Walk(reads.names, self._tree, limits)
+        walk = Walk(reads.names, self._tree | self._tensors(), limits)
         if of == "model":
             for at, module in enumerate(self.modules):
                 yield from walk.tree_module((at,), module, ("parameter", "buffer" if at < self._own else "constant"))
@@ -147,6 +147,11 @@ class Watch:
             yield from walk.items(("loss",), self._loss)
         for space, name in ((space, name) for space, name in reads.variables if name in space):
             yield from walk.items((of, space.get("__name__"), name), space[name], (space, name))
+
+    def _tensors(self) -> dict[int, Path]:
+        """The paths of parameters and buffers, by `id`: in attributes they count by name, for a release replaces them."""
+        named = ((at, store) for at, each in enumerate(self.modules) for store in (each._parameters, each._buffers))
+        return {id(tensor): (at, name) for at, store in named for name, tensor in store.items() if tensor is not None}
 
     def _reads_of(self, of: str) -> Reads:
         """The names and variables that code reads; cached until a function or class is added or removed."""

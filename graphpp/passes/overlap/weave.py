@@ -71,14 +71,15 @@ def emit_woven(woven: WovenGraph, parts: Sequence[Program]) -> WovenProgram:
 
 def concatenate(parts: Sequence[PhaseGraph]) -> fx.Graph:
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    copies: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]  # by part, for two parts may be one graph
     for op in ("placeholder", "compute"):
-        for part, phase_graph in zip(name_parts(parts), parts, strict=True):
+        for part, phase_graph, own in zip(name_parts(parts), parts, copies, strict=True):
             for node in phase_graph.graph.nodes:
                 if node.op == op or (op == "compute" and node.op not in ("placeholder", "output")):
-                    copies[node] = _copy(graph, node, copies, part)
+                    own[node] = _copy(graph, node, own, part)
     ends = [part.graph.output_node() for part in parts]
-    end = graph.output(tuple(copies[node] for old in ends for node in old.args[0]))  # type: ignore[union-attr,index]
+    results = [own[node] for own, old in zip(copies, ends, strict=True) for node in old.args[0]]  # type: ignore[union-attr,index]
+    end = graph.output(tuple(results))
     end.meta["roles"] = [role for old in ends for role in old.meta["roles"]]
     graph.lint()
     return graph

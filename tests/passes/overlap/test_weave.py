@@ -157,6 +157,12 @@ def test_a_collective_of_one_part_is_under_way_while_the_other_computes() -> Non
     assert all(not parts for parts in under_way(concatenate(pair())).values())
 
 
+def test_two_microbatches_of_one_stage_keep_their_own_values() -> None:
+    parts, inputs = [slot(0, F, layers(2), *values(2))] * 2, [values(2, 7), values(2, 8)]
+    for mine, theirs in zip(results(parts, inputs, ticks), apart(parts, inputs), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_without_collectives_the_parts_stand_one_after_the_other() -> None:
     parts = [slot(0, F, lambda x, w: [x @ w @ w], *values(2)), slot(1, B, lambda x, w: [w @ x], *values(2))]
     woven = weave(parts, ticks)

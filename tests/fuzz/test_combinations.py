@@ -1,0 +1,31 @@
+"""Seeded combinations of model, mesh, schedule and options on 1, 2 and 4 ranks train as one process does, or are refused.
+
+10 combinations by default; under `GRAPHPP_FUZZ=2000` 1,000. A failure is shrunk and printed as Python (`GRAPHPP_FUZZ_SHRINK=0`
+leaves the shrinking out): `outcome(combination(seed))`, or `outcome(Combination(...))` as printed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.exhaustive import PROGRAMS
+from tests.fuzz.combinations import combination
+from tests.fuzz.combined import outcome, shrunk
+
+COUNT, BLOCK = max(10, PROGRAMS // 2), 25
+FIRST = 1000 * int(os.environ.get("GRAPHPP_FUZZ_SEED", "0"))
+SHRINK = os.environ.get("GRAPHPP_FUZZ_SHRINK", "1") != "0"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, BLOCK))
+def test_combinations_train_as_one_process(first: int) -> None:
+    for seed in range(first, min(first + BLOCK, FIRST + COUNT)):
+        case = combination(seed)
+        found = outcome(case)
+        if found.outcome not in ("right", "refused"):
+            small = shrunk(case, found.outcome) if SHRINK else case
+            pytest.fail(f"{found.outcome}: combination({seed})\n{small}\n{outcome(small).text or found.text}")
