@@ -5,8 +5,9 @@ Checked on torch 2.13.0 and 2.15.0, the first two also on 2.11.0:
 - `torch._foreach_norm`, `torch._foreach_copy_`
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store that all ranks share
 - `distributed_c10d._resolve_process_group`: a process group by the name that a collective in a graph has
-- `distributed_c10d._hash_ranks_to_str`: names a group of `new_group(use_local_synchronization=True)`; torch's name counts the
-  groups of the process, which may differ among the ranks of the new group
+- `distributed_c10d._new_process_group_helper`, `_world.pg_group_ranks`, `_world.pg_names.items`: a process group with a name, a
+  connection to the store and an order of ranks of its own; `dist.new_group` sorts ranks, and counts the groups of the process
+- `distributed_c10d._get_split_source`: the communicator from which NCCL would split one, a message on the world group
 - `distributed_c10d._set_pg_timeout`, `ProcessGroup._get_backend`, `options._timeout`; torch 2.15 has `dist.set_timeout`
 - `Store.clone`: a second connection to the same store (missing from torch's stubs)
 - `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call; not on gloo (`gloo_gathers.py`)
@@ -17,7 +18,6 @@ Checked on torch 2.13.0 and 2.15.0, the first two also on 2.11.0:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 
 from graphpp._torch.this_thread import replaced
@@ -105,20 +106,20 @@ def reduce_scatter(part: torch.Tensor, parts: torch.Tensor, group: dist.ProcessG
     return work
 
 
-_made: tuple[Store, Counter[tuple[int, ...]]] | None = None  # the world's store; number of groups made, by ranks
-
-
-def group_of(ranks: Sequence[int], backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new process group. Only its members call this; groups of equal ranks must be made in the same order on all of them."""
-    global _made  # noqa: PLW0603 - one world in a process
-    if _made is None or _made[0] is not default_store():
-        _made = default_store(), Counter()
-    key = tuple(ranks)
-    _made[1][key] += 1
-    name = f"graphpp {'_'.join(map(str, key))} {_made[1][key]}"
-    with replaced(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+def group_of(
+    name: str, ranks: Sequence[int], backend: str, timeout: timedelta, store: Store
+) -> dist.ProcessGroup:
+    """A new process group of world ranks in this order, which all of them make. `store`: a connection of its own."""
+    with replaced(distributed_c10d, "_get_split_source", lambda _: None):
+        make: Callable[..., tuple[dist.ProcessGroup, Store]] = distributed_c10d._new_process_group_helper
+        made, _ = make(len(ranks), ranks.index(dist.get_rank()), list(ranks), backend, store, name, timeout=timeout)
+    distributed_c10d._world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
     return made
+
+
+def open_groups() -> dict[str, dist.ProcessGroup]:
+    """The process groups of this process by name, without those that were destroyed."""
+    return {name: group for group, name in distributed_c10d._world.pg_names.items()}
 
 
 def own_connection(store: Store) -> Store:
@@ -134,5 +135,5 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     device = torch.device("cpu" if "cpu:gloo" in dist.get_backend_config(group) else "cuda")
-    found: timedelta = group._get_backend(device).options._timeout
-    return found
+    options = group._get_backend(device).options
+    return default_pg_timeout if options is None else options._timeout

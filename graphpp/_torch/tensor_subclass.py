@@ -6,8 +6,9 @@ Checked on torch 2.13.0 and 2.15.0:
 - `torch.utils._python_dispatch._disable_current_modes`: disables fake tensor modes and tracers
 - `torch._C.DisableTorchFunctionSubclass`, `torch._C._is_torch_function_enabled`: whether subclasses' `__torch_function__` is on
 - `torch._C._disabled_torch_function_impl`, `torch._C._disabled_torch_dispatch_impl`: of classes that override nothing
-- `torch._C.TensorBase.grad`: the property behind `tensor.grad`
-- `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`: metadata
+- `torch._C.TensorBase.grad`, `data`: the properties behind `tensor.grad` and `tensor.data`
+- `torch.nn.Module._apply`: moves and converts the tensors of a module
+- `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`, `torch._has_compatible_shallow_copy_type`: metadata
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -35,12 +37,20 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
         *(getattr(torch.Tensor, name) for name in _METHODS),
         torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        *(torch.numel, torch.is_floating_point, torch.is_complex),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type),
     }
 )
 """Functions that read metadata (shape, layout, dtype, device, requires_grad), and the setter of requires_grad."""
 SET_GRAD: Callable[..., Any] = vars(torch._C.TensorBase)["grad"].__set__
 """The function behind `tensor.grad = value`."""
+GET_GRAD: Callable[..., Any] = vars(torch._C.TensorBase)["grad"].__get__
+SET_DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__set__
+GRADIENT_HABITS = frozenset({nn.Module.zero_grad.__code__, nn.Module._apply.__code__})
+"""The code of torch that reads a parameter's gradient to drop or to move it."""
+CONVERSIONS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")
+)
+"""The methods behind `module.to`, `module.cpu` and the like."""
 
 
 def made(kind: type[T], blank: torch.Tensor, requires_grad: bool) -> T:

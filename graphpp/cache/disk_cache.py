@@ -7,7 +7,8 @@ Contract
   deleted when it is opened, so that no part of it is loaded.
 - When an entry's files changed and all entries exceed the limit, least recently used entries are evicted, except entries that
   another process has open.
-- If the root cannot be written, a temporary folder replaces it until the process ends, with a warning.
+- If the root cannot be written, or another user owns it or may write to it, a temporary folder replaces it until the process
+  ends, with a warning. An entry to which others may write is deleted when it is opened.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _LOG = logging.getLogger("graphpp")
 _MANIFEST = "manifest.json"
 _LOCKS = "locks"  # the folder of the lock files, next to the entries
 _LIMIT = 10 * 2**30  # bytes
+_OTHERS = 0o022  # the rights of the group and of all others to write
 
 
 def default_folder() -> Path:
@@ -79,11 +81,13 @@ class DiskCache:
         with self.lock(key):
             folder = self.root / key
             before = _contents(folder)
-            if _table(folder / _MANIFEST) != before:  # incomplete or damaged
+            if _table(folder / _MANIFEST) != before or any(map(not_ours, _paths(folder))):  # incomplete, damaged or not ours
                 shutil.rmtree(folder)
                 before = {}
             folder.mkdir(exist_ok=True)
             yield folder
+            for path in filter(not_ours, _paths(folder)):  # the process's umask lets others write
+                keep_ours(path)
             after = _contents(folder)
             _write(folder / _MANIFEST, json.dumps(after))
         if after != before:
@@ -149,6 +153,28 @@ class DiskCache:
             _LOG.warning("the cache %s cannot be written (%s); %s is not kept", self.root, error, name)
 
 
+def not_ours(path: Path) -> str | None:
+    """Why code in a file or folder is not to be run: another user may have written it; None for files of this user and of root.
+
+    A missing file, and a system without users, has no other user's code.
+    """
+    if not path.exists() or not hasattr(os, "getuid"):
+        return None
+    found = path.stat()
+    if found.st_uid not in (0, os.getuid()):
+        return f"{path} belongs to the user {found.st_uid}"
+    return f"other users may write to {path}" if found.st_mode & _OTHERS else None
+
+
+def keep_ours(path: Path) -> None:
+    """Let no other user write to a file or folder."""
+    path.chmod(path.stat().st_mode & ~_OTHERS)
+
+
+def _paths(folder: Path) -> list[Path]:
+    return [folder, *folder.rglob("*")]
+
+
 def is_cache(root: Path) -> bool:
     """Whether a folder is a cache or can become one: it has the folder of locks, has no subfolder, or does not exist."""
     return (root / _LOCKS).is_dir() or not (root.exists() and any(path.is_dir() for path in root.iterdir()))
@@ -180,13 +206,17 @@ def _write(path: Path, text: str) -> None:
 
 
 def _writable(root: Path) -> Path:
-    """`root`, or a temporary folder (with a warning) if `root` cannot be written."""
+    """`root`, or a temporary folder (with a warning) if `root` cannot be written or others may have written to it."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
-            return root
+            why = not_ours(root)
     except OSError as error:
-        replaced = Path(tempfile.mkdtemp(prefix="graphpp-"))
-        atexit.register(shutil.rmtree, replaced, ignore_errors=True)
-        _LOG.warning("the cache %s cannot be written (%s); what is compiled now is kept in %s only", root, error, replaced)
-        return replaced
+        why = str(error)
+    if why is None:
+        return root
+    replaced = Path(tempfile.mkdtemp(prefix="graphpp-"))
+    atexit.register(shutil.rmtree, replaced, ignore_errors=True)
+    advice = "set GRAPHPP_CACHE to a folder that you own and that no other user may write to (chmod go-w)"
+    _LOG.warning("the cache %s is not used (%s): what is compiled now is kept in %s only; %s", root, why, replaced, advice)
+    return replaced

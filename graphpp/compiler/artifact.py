@@ -6,7 +6,7 @@
   with shapes and dtypes, the digest of model and loss (`capture/transfer/digest.py`), the source files of classes and functions
   in both, and the versions of torch and graphpp.
 - The user answers for anything else that model and loss read; `graphpp.verify(artifact=)` compares a loaded graph with eager.
-- A damaged file is replaced by the newly captured graph. An unwritable folder is logged.
+- A damaged file, and one that another user may have written, is replaced by the new graph. An unwritable folder is logged.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.cache.disk_cache import keep_ours, not_ours
 from graphpp.capture.objects.names import comes_with_torch, unwrapped
 from graphpp.capture.objects.walk import HOOKS
 from graphpp.capture.sizes.open_sizes import Open
@@ -57,6 +58,9 @@ class Artifact:
         except (OSError, ValueError) as error:
             _LOG.warning("the model is captured, because %s cannot be read: %s", path, error)
             return None
+        if why := not_ours(path):
+            _LOG.warning("the model is captured, because %s; the file is replaced", why)
+            return None
         if _header(facts, text) != header:
             _LOG.warning("the model is captured, because %s is damaged; the file is replaced", path)
             return None
@@ -71,6 +75,7 @@ class Artifact:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(f"{_header(facts, text)}\n{text}")
+            keep_ours(partial)
             partial.replace(path)
         except OSError as error:
             _LOG.warning("the captured graph cannot be saved, and the next start captures the model again: %s", error)

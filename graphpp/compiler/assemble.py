@@ -15,7 +15,6 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.parallel import backend_sums, ordered_sums
 from graphpp.parallel.agreement import agree_on_collectives
 from graphpp.parallel.data_parallel import check_apart
-from graphpp.parallel.groups import Subgroups
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import mover_for
@@ -25,12 +24,11 @@ Owners = Mapping[str, Sequence[int]]
 
 
 class Assembly:
-    """Makes runners, and keeps their shared process groups, compiled regions and CUDA graphs."""
+    """Makes runners, and keeps their compiled regions and CUDA graphs."""
 
     def __init__(self, request: CompileRequest, state: ModelState) -> None:
         self._options, self._place, self._state = request.options, request.place, state
         self._compiler = compiler_of(self._options.backend)
-        self._subgroups = Subgroups(self._place.group, self._options.parallel.timeout)
         self.regions = RegionCache(self._compiler, self._place.rank) if self._compiler is not None else None
         self.recorded = RecordedPrograms(recorder_for(self._place.device) if self._options.backend.cudagraphs else None)
 
@@ -64,7 +62,6 @@ class Assembly:
             programs, woven = self.recorded.record_all(programs, woven, lowered.local, lowered.sources)
         config = RunnerConfig(
             owners=owners,
-            subgroups=self._subgroups,
             sum_dtype=self._options.gradients.dtype,
             replicas=replicas,
             kernel=self._compiler.products if self._compiler is not None else None,

@@ -46,7 +46,7 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     unlike = unlike_numbers(own, [[number for number in row if number >= 0] for row in others.tolist()])
     tensors = (*request.model.named_parameters(), *request.model.named_buffers())
     sharded = {fqn for fqn, tensor in tensors if is_spread_over(tensor, layers)}
-    differing = differing_values(joint.graph, sharded, unlike, layers.group_name)
+    differing = differing_values(joint.graph, sharded, unlike, request.place.name_along("tp"))
     for node in joint.computed():
         if node.target is seeded and node in differing:
             raise CaptureError(
@@ -70,12 +70,13 @@ def check_gathered_experts(request: CompileRequest, joint: JointGraph) -> None:
     group = request.place.experts_group
     if group is None:
         return
+    name = request.place.name_along("ep")
     parameters = {fqn: each for fqn, each in request.model.named_parameters() if is_spread_over(each, group)}
     inputs = {role.fqn: node for role, node in joint.inputs().items() if isinstance(role, Parameter)}
     for role, gradient in joint.outputs():
         if isinstance(role, Gradient) and role.fqn in parameters:
-            gathers = [node for node in _readers(inputs[role.fqn]) if _is_over(node, group.group_name) and _GATHER in node.name]
-            if gathers and not any(_is_over(node, group.group_name) for node in _makers(gradient)):
+            gathers = [node for node in _readers(inputs[role.fqn]) if _is_over(node, name) and _GATHER in node.name]
+            if gathers and not any(_is_over(node, name) for node in _makers(gradient)):
                 raise CaptureError(
                     f"the forward gathers the experts {role.fqn} over ep in {describe_node(gathers[0])}, and each rank would "
                     "keep the gradient of its own rows alone: compute with weight.to_local(), or gather by "

@@ -49,7 +49,7 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
     rerun, layers = policy.may_repeat_in_weight_grad(recompute), _sharded_layers(request, joint)
     fused = options.fused and layers is None  # gradients are reduced at once: there is no sum to fuse with
-    shared_by = None if place.tp_group is None else place.tp_group.group_name
+    shared_by = None if place.tp_group is None else place.name_along("tp")
     workspace = workspace_of(options.backend)
     return LoweringOptions(
         variant.split_backward, rerun, whole, chosen, savings, fused, options.hoists, layers, shared_by, workspace

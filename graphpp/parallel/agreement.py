@@ -27,7 +27,7 @@ import torch.distributed as dist
 from graphpp._torch.distributed import group_named
 from graphpp.errors import MismatchError
 from graphpp.parallel.facts import Facts, failure_in, hashed
-from graphpp.parallel.groups import has_gloo
+from graphpp.parallel.groups import group_among, has_gloo
 from graphpp.parallel.transport import transport_of
 
 Lines = Mapping[str, Sequence[str]]  # the text of facts by name
@@ -47,7 +47,7 @@ class Agreement:
     ) -> None:
         """`device`: of the rank's tensors. `described`: how an error names a rank of the world."""
         self._described = described
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._group = group
         self.device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
 
     @property
@@ -203,14 +203,16 @@ class Round:
             raise differs
 
 
-def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable[[dist.ProcessGroup], Agreement]) -> None:
+def agree_on_collectives(
+    lines: Mapping[str, Sequence[str]], agreement: Callable[[dist.ProcessGroup | None], Agreement]
+) -> None:
     """Compare the collectives of a step (`lines`, in order, by group name) with the other ranks of each process group.
 
     Raises `MismatchError` if ranks would run other collectives or another order, and so hang in the step.
     """
     for name in sorted(lines):
-        facts = Facts({"the collectives of a step, in order": lines[name]})
-        agreement(group_named(name)).compare(facts)
+        facts, models = Facts({"the collectives of a step, in order": lines[name]}), group_named(name)
+        agreement(group_among(dist.get_process_group_ranks(models), models)).compare(facts)
 
 
 def refuse_differences(by_rank: Mapping[str, Lines]) -> None:

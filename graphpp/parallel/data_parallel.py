@@ -81,7 +81,7 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup | None, sums: Sums, experts: SpreadExperts | None = None) -> None:
         """`group`: all replicas. `sums`: adds over ranks. `experts`: where experts are spread."""
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._group = group
         self._sums, self._same_experts = sums, None if experts is None else experts.replicas
         self._in_flight: deque[tuple[torch.Tensor, PendingSums]] = deque()
 

@@ -1,24 +1,38 @@
-"""Process groups: subgroups, backends, whether a rank can be reached, timeouts.
+"""graphpp's own process groups: their backends, timeouts, and whether a rank can be reached.
 
-Contract: making a process group is collective, so every rank asks a `Subgroups` for the same sets of ranks in the same order.
-`Timeouts` gives a rank's groups the timeout of steps, and inside `starting` the timeout of the start; an option None means the
-timeout that the group had before. A process group of the user keeps the timeout of steps.
+Contract: graphpp sends no message on a process group of the caller (the world, a mesh's, `dist.new_group`'s), where the order
+of messages is the caller's, also in other threads. For each group of the caller, a set of ranks has one own group: all of them
+make it at its first use, and all pipelines share it until the world group ends. `Timeouts` gives own groups the timeout of
+steps, and inside `starting` the timeout of the start, as long as a call runs; None: the timeout of the caller's group.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from graphpp._torch import gloo_gathers as gloo_gathers  # changes operators of torch
-from graphpp._torch.distributed import group_of, runs_on_gloo, set_timeout, timeout_of
+from graphpp._torch.distributed import (
+    default_store,
+    group_of,
+    open_groups,
+    own_connection,
+    runs_on_gloo,
+    set_timeout,
+    timeout_of,
+)
 
 _CPU = torch.device("cpu")
 _TAG = 0x6C6F7374  # messages of a step have no tag, so that no receive matches a probe
+_BETWEEN_PROBES = 5.0  # seconds
+# a shared own group -> the name and the timeout of the caller's group
+_CALLERS = weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, timedelta]]()
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
@@ -53,54 +67,92 @@ class PeerLost(RuntimeError):  # noqa: N818 - it names an event
         self.peer = peer
 
 
-def gloo_twin(group: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:
-    """A gloo process group of the same ranks, for messages between threads that must not mix with messages of `group`.
+def own_group(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The own group of these world ranks, in this order, with the backend and timeout of `like`. Called by all of them.
 
-    None for a single rank. Called by all ranks of the group. `timeout`: seconds; None: torch's default.
+    `like`: a group of the caller, or an own one. Raises `PeerLost` if a rank is lost, and `RuntimeError`.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    callers = _CALLERS.get(like) or (like.group_name, timeout_of(like))
+    name = f"graphpp {callers[0]} {'_'.join(map(str, ranks))}"
+    found = open_groups().get(name) or _made(name, ranks, like, dist.get_backend(like), callers[1])
+    if _CALLERS.get(found) != callers:
+        _CALLERS[found] = callers
+        set_timeout(found, callers[1])
+    return found
+
+
+def gloo_twin(group: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:
+    """Another gloo group of the same ranks, for messages of a thread beside that of the calls; None for a single rank.
+
+    All ranks make their twins in the same order. `timeout`: seconds; None: that of `group`.
+    """
+    if group is None:
         return None
-    seconds = None if timeout is None else timedelta(seconds=timeout)
-    return group_of(dist.get_process_group_ranks(group), "gloo", seconds)
+    ranks, seconds = dist.get_process_group_ranks(group), _CALLERS[group][1] if timeout is None else timedelta(seconds=timeout)
+    name = f"graphpp twin {'_'.join(map(str, ranks))} "
+    return _made(f"{name}{sum(each.startswith(name) for each in open_groups())}", ranks, group, "gloo", seconds)
 
 
-class Subgroups:
-    """Makes and keeps the process groups of subsets of a group's ranks. `timeout`: seconds; None: torch's default."""
+def _made(name: str, ranks: Sequence[int], like: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    if backend == "fake":  # torch's group whose other ranks do not exist
+        return group_of(name, ranks, backend, timeout, default_store())
+    _await(ranks, like, f"{name}/here", timeout)
+    return group_of(name, ranks, backend, timeout, own_connection(default_store()))  # the caller's thread may wait in the store
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
-        self._group = group
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if ranks not in self._groups:
-            self._groups[ranks] = self._new(ranks)
-        return self._groups[ranks]
+def group_among(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """As `own_group`; None if this rank is alone or is not among the ranks."""
+    return own_group(ranks, like) if len(ranks) > 1 and dist.get_rank() in ranks else None
 
-    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if self._group is None or len(ranks) < 2:
-            return None
-        return group_of([dist.get_global_rank(self._group, rank) for rank in ranks], timeout=self._timeout)
+
+def subgroup(ranks: Sequence[int], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The own group of some ranks of an own group; None if this rank is alone or is not among them."""
+    return None if group is None else group_among([dist.get_global_rank(group, rank) for rank in ranks], group)
+
+
+def _await(ranks: Sequence[int], like: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
+    """Wait until all ranks are about to make a group, or raise; a lost rank is noticed over gloo."""
+    store, keys = default_store(), {f"{name}/{rank}": rank for rank in ranks}
+    store.set(f"{name}/{dist.get_rank()}", "")
+    began = probed = time.monotonic()
+    while not store.check(list(keys)):
+        now = time.monotonic()
+        missing = [rank for key, rank in keys.items() if not store.check([key])]
+        if now - began > timeout.total_seconds():
+            raise RuntimeError(f"Timed out waiting for rank {missing[0]} to make a process group")
+        if now - probed > _BETWEEN_PROBES and has_gloo(like):
+            probed = now
+            for peer in (dist.get_group_rank(like, rank) for rank in missing):
+                if not reaches(like, peer):
+                    raise PeerLost(peer, "Connection closed by peer")
+        time.sleep(0.002)
 
 
 class Timeouts:
-    """Sets the seconds that a rank waits in a step, and while a call is compiled (`start`); None: the group's own timeout."""
+    """The seconds that a rank waits in a pipeline's calls (`step`), and while a call is compiled (`start`)."""
 
-    def __init__(self, groups: Iterable[dist.ProcessGroup | None], step: float | None, start: float | None) -> None:
-        given = step is not None or start is not None
-        self._own = [(group, timeout_of(group)) for group in groups if group is not None] if given else []
+    def __init__(self, step: float | None, start: float | None) -> None:
         self._step, self._start = step, start
-        self._set(step)
+        self._now: float | None = None
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        return self._waiting(self._step)
+
+    def starting(self) -> contextlib.AbstractContextManager[None]:
+        return self._waiting(self._start)
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        self._set(self._start)
+    def _waiting(self, seconds: float | None) -> Iterator[None]:
+        before = self._now
+        self._set(seconds)
         try:
             yield
         finally:
-            self._set(self._step)
+            self._set(before)
 
     def _set(self, seconds: float | None) -> None:
-        for group, own in self._own:
-            set_timeout(group, own if seconds is None else timedelta(seconds=seconds))
+        if seconds != self._now:
+            for group in open_groups().values():
+                if group in _CALLERS:
+                    set_timeout(group, _CALLERS[group][1] if seconds is None else timedelta(seconds=seconds))
+        self._now = seconds

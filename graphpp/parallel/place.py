@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from math import prod
 
@@ -27,8 +27,9 @@ from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
+from graphpp.parallel.groups import group_among
 from graphpp.parallel.lost_rank import FailureBoard
-from graphpp.parallel.mesh import all_ranks, described, dimensions, pipeline_size, place_in, shard_size
+from graphpp.parallel.mesh import described, dimensions, pipeline_size, place_in, shard_size
 from graphpp.parallel.rank_place import RankPlace
 
 _LOG = logging.getLogger("graphpp")
@@ -52,7 +53,8 @@ def place_of(
         return _in_mesh(model, mesh, device, 1 if shards_alone else 2)
     _check_group(mesh)
     found = usable_device(device if device is not None else _default_device(model))
-    group = mesh if mesh is not None else _world(found, timeout)
+    given = mesh if mesh is not None else _world(found, timeout)
+    group = None if given is None else _everyone(dist.get_process_group_ranks(given), given)
     return RankPlace(found, group, everyone=group)
 
 
@@ -128,17 +130,31 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
     if mesh.get_coordinate() is None:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the mesh: call compile on the ranks of the mesh only")
 
-    everyone, agreed_on = all_ranks(mesh), torch.device(mesh.device_type)
-    with FailureBoard((everyone,), "mesh").watching(), Round(Agreement(everyone, agreed_on)) as r:
-        dimensions(mesh)
-        found = usable_device(device if device is not None else _default_device(model, mesh.device_type))
-        if found.type != mesh.device_type:
-            raise GraphPPError(
-                f"mesh: its ranks exchange tensors on {mesh.device_type}, but this rank runs on {found}: make the mesh for "
-                f"{found.type}, or give parallel=graphpp.Parallel(device=...)"
-            )
-        r.compare(Facts({"mesh=": [described(mesh)]}))
-    return place_in(mesh, everyone, found, least_shards)
+    everyone = _everyone(sorted(mesh.mesh.flatten().tolist()), mesh.get_group() if mesh.ndim == 1 else None)
+    with FailureBoard((everyone,), "mesh").watching():
+        with Round(Agreement(everyone, torch.device(mesh.device_type))) as r:
+            found = _device_on(model, mesh, device)
+            r.compare(Facts({"mesh=": [described(mesh)]}))
+        return place_in(mesh, everyone, found, least_shards)
+
+
+def _everyone(ranks: Sequence[int], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The own group of all ranks that compile together; `given`: the caller's group of them, if there is one."""
+    like = given or dist.group.WORLD
+    assert like is not None
+    with FailureBoard((like if len(ranks) == dist.get_world_size(like) else None,), "mesh").watching():
+        return group_among(ranks, like)
+
+
+def _device_on(model: object, mesh: DeviceMesh, device: torch.device | None) -> torch.device:
+    dimensions(mesh)
+    found = usable_device(device if device is not None else _default_device(model, mesh.device_type))
+    if found.type != mesh.device_type:
+        raise GraphPPError(
+            f"mesh: its ranks exchange tensors on {mesh.device_type}, but this rank runs on {found}: make the mesh for "
+            f"{found.type}, or give parallel=graphpp.Parallel(device=...)"
+        )
+    return found
 
 
 def usable_device(wanted: torch.device) -> torch.device:

@@ -101,17 +101,6 @@ class RankPlace:
         return f"rank {rank} ({', '.join(f'{name} {at}' for name, at in pairs)})"
 
     @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All process groups in which calls of a pipeline exchange values, each once."""
-        experts = self.experts
-        found = [self.group, self.tp_group, self.model_parallel, self.replicas, self.cp_ep_group, self.whole_model]
-        if experts is not None:
-            found += [experts.group, experts.replicas]
-        for each in (self.sharding, None if experts is None else experts.sharding):
-            found += [] if each is None else [each.group, each.copies]
-        return tuple(dict.fromkeys(group for group in found if group is not None))
-
-    @property
     def model_parallel(self) -> dist.ProcessGroup | None:
         """The ranks that compute the same microbatches, along `pp` and `tp`; None for one process."""
         return self.group if self.pp_tp_group is None else self.pp_tp_group
@@ -120,6 +109,11 @@ class RankPlace:
     def whole_model(self) -> dist.ProcessGroup | None:
         """The ranks that together have one copy of the model; None for one process."""
         return self.model_parallel if self.parts_group is None else self.parts_group
+
+    def name_along(self, dimension: str) -> str:
+        """The name of the mesh's process group along a dimension, for the model's own collectives."""
+        assert self.mesh is not None, "only a mesh has dimensions"
+        return self.mesh.get_group(dimension).group_name
 
     @property
     def experts_group(self) -> dist.ProcessGroup | None:

@@ -104,7 +104,7 @@ def same_host(group: dist.ProcessGroup | None) -> SameHost | None:
 
 def connect(group: dist.ProcessGroup | None) -> None:
     """Find out whether the ranks of a group share this host, once per group."""
-    if group is not None and group not in _KNOWN and dist.get_world_size(group) > 1 and has_gloo(group):
+    if group is not None and group not in _KNOWN and has_gloo(group):
         _KNOWN[group] = _connected(group)
 
 

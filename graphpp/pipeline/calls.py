@@ -9,10 +9,13 @@ failed call, until its timeout.
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +39,10 @@ from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder
 
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
+_LOCKS = weakref.WeakKeyDictionary[dist.ProcessGroup, Any]()  # of the ranks of a pipeline -> held by the thread in a call
 
 
 class Calls:
-
     def __init__(
         self, request: CompileRequest, agreement: Agreement, cache: GraphCache, state: ModelState, reader: BatchReader
     ) -> None:
@@ -51,7 +54,8 @@ class Calls:
         self._name = agreement.shared_name()
         self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described)
         self._every = options.parallel.check_data if agreement.several else 0
-        self._timeouts = Timeouts(place.groups, options.parallel.timeout, options.parallel.start_timeout)
+        self._timeouts = Timeouts(options.parallel.timeout, options.parallel.start_timeout)
+        self._lock = threading.RLock() if place.everyone is None else _LOCKS.setdefault(place.everyone, threading.RLock())
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         # Whether evaluations too exchange values with replicas.
@@ -66,11 +70,20 @@ class Calls:
     def watched(self) -> Iterator[None]:
         """A context around a call of all ranks: if one rank fails, the others raise `RankFailure`.
 
+        Raises `GraphPPError`, changing nothing, while another thread is in a call over the same ranks.
         Inference mode is off inside, so the caller's inference mode makes no inference tensors here.
         """
-        self._number += 1
-        with self._board.watching(), torch.inference_mode(False):
-            yield
+        if not self._lock.acquire(blocking=False):
+            raise GraphPPError(
+                "another thread is in a call of this pipeline, or of one over the same process group: make their calls one "
+                "after another, in the same order on all ranks, or give each thread's pipeline a mesh= of its own"
+            )
+        try:
+            self._number += 1
+            with self._board.watching(), self._timeouts.stepping(), torch.inference_mode(False):
+                yield
+        finally:
+            self._lock.release()
 
     @contextlib.contextmanager
     def exchanging(self, training: bool = True) -> Iterator[None]:

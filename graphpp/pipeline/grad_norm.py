@@ -85,7 +85,7 @@ class RankGradients:
 
     def reduce_(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         group = self.place.group
-        if group is not None and dist.get_world_size(group) > 1:
+        if group is not None:
             dist.all_reduce(tensor, how, group=group)
 
     def present(self) -> list[torch.Tensor]:

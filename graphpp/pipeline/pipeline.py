@@ -274,8 +274,9 @@ class Pipeline(Interfaces):
         return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics), output), runner.hooked
 
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+        asked = "eval" if output == "last" else f"eval, output={output}"
         with self._calls.watched(), eval_mode(self._model):
-            call, prepared = self._calls.prepare(batch, weights, training=False, asked=f"eval, output={output}")
+            call, prepared = self._calls.prepare(batch, weights, training=False, asked=asked)
             require(GraphPPError, "output", OUTPUT_RANKS, output)  # equal on all ranks
             self._calls.run(call, prepared)
             runner = prepared.runner

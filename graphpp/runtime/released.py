@@ -2,7 +2,8 @@
 
 - `released(tensor, fqn, rank)` is a stand-in on the meta device with the shape, strides, dtype, `requires_grad` and attributes
   of `tensor`, which can be read. Reading its values, its gradient or a copy of it raises `GraphPPError`, which names the
-  parameter, the rank that has it, and the pipeline's call to use instead.
+  parameter, the rank that has it, and the pipeline's call to use instead. `module.zero_grad`, `.to` and `.half` work: a
+  stand-in has no gradient, is on every device, and takes another dtype.
 - `forget` notes parameters that other tensors have replaced. An optimizer that was made before, with one of them, raises
   `GraphPPError` at its first step.
 """
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +25,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp._torch import pytree
 from graphpp._torch.parallel.sharded_tensor import is_dtensor_class
-from graphpp._torch.tensor_subclass import FACTS, SET_GRAD, made, without_subclasses
+from graphpp._torch.tensor_subclass import (
+    CONVERSIONS,
+    FACTS,
+    GET_GRAD,
+    GRADIENT_HABITS,
+    SET_DATA,
+    SET_GRAD,
+    made,
+    without_subclasses,
+)
 from graphpp.errors import GraphPPError
 
 _ADVICE = (
@@ -51,12 +62,19 @@ class _Released(torch.Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer questions about the shape, and let the gradient be set to None; raise for all else."""
+        """Answer questions about the shape, and do the part of a module's habits that needs no value; raise for all else."""
+        standing = [leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, _Released)]
         if function in FACTS or (function == SET_GRAD and args[1] is None):
             with without_subclasses():
                 return function(*args, **(kwargs or {}))
-        found = next(leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, _Released))
-        fqn, rank, *_ = _HOLDERS[found]
+        if function in CONVERSIONS and len(standing) == 1 and standing[0] is args[0]:
+            return _converted(function, *args, **(kwargs or {}))
+        if function == SET_DATA and len(standing) == 2:
+            with without_subclasses():
+                return function(*args)
+        if function == GET_GRAD and sys._getframe(1).f_code in GRADIENT_HABITS:
+            return None
+        fqn, rank, *_ = _HOLDERS[standing[0]]
         raise GraphPPError(
             f"{fqn} has no values on this rank: rank {rank} of the pipeline holds it, and its memory here was given back. "
             f"{_ADVICE}"
@@ -68,6 +86,20 @@ class _Released(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub has a nameless argument
         fqn, rank, *_ = _HOLDERS[self]
         return f"<{fqn}, which rank {rank} holds: {list(self.shape)} {self.dtype}>"
+
+
+def _converted(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The stand-in itself, or one with the dtype and the memory format that a conversion asks for."""
+    layout = {key: each for key, each in kwargs.items() if key == "memory_format"}
+    with without_subclasses():
+        dtype = function(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device="cpu"), *args, **kwargs).dtype
+        blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta").contiguous(**layout)
+    if dtype == tensor.dtype and not layout:
+        return tensor
+    found = made(type(tensor), blank, tensor.requires_grad)
+    vars(found).update(vars(tensor))
+    _HOLDERS[found] = _HOLDERS[tensor]
+    return found
 
 
 class ReleasedParameter(_Released, nn.Parameter):

@@ -24,7 +24,6 @@ from graphpp._torch.autograd import with_gradient_hooks
 from graphpp._torch.parallel.sharded_tensor import are_plain
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.bind_actions import ActionBinder
@@ -60,15 +59,14 @@ _STILL_READ = (
 class RunnerConfig:
     """The optional parts of a runner; the defaults suit one process.
 
-    `owners`: the ranks with each parameter, by FQN (None: the ranks of the stages that use it). `subgroups` makes their process
-    groups. `sum_dtype`: the dtype for sums of narrower gradients. `replicas`: the ranks among which gradients are averaged.
-    `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the programs of overlapped actions.
-    `offload`: when saved values are in the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded
-    parameters (None: whole ones). `sums` adds gradients over ranks.
+    `owners`: the ranks with each parameter, by FQN (None: the ranks of the stages that use it). `sum_dtype`: the dtype for
+    sums of narrower gradients. `replicas`: the ranks among which gradients are averaged. `kernel` multiplies the gradients of
+    fused programs (None: torch does). `woven`: the programs of overlapped actions. `offload`: when saved values are in
+    the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded parameters (None: whole ones).
+    `sums` adds gradients over ranks.
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
-    subgroups: Subgroups | None = None
     sum_dtype: torch.dtype | None = None
     replicas: dist.ProcessGroup | None = None
     kernel: MatmulKernel | None = None
@@ -112,12 +110,11 @@ class GraphPPRunner:
         shards_of = self._sharded.shards_of if self._sharded is not None and self._reducer is None else None
         self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
         ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
-        groups = config.subgroups or Subgroups(place.group)
         contributors: dict[str, list[int]] = {}  # for each trained parameter the stages that make a part of its gradient
         for stage in self.program.stages:
             for fqn in stage.gradients:
                 contributors.setdefault(fqn, []).append(stage.index)
-        tied = TiedReduction(contributors, ranks, schedule.rank_of_stage, groups)
+        tied = TiedReduction(contributors, ranks, schedule.rank_of_stage, place.group)
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
         self.offloader = Offloader(config.offload, self.stages, config.mover)

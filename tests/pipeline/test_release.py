@@ -110,9 +110,9 @@ MISUSES: dict[str, Callable[[nn.Module], Any]] = {
     "get_model_state_dict": get_model_state_dict,
     "deepcopy": copy.deepcopy,
     "clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-    "zero_grad": lambda m: m.zero_grad(),
+    "grad": lambda m: [p.grad for p in m.parameters()],
+    "to a parameter": lambda m: [TOKENS.to(p) for p in m.parameters()],
     "optimizer": lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1).step(),
-    "half": lambda m: m.half(),
     "norm": lambda m: sum(float(p.detach().norm()) for p in m.parameters()),
     "data": lambda m: [p.data for p in m.parameters()],
     "init": lambda m: [nn.init.zeros_(p) for p in m.parameters()],
@@ -174,6 +174,29 @@ def test_a_released_recurrent_module_looks_as_before() -> None:
     ModelState(net).release({f"0.{name}": 1 for name, _ in net[0].named_parameters()})
     assert watch.look().conditions.changed(before) == []
     assert not net[0]._weights_have_changed()  # type: ignore[operator]
+
+
+def in_a_trainer(rank: int) -> list[float]:
+    """Losses and norms of steps between which a trainer treats the model as one process has it."""
+    made, found = model(), list[float]()
+    pipe = compiled(made)
+    for convert, dtype in (("float", torch.float32), ("double", torch.float64)):
+        assert made.to("cpu") is made is made.cpu().train() and made.to(memory_format=torch.channels_last) is made
+        getattr(made, convert)()
+        assert {p.dtype for p in made.parameters()} == {dtype}
+        made.zero_grad()
+        assert all(p.grad is None for p in pipe.parameters())
+        found.append(pipe.step(TOKENS, target=TARGETS).loss.item())
+        made.zero_grad(set_to_none=False)
+        assert all(p.grad is None or not p.grad.any() for p in pipe.parameters())
+        pipe.step(TOKENS, target=TARGETS)
+        found.append(pipe.clip_grad_norm_(1.0).item())
+        assert not hasattr(pipe, "module")
+    return found
+
+
+def test_a_trainer_may_move_convert_and_zero_the_model() -> None:
+    assert run_ranks(in_a_trainer, 2) == [in_a_trainer(0)] * 2
 
 
 def second_pipeline(rank: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from graphpp.parallel.groups import Subgroups
+from graphpp.parallel.groups import subgroup
 
 
 class TiedReduction:
@@ -30,15 +30,15 @@ class TiedReduction:
         contributors: Mapping[str, Sequence[int]],
         ranks: Mapping[str, Sequence[int]],
         rank_of_stage: Mapping[int, int],
-        subgroups: Subgroups,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        """By FQN: `contributors` has the stages that make a gradient of the parameter, `ranks` all ranks that have it."""
+        """By FQN: `contributors` has the stages that make a gradient of the parameter, `ranks` those of `group` with it."""
         shared = {fqn: stages for fqn, stages in contributors.items() if len(stages) > 1 or len(ranks[fqn]) > 1}
         self.contributors = {fqn: tuple(stages) for fqn, stages in shared.items()}
         self._ranks = {fqn: tuple(ranks[fqn]) for fqn in shared}
         self._rank_of_stage = rank_of_stage
-        self._groups = {ranks: subgroups.of(ranks) for ranks in sorted(set(self._ranks.values()))}
-        self._rank = subgroups.rank
+        self._groups = {ranks: subgroup(ranks, group) for ranks in sorted(set(self._ranks.values()))}
+        self._rank = 0 if group is None else dist.get_rank(group)
 
     def reduce(
         self, partial: Callable[[int, str], torch.Tensor], buffer: Callable[[str], torch.Tensor]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpp
-from graphpp.parallel.groups import Subgroups
 from graphpp.runtime.gradients.accumulate import Accumulator
 from graphpp.runtime.gradients.tied import TiedReduction
 from tests.distributed import run_ranks
@@ -124,9 +123,7 @@ def test_gradients_that_are_one_value_become_several_tensors(turned: bool) -> No
 
 def reduced(rank: int) -> dict[str, list[float]]:
     """Stages 0, 1, 2 on ranks 0, 1, 0 use `w`; stages 0 and 2, both on rank 0, use `v`."""
-    tied = TiedReduction(
-        {"w": [0, 1, 2], "v": [0, 2]}, {"w": [0, 1], "v": [0]}, {0: 0, 1: 1, 2: 0}, Subgroups(dist.group.WORLD)
-    )
+    tied = TiedReduction({"w": [0, 1, 2], "v": [0, 2]}, {"w": [0, 1], "v": [0]}, {0: 0, 1: 1, 2: 0}, dist.group.WORLD)
     parts = {(stage, fqn): gradients(6)[stage + 3 * (fqn == "v")] for stage in range(3) for fqn in "vw"}
     totals = tied.reduce(lambda stage, fqn: parts[stage, fqn], lambda _: torch.empty(D))
     return {fqn: total.tolist() for fqn, total in totals.items()}
