@@ -119,30 +119,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 47_610,
-    "graphpp/_torch": 2_260,
+    "graphpp": 48_790,
+    "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
-    "graphpp/batch": 650,
-    "graphpp/cache": 270,
-    "graphpp/capture": 5_200,
+    "graphpp/batch": 670,
+    "graphpp/cache": 300,
+    "graphpp/capture": 5_320,
     "graphpp/checkpoint": 1_810,
     "graphpp/cli": 1_470,
-    "graphpp/cluster_planner": 4_310,
+    "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_160,
-    "graphpp/integrations": 20,
-    "graphpp/options": 1_020,
-    "graphpp/ownership": 1_270,
-    "graphpp/parallel": 2_200,
-    "graphpp/passes": 4_990,
-    "graphpp/pipeline": 2_500,
-    "graphpp/planner": 1_850,
+    "graphpp/integrations": 350,
+    "graphpp/options": 1_030,
+    "graphpp/ownership": 1_290,
+    "graphpp/parallel": 2_260,
+    "graphpp/passes": 4_920,
+    "graphpp/pipeline": 3_090,
+    "graphpp/planner": 1_870,
     "graphpp/report": 810,
-    "graphpp/runtime": 3_830,
-    "graphpp/schedules": 7_010,
+    "graphpp/runtime": 3_880,
+    "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 43_990,
+    "tests": 45_500,
 }
-MOST_FILES = 399  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 406  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

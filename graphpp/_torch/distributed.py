@@ -135,5 +135,8 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     device = torch.device("cpu" if "cpu:gloo" in dist.get_backend_config(group) else "cuda")
-    options = group._get_backend(device).options
+    try:
+        options = group._get_backend(device).options
+    except RuntimeError:  # a process group written in Python has no backends
+        options = None
     return default_pg_timeout if options is None else options._timeout

@@ -75,9 +75,9 @@ def own_group(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGrou
     callers = _CALLERS.get(like) or (like.group_name, timeout_of(like))
     name = f"graphpp {callers[0]} {'_'.join(map(str, ranks))}"
     found = open_groups().get(name) or _made(name, ranks, like, dist.get_backend(like), callers[1])
-    if _CALLERS.get(found) != callers:
-        _CALLERS[found] = callers
+    if _CALLERS.get(found, callers) != callers:
         set_timeout(found, callers[1])
+    _CALLERS[found] = callers
     return found
 
 

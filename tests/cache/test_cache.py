@@ -102,3 +102,25 @@ def test_two_processes_keep_to_one_limit(tmp_path: Path) -> None:
     run_ranks(fill_and_shrink, 2, str(tmp_path))
     DiskCache(tmp_path).shrink(5000)
     assert 0 < sum(entry.size for entry in graphpp.cache.entries(tmp_path)) <= 5000
+
+
+def test_what_others_may_have_written_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, kept = tmp_path / "cache", tmp_path / "kept"
+    root.mkdir(mode=0o777)
+    root.chmod(0o777)
+    assert DiskCache(root).root != root
+    assert f"other users may write to {root}" in caplog.text and "set GRAPHPP_CACHE to a folder that you own" in caplog.text
+    cache = DiskCache(kept)
+    fill(cache, "a", 10, 1000.0)
+    with cache.entry("a") as folder:
+        assert (folder / "data").exists()
+    (kept / "a" / "data").chmod(0o666)
+    with cache.entry("a") as folder:
+        assert not (folder / "data").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files to another user")
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.chown(tmp_path, 12345, -1)
+    assert DiskCache(tmp_path).root != tmp_path
+    assert "belongs to the user 12345" in caplog.text

@@ -46,6 +46,7 @@ def test_dimensions_are_pipelines_and_replicas() -> None:
 def refused(rank: int, what: str) -> str:
     meshes: dict[str, Any] = {
         "unknown": lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("stage",)),
+        "descending": lambda: DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",)),
         "nameless": lambda: init_device_mesh("cpu", (2,)),
         "elsewhere": lambda: DeviceMesh("cpu", [1 - rank], mesh_dim_names=("pp",), _init_backend=False),
         "no member": lambda: dist.new_group([1 - rank]),
@@ -59,6 +60,7 @@ def refused(rank: int, what: str) -> str:
 
 
 WRONG = {
+    "descending": "mesh: the ranks along 'cp' must ascend",
     "unknown": "mesh: unknown dimension 'stage'",
     "nameless": "mesh: its dimensions have no names",
     "elsewhere": "mesh: rank 0 is not in the mesh",
@@ -71,6 +73,22 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_other_meshes_are_refused(what: str) -> None:
     assert WRONG[what] in run_ranks(refused, 2, what)[0]
+
+
+def trained_on(rank: int, ranks: list[int]) -> tuple[bool, float, float, str]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("pp",))
+    pipe = graphpp.compile(model, nn.functional.mse_loss, split=["2"], microbatches=2, mesh=mesh)
+    loss = pipe.step(x, target=x).loss.item()
+    return pipe.is_first, loss, pipe.clip_grad_norm_(1.0).item(), str(pipe.plan.rank_of_stage)
+
+
+def test_stages_follow_the_order_of_the_ranks_in_the_mesh() -> None:
+    ascending, descending = run_ranks(trained_on, 2, [0, 1]), run_ranks(trained_on, 2, [1, 0])
+    assert [first for first, *_ in ascending] == [True, False] and [first for first, *_ in descending] == [False, True]
+    assert len({tuple(rest) for _, *rest in (*ascending, *descending)}) == 1
 
 
 def differing(rank: int, other: str) -> str:
