@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from graphpp.options.offload import Offload
     from graphpp.options.parallel import Parallel
     from graphpp.options.recompute import Recompute
-    from graphpp.pipeline.as_module import ModuleOutput, PipelineModule
     from graphpp.pipeline.pipeline import Pipeline
     from graphpp.pipeline.profile import Profile
     from graphpp.pipeline.results import EvalResult, StepResult
@@ -83,12 +82,10 @@ __all__ = [
     "Microbatch",
     "Microbatches",
     "MismatchError",
-    "ModuleOutput",
     "NoPlanError",
     "Offload",
     "Parallel",
     "Pipeline",
-    "PipelineModule",
     "Plan",
     "Profile",
     "RankFailure",
@@ -135,7 +132,6 @@ _HOMES = {
     "graphpp.options.offload": "Offload",
     "graphpp.options.parallel": "Parallel",
     "graphpp.options.recompute": "Recompute",
-    "graphpp.pipeline.as_module": "ModuleOutput PipelineModule",
     "graphpp.pipeline.pipeline": "Pipeline",
     "graphpp.pipeline.profile": "Profile",
     "graphpp.pipeline.results": "EvalResult StepResult",

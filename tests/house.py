@@ -119,12 +119,12 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 48_790,
+    "graphpp": 48_810,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 670,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_320,
+    "graphpp/capture": 5_330,
     "graphpp/checkpoint": 1_810,
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
@@ -140,9 +140,9 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 3_880,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 45_500,
+    "tests": 45_550,
 }
-MOST_FILES = 406  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 407  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,8 @@ def allowed(arrow: Arrow) -> bool:
     own = floor(arrow.source)
     if own is not None:
         return any(within(arrow.target, each) for each in (own, *MAY_IMPORT[own]))
+    if arrow.target == "graphpp" and within(arrow.source, "graphpp.integrations"):
+        return True  # its public names
     if within(arrow.target, "graphpp.integrations"):
         return within(arrow.source, "graphpp.integrations")
     return height(arrow.target) <= height(arrow.source)

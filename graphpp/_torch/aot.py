@@ -34,7 +34,6 @@ from torch._higher_order_ops import effects
 from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributions import Distribution
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -190,6 +189,8 @@ def _constants_functional() -> Context:
     Torch rewrites writes into inputs of the trace and into results of inputs. Here each tensor that code takes from elsewhere
     gets torch's wrapper, too, where an operator gets no other tensors. A write into the tensor itself raises.
     """
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode  # `fake_mode` has loaded it
+
     original: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
     written = vars(torch)["_functionalize_has_data_mutation"]
     wrappers: list[FunctionalTensor] = []

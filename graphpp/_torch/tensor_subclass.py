@@ -7,7 +7,7 @@ Checked on torch 2.13.0 and 2.15.0:
 - `torch._C.DisableTorchFunctionSubclass`, `torch._C._is_torch_function_enabled`: whether subclasses' `__torch_function__` is on
 - `torch._C._disabled_torch_function_impl`, `torch._C._disabled_torch_dispatch_impl`: of classes that override nothing
 - `torch._C.TensorBase.grad`, `data`: the properties behind `tensor.grad` and `tensor.data`
-- `torch.nn.Module._apply`: moves and converts the tensors of a module
+- `torch.nn.Module._apply.__code__`: of the function that moves and converts the tensors of a module
 - `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`, `torch._has_compatible_shallow_copy_type`: metadata
 """
 

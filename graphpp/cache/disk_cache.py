@@ -212,7 +212,7 @@ def _writable(root: Path) -> Path:
         with tempfile.TemporaryFile(dir=root):
             why = not_ours(root)
     except OSError as error:
-        why = str(error)
+        why = f"it cannot be written: {error}"
     if why is None:
         return root
     replaced = Path(tempfile.mkdtemp(prefix="graphpp-"))

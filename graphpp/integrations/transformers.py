@@ -25,7 +25,7 @@ import transformers
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 
 import graphpp
-from graphpp import GraphPPError
+from graphpp.errors import GraphPPError
 from graphpp.integrations.random_state import RandomState
 
 _FOLDER = "graphpp"

@@ -32,7 +32,7 @@ from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
-from graphpp.pipeline.interfaces import Interfaces
+from graphpp.pipeline.interfaces.methods import Interfaces
 from graphpp.pipeline.outputs import OUTPUT_RANKS, OutputRanks, eval_mode, merged_output, shared_output
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials

@@ -241,7 +241,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
     "no parameter": (lambda *, weight: X, r"loss must take \(output\) or \(output, target\), .*<lambda> does not: too many"),
     "three parameters": (lambda a, b, c: a.sum(), "<lambda> does not: missing a required argument: 'c'"),
     "a complex number": (lambda a, b: a.sum() + 0j, "the loss is of torch.complex64"),
-    "a buffer of its own": (Counting(), "in place .* such as a buffer of a loss module"),
+    "a buffer of its own": (Counting(), "in place .* such as a plain attribute or a buffer of a loss module"),
 }
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import graphpp
+from graphpp.pipeline.interfaces.as_module import ModuleOutput
 from tests.distributed import run_ranks
 
 X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))  # four batches
@@ -41,13 +42,13 @@ class Eager(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor, labels: Tensor) -> graphpp.ModuleOutput:
+    def forward(self, x: Tensor, labels: Tensor) -> ModuleOutput:
         if not self.training:
             outputs = [self.model(a, b) for a, b in zip(x.chunk(PARTS), labels.chunk(PARTS), strict=True)]
             loss = torch.stack([output["loss"] for output in outputs]).mean()
-            return graphpp.ModuleOutput(loss=loss, logits=torch.cat([output["logits"] for output in outputs]))
+            return ModuleOutput(loss=loss, logits=torch.cat([output["logits"] for output in outputs]))
         losses = [self.model(a, b)["loss"] for a, b in zip(x.chunk(PARTS), labels.chunk(PARTS), strict=True)]
-        return graphpp.ModuleOutput(loss=torch.stack(losses).mean())
+        return ModuleOutput(loss=torch.stack(losses).mean())
 
 
 def read_loss(output: dict[str, Tensor]) -> Tensor:

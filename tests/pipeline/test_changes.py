@@ -263,9 +263,8 @@ ASSIGNMENTS: list[tuple[Callable[[Any, Tensor], Any], str]] = [
     (lambda m, y: increase(m, "made") or y * (m.made > 9), r"changes inner\.made.* buffer"),
     (lambda m, y: (m.share, setattr(m, "share", y.sum()))[0], r"changes inner\.share.* buffer"),
     (lambda m, y: m.counts.update(n=m.counts["n"] + 1) or y * m.counts["n"], r"changes inner\.counts\.n.* buffer"),
-    (lambda m, y: setattr(m, "h", y.detach().sum()), r"buffer inner\.h is None"),
     (remember, r"reads the tensor inner\.states\.0 and replaces it"),
-    (append, r"reads the tensor inner\.states\.0 and replaces it"),
+    (append, r"keeps a tensor of one call in inner\.states\.1, where there was none"),
     (memorise, r"reads the tensor inner\.memory\.h and replaces it"),
 ]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import descriptors, pytree
+from graphpp._torch import pytree
 from graphpp._torch.symbols import SYMBOLIC
 from graphpp.batch.microbatch import is_plain_data
 from graphpp.capture.activation_checkpoints import CheckpointedCalls
@@ -49,6 +49,8 @@ class Exported:
     @property
     def of_call(self) -> list[Place]:
         """The places whose kept tensors depend on arguments, trained parameters or random numbers, not only on their sizes."""
+        from graphpp._torch import descriptors  # imports AOT Autograd, which would slow down `import graphpp`
+
         output = self.module.graph.output_node()
         values: Any = output.args[0]
         if "desc" in output.meta:  # a joint graph
@@ -59,6 +61,8 @@ class Exported:
 
 
 def _depends(module: fx.GraphModule, node: fx.Node) -> bool:
+    from graphpp._torch import descriptors
+
     pending, seen = [node], set[fx.Node]()
     while pending:
         source = pending.pop()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp.capture.objects.names import Reads, reads_of
 from graphpp.capture.objects.walk import HOOKS, PLAIN, Item, Limits, Path, Walk
@@ -82,6 +83,7 @@ class Watch:
         self.modules = [*own, *of_loss]
         self._own, self._loss, self._fqns = len(own), loss, [fqn for fqn, _ in model.named_modules()]
         self._tree = {id(module): (at,) for at, module in enumerate(self.modules)}
+        self._named = WeakTensorKeyDictionary()
         self._frozen: dict[Path, Any] = {}
         self._kinds: set[type] = set()  # classes of the objects walked
         self._functions: dict[str, dict[CodeType, FunctionType]] = {"model": {}, "loss": {}}  # functions walked
@@ -149,9 +151,14 @@ class Watch:
             yield from walk.items((of, space.get("__name__"), name), space[name], (space, name))
 
     def _tensors(self) -> dict[int, Path]:
-        """The paths of parameters and buffers, by `id`: in attributes they count by name, for a release replaces them."""
-        named = ((at, store) for at, each in enumerate(self.modules) for store in (each._parameters, each._buffers))
-        return {id(tensor): (at, name) for at, store in named for name, tensor in store.items() if tensor is not None}
+        """The paths of parameters and buffers, present and former, by `id`.
+
+        In attributes and containers they count by name, for a release replaces them in the model alone.
+        """
+        stores = ((at, store) for at, each in enumerate(self.modules) for store in (each._parameters, each._buffers))
+        for at, store in stores:
+            self._named.update({tensor: (at, name) for name, tensor in store.items() if tensor is not None})
+        return {id(tensor): path for tensor, path in self._named.items()}
 
     def _reads_of(self, of: str) -> Reads:
         """The names and variables that code reads; cached until a function or class is added or removed."""

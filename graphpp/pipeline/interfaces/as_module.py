@@ -18,7 +18,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,13 +26,12 @@ from torch import nn
 from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
+from graphpp.pipeline.interfaces.step_gradients import StepGradients
+from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.results import EvalResult, StepResult
-from graphpp.pipeline.step_gradients import StepGradients
-
-if TYPE_CHECKING:
-    from graphpp.pipeline.pipeline import Pipeline
 
 Step = Callable[[Microbatch, LossArguments], tuple[StepResult, StepGradients]]
+Evaluate = Callable[..., EvalResult]
 Deliver = Callable[[StepGradients, float, bool], None]
 
 _DDP = (
@@ -75,10 +74,12 @@ class _Loss(torch.autograd.Function):
 class PipelineModule(nn.Module):
     """A pipeline as a module; made by `pipe.as_module()`."""
 
-    def __init__(self, pipe: Pipeline, model: nn.Module, step: Step, deliver: Deliver, loss_scale: float) -> None:
+    def __init__(
+        self, pipe: RankPart, model: nn.Module, step: Step, evaluate: Evaluate, deliver: Deliver, loss_scale: float
+    ) -> None:
         super().__init__()
         self.__dict__["_original"] = model  # in no dict of submodules: it has the parameters of all ranks
-        self._pipe, self._step, self._deliver = pipe, step, deliver
+        self._pipe, self._step, self._eval, self._deliver = pipe, step, evaluate, deliver
         self._factor, self._scaled, self.training = float(loss_scale), loss_scale > 1, model.training
         self._anchor = [torch.zeros((), requires_grad=True)]  # a list: no parameter
         self._held: list[torch.Tensor] = []
@@ -104,7 +105,7 @@ class PipelineModule(nn.Module):
         self._deliver(gradients, factor / used, self._scaled)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> ModuleOutput:
-        result = self._pipe.eval(*args, **kwargs)
+        result = self._eval(*args, **kwargs)
         loss = result.loss
         if loss is not None and torch.is_grad_enabled():
             loss = self._with_backward(loss, _refuse_backward)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,9 +23,7 @@ from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
 from graphpp.pipeline.outputs import Exchange, without_data
 from graphpp.pipeline.results import EvalResult, StepResult
-
-if TYPE_CHECKING:
-    from graphpp.pipeline.pipeline import Pipeline
+from graphpp.planner.plan import Plan
 
 _NO_GRAD = "step() needs gradients for its backward, and runs under torch.no_grad(): call eval() instead"
 NO_OUTPUTS = (
@@ -34,10 +32,20 @@ NO_OUTPUTS = (
 )
 
 
+class Calls(Protocol):
+    """The methods of a pipeline that a schedule object calls."""
+
+    is_last: bool
+    plan: Plan
+    step: Callable[..., StepResult]
+    step_microbatches: Callable[..., StepResult]
+    eval: Callable[..., EvalResult]
+
+
 class TorchSchedule:
     """A pipeline with the methods of a schedule object of `torch.distributed.pipelining`."""
 
-    def __init__(self, pipe: Pipeline, exchange: Exchange, scale_grads: bool, return_outputs: bool) -> None:
+    def __init__(self, pipe: Calls, exchange: Exchange, scale_grads: bool, return_outputs: bool) -> None:
         self._pipe, self._exchange, self._return_outputs = pipe, exchange, return_outputs
         self.scale_grads, self._has_backward = scale_grads, True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 
@@ -13,16 +13,13 @@ from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.as_module import PipelineModule
-from graphpp.pipeline.as_schedule import NO_OUTPUTS, TorchSchedule
+from graphpp.pipeline.interfaces.as_module import PipelineModule
+from graphpp.pipeline.interfaces.as_schedule import NO_OUTPUTS, Calls, TorchSchedule
+from graphpp.pipeline.interfaces.step_gradients import StepGradients
 from graphpp.pipeline.outputs import OutputRanks
 from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
-from graphpp.pipeline.step_gradients import StepGradients
-
-if TYPE_CHECKING:
-    from graphpp.pipeline.pipeline import Pipeline
 
 _SCALE = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < float("inf"))  # type: ignore[operator]
 
@@ -41,7 +38,7 @@ class Interfaces(RankPart):
         `GraphPPError` before anything is captured: give `example=` to `graphpp.compile`.
         """
         self._cache.captured()
-        return PipelineModule(self._pipe, self._model, self._step_apart, self._deliver, loss_scale)
+        return PipelineModule(self, self._model, self._step_apart, self.eval, self._deliver, loss_scale)
 
     @checked(GraphPPError, return_outputs=FLAG)
     def as_schedule(self, return_outputs: bool = True) -> TorchSchedule:
@@ -52,7 +49,8 @@ class Interfaces(RankPart):
         """
         if return_outputs and not self._options.memory.outputs:
             raise GraphPPError(NO_OUTPUTS)
-        return TorchSchedule(self._pipe, self._calls.exchanged, self._options.gradients.reduction != "sum", return_outputs)
+        scale_grads = self._options.gradients.reduction != "sum"
+        return TorchSchedule(cast(Calls, self), self._calls.exchanged, scale_grads, return_outputs)
 
     def eval_microbatches(
         self, microbatches: Sequence[Microbatch], *, loss_weight: LossWeight | None = None, output: OutputRanks = "last"
@@ -60,12 +58,11 @@ class Interfaces(RankPart):
         """Like `eval`, with the microbatches given one by one."""
         return self._evaluate(OneByOne(microbatches), LossArguments(loss_weight), output)
 
-    def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+    def eval(self, *args: Any, **kwargs: Any) -> EvalResult:
         raise NotImplementedError
 
-    @property
-    def _pipe(self) -> Pipeline:
-        return cast("Pipeline", self)
+    def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+        raise NotImplementedError
 
     def _step_apart(self, batch: Microbatch, weights: LossArguments) -> tuple[StepResult, StepGradients]:
         """A step whose gradients are not in `param.grad`."""
