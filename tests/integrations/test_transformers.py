@@ -99,6 +99,7 @@ def mean_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
     return outputs.logits.square().sum() / num_items_in_batch
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize(
     ("changes", "more", "pipeline"),
     [
@@ -116,12 +117,12 @@ def mean_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
 def test_a_training_logs_what_trainer_logs(tmp_path: Path, changes: Any, more: Any, pipeline: dict[str, Any]) -> None:
     theirs = trained(Trainer, tmp_path, None, more, **changes)
     mine = trained(PipelineTrainer, tmp_path, pipeline, more, **changes)
-    close = {"rel": 1e-5} if pipeline.get("microbatches") or changes.get("bf16") else {"rel": 0, "abs": 0}
+    rough = 1e-2 if changes.get("bf16") else 1e-6
+    close = {"rel": 10 * rough} if pipeline.get("microbatches") or changes.get("bf16") else {"rel": 0, "abs": 0}
     for found, expected in zip(mine.state.log_history, theirs.state.log_history, strict=True):
         for name, value in expected.items():
             if not any(word in name for word in TIMES):
                 assert found[name] == pytest.approx(value, **close), name
-    rough = 1e-2 if changes.get("bf16") else 1e-6
     assert mine.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=rough)
     one, other = mine.predict(ROWS[:5]).predictions, theirs.predict(ROWS[:5]).predictions
     assert torch.from_numpy(one).sub(torch.from_numpy(other)).abs().max() < rough
