@@ -173,13 +173,26 @@ class Checkpoint:
 
 
 def begun(folder: Path, calls: RankCalls, *, first: bool) -> UnfinishedSave:
-    """A save whose partial folder the first rank has made. Called by all ranks, once they have compared the call."""
-    with calls.watched():
-        save = UnfinishedSave(folder, new_name(calls.file_group))
-    with save, calls.all_ranks(f"the folder in {folder}"), without_os_errors():
-        if first:
-            save.begin()
-    return save
+    """A save whose partial folder the first rank has made. Called by all ranks that write; raises on all or on none.
+
+    No other rank goes on before the folder is there: torch's writer would make it, and several pipelines may write one save.
+    """
+    save, fault, group = UnfinishedSave(folder, new_name()), "", calls.file_group
+    with calls.watched(), save:
+        try:
+            with without_os_errors():
+                if first:
+                    save.begin()
+        except CheckpointError as error:
+            fault = str(error)
+        made: list[tuple[str, str] | None] = [(save.name, fault) if first else None]
+        if group is not None:
+            made *= dist.get_world_size(group)
+            dist.all_gather_object(made, (save.name, fault) if first else None, group)
+        name, fault = next(filter(None, made))
+        if fault:
+            raise CheckpointError(fault)
+    return save if first else UnfinishedSave(folder, name)
 
 
 def _has_checkpoint(path: Path) -> bool:

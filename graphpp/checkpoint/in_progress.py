@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from graphpp._torch.parallel.sharded_tensor import local_of, with_local
 from graphpp._torch.pytree import tree_flatten, tree_unflatten
@@ -78,12 +77,9 @@ class PendingSave:
             self._publish()
 
 
-def new_name(group: dist.ProcessGroup | None) -> str:
-    """A random name for a save, equal on all ranks of `group`, which call this together."""
-    found = [secrets.token_hex(8)]
-    if group is not None:
-        dist.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]
+def new_name() -> str:
+    """A random name for a save."""
+    return secrets.token_hex(8)
 
 
 def save_in(file: str) -> str:
