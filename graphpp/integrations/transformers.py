@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
+from accelerate.utils import slice_tensors  # type: ignore[import-untyped]
 
 import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.integrations.random_state import RandomState
+from graphpp.integrations.stand_in import ModelCall, StandIn, rows_of, tensors_with_rows
 
 _FOLDER = "graphpp"
 _OWN_OPTIONS = {
@@ -52,13 +54,15 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         _refuse_settings(self, self.pipeline_options)
         self._waiting: list[dict[str, Any]] = []  # batches of the optimizer step
         self._random, self._piped = RandomState(), None
+        self._made: torch.optim.Optimizer | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
         accelerator.prepare_model = lambda model, **_: model
         accelerator.prepare_data_loader = self._prepare_loader
-        self.gather_function = lambda values, **_: values  # every rank has the same
+        # Trainer sets gather_function to this method of the accelerator again after each evaluation
+        self.gather_function = accelerator.gather_for_metrics = self._rows_of_data
 
     def _prepare_loader(self, loader: Any, **_: Any) -> Any:
         """The loader as accelerate prepares it in one process."""
@@ -75,32 +79,60 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         accelerator._dataloaders.append(prepared)
         return prepared
 
+    def _rows_of_data(self, values: Any, **_: Any) -> Any:
+        """The values, which every rank has; of the last batch, as many rows as it has."""
+        state = self.accelerator.gradient_state
+        return slice_tensors(values, slice(state.remainder)) if state.end_of_dataloader and state.remainder > 0 else values
+
     def get_tp_size(self) -> int:
         return int(self.args.world_size)  # Trainer's word for the number of ranks that read the same batch
 
-    # The pipeline
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # adds the tokens of all ranks, which are the same
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.args.world_size
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is not None:
+            known: Any = self._made
+            if known is not None and known is getattr(self.optimizer, "optimizer", self.optimizer):
+                self._waiting.clear()  # of an earlier train() that was interrupted
+                return known
             raise GraphPPError(
                 "optimizers=: an optimizer of model.parameters() has parameters of other ranks: give "
                 "optimizer_cls_and_kwargs=(class, arguments), or override create_optimizer and use self.pipe.parameters()"
             )
-        with torch.random.fork_rng():
-            pipe = self._pipe_for(next(iter(self.get_train_dataloader())))
+        pipe = self._pipe_for({})
         self.model.named_parameters = lambda *_, **__: pipe.named_parameters()
         try:
             made: torch.optim.Optimizer = super().create_optimizer(model)
-            return made
         finally:
             del self.model.named_parameters
+        self._made = made
+        return made
+
+    def _first_batch(self) -> dict[str, Any]:
+        """The first batch of the training; the generators that made it are as before."""
+        data = self.train_dataset
+        if isinstance(data, torch.utils.data.IterableDataset) and iter(data) is iter(data):
+            raise GraphPPError(
+                "the training data can be read once, and the pipeline is captured from its first batch, which training would "
+                "lack: give a data set whose __iter__ starts anew"
+            )
+        states = RandomState()
+        states.load_state_dict(states.state_dict())
+        try:
+            with torch.random.fork_rng():
+                return dict(next(iter(self.get_train_dataloader())))
+        finally:
+            states.restore()
 
     def _pipe_for(self, batch: dict[str, Any]) -> graphpp.Pipeline:
-        """The pipeline of the current model; `batch`: an example."""
+        """The pipeline of the current model; `batch`: an example for a trainer without training data."""
         if self.pipe is None or self._piped is not self.model:
             options = {"parallel": self.args.device, **self.pipeline_options}
             options["microbatches"] = self._pieces * self.args.gradient_accumulation_steps
-            inputs = self._prepare_inputs(batch)
+            inputs = self._prepare_inputs(batch if self.train_dataset is None else self._first_batch())
             example = self._microbatch(self._cut(inputs)[0], self._get_num_items_in_batch([inputs], self.args.device))
             self._piped = self.model
             self.pipe = graphpp.compile(self.model, self._loss, example=example, gradients="sum", **options)
@@ -112,20 +144,20 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
 
     def _cut(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """The microbatches of a batch: tensors with its rows are cut, all else goes whole."""
-        pieces, rows = self._pieces, _rows(inputs)
+        pieces, rows = self._pieces, rows_of(inputs)
         if pieces == 1:
             return [inputs]
-        cut = {key: value.tensor_split(pieces) for key, value in _tensors(inputs).items() if len(value) == rows}
+        cut = {key: value.tensor_split(pieces) for key, value in tensors_with_rows(inputs).items() if len(value) == rows}
         parts = [{key: cut[key][at] if key in cut else value for key, value in inputs.items()} for at in range(pieces)]
         return [part for part in parts if all(len(part[key]) for key in cut)]
 
     def _microbatch(self, inputs: dict[str, Any], items: Any) -> graphpp.Microbatch:
         def ask(*args: Any, **kwargs: Any) -> NoReturn:
-            raise _ModelCall(args, kwargs)
+            raise ModelCall(args, kwargs)
 
         try:
-            self.compute_loss(_StandIn(self.model, ask), dict(inputs), num_items_in_batch=items)
-        except _ModelCall as call:
+            self.compute_loss(StandIn(self.model, ask), dict(inputs), num_items_in_batch=items)
+        except ModelCall as call:
             loss_kwargs = {} if items is None else {"num_items_in_batch": items}
             return graphpp.Microbatch(call.args, call.kwargs, dict(inputs), loss_kwargs)
         raise GraphPPError("compute_loss does not call the model, so there is nothing to train")
@@ -140,9 +172,7 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
                 raise GraphPPError("compute_loss calls the model more than once, and a pipeline runs one forward a microbatch")
             return output
 
-        return self.compute_loss(_StandIn(self.model, answer), dict(inputs), num_items_in_batch=num_items_in_batch)
-
-    # Training
+        return self.compute_loss(StandIn(self.model, answer), dict(inputs), num_items_in_batch=num_items_in_batch)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep the batch; with the last one of an optimizer step, run them all. Returns the loss of the last batch."""
@@ -173,7 +203,7 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
             scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
         if scaled:
             return [1.0] * len(parts)
-        rows = [max(_rows(part), 1) for part in parts]
+        rows = [max(rows_of(part), 1) for part in parts]
         return [each / sum(rows) / steps for each in rows]
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
@@ -186,17 +216,13 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         self.accelerator.unscale_gradients()
         return self._required().clip_grad_norm_(largest)
 
-    # Evaluation
-
     def prediction_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         pipe = self._pipe_for(inputs)
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             return pipe.eval_microbatches([graphpp.Microbatch(args, kwargs)], output="all").output
 
-        return super().prediction_step(_StandIn(self.model, evaluate), inputs, *rest, **named)
-
-    # Files
+        return super().prediction_step(StandIn(self.model, evaluate), inputs, *rest, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `save_pretrained` does. Called by all ranks."""
@@ -253,36 +279,6 @@ class PipelineTrainer(PipelineMixin, transformers.Trainer):
     """`transformers.Trainer` with the argument `pipeline`: options of `graphpp.compile`, such as `{"schedule": "1F1B"}`."""
 
 
-class _ModelCall(BaseException):
-    """The arguments that `compute_loss` gives to the model; no `except Exception` catches it."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.args, self.kwargs = args, kwargs
-
-
-class _StandIn:
-    """Takes the model's place in `compute_loss`: calls run `call`, attributes are the model's."""
-
-    def __init__(self, model: Any, call: Callable[..., Any]) -> None:
-        self._model, self._call = model, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_model"], name)
-
-
-def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
-
-
-def _rows(inputs: Mapping[str, Any]) -> int:
-    """The rows of a batch: the first dimension of its first tensor; 0 without one."""
-    return next((len(value) for value in _tensors(inputs).values()), 0)
-
-
 def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
     """Raise `GraphPPError` for settings of Trainer that a pipeline cannot follow."""
     args, device_map = trainer.args, getattr(trainer.model, "hf_device_map", None) or {}
@@ -291,6 +287,7 @@ def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
         "FSDP": "leave fsdp= out: the pipeline shards by mesh=" if trainer.is_fsdp_enabled else "",
         "device_map": "load the model without device_map=" if len(set(map(str, device_map.values()))) > 1 else "",
         "torch_compile": 'give pipeline={"backend": "inductor"} in its place' if args.torch_compile else "",
+        "save_only_model": "load_best_model_at_end needs whole ones" * (args.save_only_model and args.load_best_model_at_end),
         "nn.DataParallel": "start one process per GPU, by torchrun" if args.n_gpu > 1 else "",
         **{f"pipeline[{name!r}]": reason for name, reason in _OWN_OPTIONS.items() if name in options},
     }

@@ -26,7 +26,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of an evaluation. `output`: of the whole batch, on the last stage's rank; None on the other ranks.
+    """The result of an evaluation. `output`: of the whole batch, on the last stage's rank, or on all (`output="all"`).
 
     `loss`, `losses`, `metrics`: as in `StepResult`, on every rank; `loss` and `losses` are None if the loss lacks its target.
     """

@@ -90,7 +90,8 @@ def trained(kind: type, folder: Path, pipeline: dict[str, Any] | None = None, mo
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     args = TrainingArguments(str(folder), **{**usual, **quiet, **changes})  # type: ignore[arg-type]
     own = {} if pipeline is None else {"pipeline": pipeline}
-    trainer = kind(model(), args, train_dataset=ROWS, eval_dataset=ROWS[:5], data_collator=collate, **own, **dict(more))
+    data = {"train_dataset": ROWS, "eval_dataset": ROWS[:5], **dict(more)}
+    trainer = kind(model(), args, data_collator=collate, **data, **own)
     trainer.train()
     return trainer
 
@@ -129,6 +130,26 @@ def test_a_training_logs_what_trainer_logs(tmp_path: Path, changes: Any, more: A
     assert torch.from_numpy(one).sub(torch.from_numpy(other)).abs().max() < rough
 
 
+def test_evaluations_weigh_short_batches_as_trainer_does_and_training_goes_on(tmp_path: Path) -> None:
+    """Trainer resets its gather function after each evaluation; a second `train` keeps the optimizer."""
+    found = []
+    for kind, pipeline in ((Trainer, None), (PipelineTrainer, {})):
+        trainer = trained(kind, tmp_path, pipeline, per_device_eval_batch_size=3, max_steps=2)
+        losses = [trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]]
+        rows = len(trainer.predict(ROWS[:5]).predictions)
+        trainer.train()
+        found.append([*losses, rows, trainer.state.log_history[-1]["train_loss"], trainer.state.num_input_tokens_seen])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+class OneShot(torch.utils.data.IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.rows = iter(ROWS)
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+
 class CallsTwice(PipelineMixin, Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         return model(**inputs).loss + model(**inputs).loss
@@ -145,6 +166,9 @@ class CallsNone(PipelineMixin, Trainer):
         (PipelineTrainer, {"gradients": "mean"}, {}, (), "pipeline\\['gradients'\\] does not go with PipelineTrainer"),
         (PipelineTrainer, {}, {"torch_compile": True}, (), 'give pipeline={"backend": "inductor"}'),
         (PipelineTrainer, {}, {}, (("optimizers", (torch.optim.SGD(model().parameters()), None)),), "give optimizer_cls_and"),
+        (PipelineTrainer, {}, {"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "steps",
+                               "eval_strategy": "steps"}, (), "load_best_model_at_end needs whole ones"),
+        (PipelineTrainer, {}, {"max_steps": 2}, (("train_dataset", OneShot()),), "the training data can be read once"),
         (CallsTwice, {}, {}, (), "calls the model more than once"),
         (CallsNone, {}, {}, (), "compute_loss does not call the model"),
     ],

@@ -200,6 +200,46 @@ def test_a_module_is_touched_as_trainers_touch_models() -> None:
     assert {id(parameter) for parameter in outer.parameters()} == {id(parameter) for parameter in pipe.parameters()}
 
 
+def test_a_factor_that_is_not_finite_spoils_no_later_step() -> None:
+    _, module, _ = piped()
+    (module(x=X[0], labels=Y[0]).loss * torch.inf).backward()
+    module.zero_grad()
+    module(x=X[0], labels=Y[0]).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())  # type: ignore[union-attr]
+
+
+def test_parts_of_the_module_are_those_of_the_model() -> None:
+    """Flags of one layer act, and classes are seen by rules of weight decay."""
+    model, module, pipe = piped(split=["norm"])
+    module.norm.eval()  # type: ignore[operator]
+    assert not model.norm.training and isinstance(module.norm, nn.BatchNorm1d) and module.norm.num_features == 8
+    before = model.norm.running_mean.clone()
+    module(x=X[0], labels=Y[0])
+    assert torch.equal(model.norm.running_mean, before)
+    assert "norm" in [name for name, part in module.named_modules() if isinstance(part, nn.BatchNorm1d)]
+    assert pipe.is_first and pipe.is_last
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return self.line(x)
+
+
+def test_loss_kwargs_reach_the_loss() -> None:
+    def loss(output: Tensor, target: Tensor, *, scale: float = 1.0) -> Tensor:
+        return F.mse_loss(output, target) * scale
+
+    example = graphpp.Microbatch((X[0],), target=Y[0])
+    pipe = graphpp.compile(Scaled(), loss, example=example, microbatches=1)
+    module = pipe.as_module()
+    expected = [pipe.eval(X[0], target=Y[0], loss_kwargs={"scale": scale}).loss for scale in (2.0, 3.0)]
+    assert [module(X[0], target=Y[0], loss_kwargs={"scale": scale}).loss.detach() for scale in (2.0, 3.0)] == expected
+
+
 def backward_twice(module: nn.Module) -> None:
     loss = module(x=X[0], labels=Y[0]).loss
     loss.backward(retain_graph=True)
@@ -214,6 +254,7 @@ def backward_twice(module: nn.Module) -> None:
         (lambda module: module.load_state_dict(module.state_dict(), assign=True), "assign=True would replace"),
         (lambda module: module.eval()(x=X[0], labels=Y[0]).loss.backward(), "the module was in eval mode"),
         (lambda module: module(x=X[0], labels=Y[0]).loss.backward(create_graph=True), "create_graph=True"),
+        (lambda module: module(x=X[0], labels=Y[0]).losses.mean().backward(), "a value of the module's output other than"),
         (backward_twice, "a second backward of one loss"),
         (lambda module: graphpp.compile(Model(True), read_loss).as_module(), "nothing is captured yet: give example="),
     ],

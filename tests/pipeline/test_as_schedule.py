@@ -104,6 +104,9 @@ CALLS: dict[str, Called] = {
     "kwargs": lambda *given: step(*given, shift=0.5),
     "loss_kwargs": lambda *given: step(*given, loss_kwargs={"scale": torch.tensor(3.0)}),
     "other loss_kwargs": lambda *given: step(*given, loss_kwargs={"scale": torch.tensor(5.0)}),
+    "loss_kwargs on the last rank": lambda schedule, first, last, losses: step(
+        schedule, first, last, losses, **({"loss_kwargs": {"scale": torch.tensor(7.0)}} if last else {})
+    ),
     "lists": lists,
     "eval": evaluate,
 }

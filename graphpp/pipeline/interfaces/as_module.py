@@ -17,14 +17,16 @@ Contract
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from graphpp._torch import pytree
 from graphpp.batch.loss_weights import LossArguments, LossWeight
-from graphpp.batch.microbatch import Microbatch
+from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.errors import GraphPPError
 from graphpp.pipeline.interfaces.step_gradients import StepGradients
 from graphpp.pipeline.rank_part import RankPart
@@ -37,6 +39,10 @@ Deliver = Callable[[StepGradients, float, bool], None]
 _DDP = (
     "DistributedDataParallel around a pipeline would average the gradients of different parameters: use the module as it is, "
     "with dp_replicate in the mesh= of graphpp.compile for replicas"
+)
+_RESULTS = (
+    "backward: a value of the module's output other than `loss`, such as `logits` or `losses`, has no gradients here: let the "
+    "loss of graphpp.compile compute all terms, or detach the value"
 )
 _EVAL = "backward: the module was in eval mode, where it computes no gradients: call module.train() before the forward"
 
@@ -55,6 +61,18 @@ class ModuleOutput(dict[str, Any]):
             raise AttributeError(f"the output has {', '.join(self)}, and no {name!r} on this rank") from None
 
 
+class _Result(torch.autograd.Function):
+    """A result of a step that is not its loss; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
+        raise GraphPPError(_RESULTS)
+
+
 class _Loss(torch.autograd.Function):
     """The loss of a step; its backward calls `backward` with the gradient of the loss."""
 
@@ -71,6 +89,28 @@ class _Loss(torch.autograd.Function):
         return None, None, None
 
 
+class _Part(nn.Module):
+    """The place of a submodule in the tree, with this rank's tensors: class, flags and other attributes are the submodule's."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_original"], self.training = original, original.training
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
+        return type(self.__dict__["_original"])  # `isinstance(part, nn.LayerNorm)`, which decides about weight decay
+
+    def train(self, mode: bool = True) -> _Part:
+        self.__dict__["_original"].train(mode)
+        return super().train(mode)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+
 class PipelineModule(nn.Module):
     """A pipeline as a module; made by `pipe.as_module()`."""
 
@@ -85,23 +125,37 @@ class PipelineModule(nn.Module):
         self._held: list[torch.Tensor] = []
         self._hold()
 
-    def forward(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> ModuleOutput:
+    def forward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_weight: LossWeight | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> ModuleOutput:
         """Run a batch, as `pipe.step` in train mode and as `pipe.eval` in eval mode."""
         self._hold()
         if not self.training:
-            return self._evaluate(*args, target=target, loss_weight=loss_weight, **kwargs)
-        factor = self._factor
-        result, gradients = self._step(Microbatch(args, kwargs, target), LossArguments(loss_weight, factor=factor))
+            return self._evaluate(*args, target=target, loss_weight=loss_weight, loss_kwargs=loss_kwargs, **kwargs)
+        factor, batch = self._factor, Microbatch(args, kwargs, target, whole_each(loss_kwargs))
+        result, gradients = self._step(batch, LossArguments(loss_weight, factor=factor))
         loss = result.loss
         if torch.is_grad_enabled():
+            losses, metrics, output = pytree.tree_map(self._guarded, (result.losses, dict(result.metrics), result.output))
+            result = StepResult(loss, losses, metrics, output)
             loss = self._with_backward(loss, lambda gradient: self._backward(gradients, factor, gradient))
         return _output(result, loss)
+
+    def _guarded(self, leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return _Result.apply(*self._anchor, leaf) if is_float else leaf  # type: ignore[no-untyped-call]
 
     def _with_backward(self, loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:
         return _Loss.apply(*self._anchor, loss, backward)  # type: ignore[no-untyped-call, no-any-return]
 
     def _backward(self, gradients: StepGradients, used: float, factor: float) -> None:
-        self._factor, self._scaled = factor or 1.0, self._scaled or factor > 1
+        self._factor = factor if factor and math.isfinite(factor) else 1.0  # a seed of nan would spoil the next step
+        self._scaled = self._scaled or factor > 1
         self._deliver(gradients, factor / used, self._scaled)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> ModuleOutput:
@@ -130,7 +184,9 @@ class PipelineModule(nn.Module):
         """The module of this tree that has the tensor `fqn`, made if need be."""
         module: nn.Module = self
         for name in fqn.split(".")[:-1]:
-            module = module._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
+            if name not in module._modules:
+                module._modules[name] = _Part(module.__dict__["_original"].get_submodule(name))
+            module = module._modules[name]  # type: ignore[assignment]
         return module
 
     def train(self, mode: bool = True) -> PipelineModule:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -63,8 +64,8 @@ class TorchSchedule:
         **kwargs: Any,
     ) -> Any:
         """A training step over the whole batch; returns its output on the rank of the last stage, None elsewhere."""
-        batch = self._given(losses, lambda: Microbatch(args, kwargs, target), True, return_outputs)
-        result = self._pipe.step(*batch.args, target=batch.target, loss_kwargs=loss_kwargs, **batch.kwargs)
+        batch = self._given(losses, lambda: Microbatch(args, kwargs, target, loss_kwargs or {}), True, return_outputs)
+        result = self._pipe.step(*batch.args, target=batch.target, loss_kwargs=batch.loss_kwargs, **batch.kwargs)
         return self._returned(result, losses, return_outputs)
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
@@ -82,11 +83,13 @@ class TorchSchedule:
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """A training step over microbatches that are given one by one."""
-        parts = self._given(losses, lambda: self._microbatches(arg_mbs, kwarg_mbs, target_mbs), True, return_outputs)
-        each = [Microbatch(part.args, part.kwargs, part.target, loss_kwargs or {}) for part in parts]
-        return self._returned(self._pipe.step_microbatches(each), losses, return_outputs)
+        read = partial(self._microbatches, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {})
+        parts = self._given(losses, read, True, return_outputs)
+        return self._returned(self._pipe.step_microbatches(parts), losses, return_outputs)
 
-    def _microbatches(self, args: object, kwargs: object, targets: object) -> list[Microbatch]:
+    def _microbatches(
+        self, args: object, kwargs: object, targets: object, loss_kwargs: Mapping[str, Any]
+    ) -> list[Microbatch]:
         count = self._n_microbatches
         for name, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
             if given is not None and not isinstance(given, list):
@@ -94,7 +97,7 @@ class TorchSchedule:
             if given is not None and len(given) != count:
                 raise ValueError(f"Expecting {count} {name} but got {len(given)}")
         columns = args or [()] * count, kwargs or [{}] * count, targets or [None] * count
-        return [Microbatch(*row) for row in zip(*columns, strict=True)]  # type: ignore[call-overload]
+        return [Microbatch(*row, loss_kwargs) for row in zip(*columns, strict=True)]  # type: ignore[call-arg, call-overload]
 
     def _given(self, losses: object, read: Callable[[], Any], training: bool, return_outputs: bool | None = None) -> Any:
         """The batch, or microbatches, with absent tensors for data that only other ranks were given."""
@@ -126,7 +129,9 @@ class TorchSchedule:
 
 def _trees(batch: Microbatch | Sequence[Microbatch]) -> list[dict[str, Any]]:
     parts = [batch] if isinstance(batch, Microbatch) else batch
-    return [{"args": part.args, "kwargs": part.kwargs, "target": part.target} for part in parts]
+    return [
+        {"args": part.args, "kwargs": part.kwargs, "target": part.target, "loss_kwargs": part.loss_kwargs} for part in parts
+    ]
 
 
 def _filled(mine: Microbatch, ranks: Sequence[Mapping[str, Any]]) -> Microbatch:
@@ -134,7 +139,12 @@ def _filled(mine: Microbatch, ranks: Sequence[Mapping[str, Any]]) -> Microbatch:
     args = mine.args or next((rank["args"] for rank in ranks if rank["args"]), ())
     targets = [mine.target, *(rank["target"] for rank in ranks)]
     target = next((each for each in targets if each is not None), None)
-    kwargs: dict[str, Any] = {}
-    for rank in ranks:
-        kwargs = {**rank["kwargs"], **kwargs}
-    return Microbatch(args, {name: mine.kwargs.get(name, value) for name, value in kwargs.items()}, target)
+    kwargs = _united(mine.kwargs, [rank["kwargs"] for rank in ranks])
+    loss_kwargs = _united(mine.loss_kwargs, [rank["loss_kwargs"] for rank in ranks])
+    return Microbatch(args, kwargs, target, loss_kwargs)
+
+
+def _united(mine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keyword arguments of all ranks, in one order, with this rank's values where it has them."""
+    others = {name: value for rank in reversed(ranks) for name, value in rank.items()}
+    return {name: mine.get(name, value) for name, value in others.items()}

@@ -1,0 +1,38 @@
+"""A stand-in for a model in a trainer's loss function, which calls the model and computes the loss in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class ModelCall(BaseException):
+    """The arguments that `compute_loss` gives to the model; no `except Exception` catches it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+
+
+class StandIn:
+    """Takes the model's place in `compute_loss`: calls run `call`, attributes are the model's."""
+
+    def __init__(self, model: Any, call: Callable[..., Any]) -> None:
+        self._model, self._call = model, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+def tensors_with_rows(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
+
+
+def rows_of(inputs: Mapping[str, Any]) -> int:
+    """The rows of a batch: the first dimension of its first tensor; 0 without one."""
+    return next((len(value) for value in tensors_with_rows(inputs).values()), 0)
