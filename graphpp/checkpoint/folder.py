@@ -36,7 +36,7 @@ from graphpp.checkpoint.machines import MeshRank
 from graphpp.checkpoint.restore import ALLOWED, ENTRY, restore_from, told, without_os_errors
 from graphpp.checkpoint.safe_reading import SafeReader
 from graphpp.checkpoint.training_state import RankCalls, TrainingState, check_not_saving
-from graphpp.errors import CheckpointError
+from graphpp.errors import CheckpointError, MismatchError
 from graphpp.parallel.rank_place import RankPlace
 
 _DATA = "*.distcp"
@@ -190,8 +190,10 @@ def begun(folder: Path, calls: RankCalls, *, first: bool) -> UnfinishedSave:
             made *= dist.get_world_size(group)
             dist.all_gather_object(made, (save.name, fault) if first else None, group)
         name, fault = next(filter(None, made))
-        if fault:
+        if fault and first:
             raise CheckpointError(fault)
+        if fault:
+            raise MismatchError(f"other ranks failed, so nothing was run here:\n  the first rank: CheckpointError: {fault}")
     return save if first else UnfinishedSave(folder, name)
 
 

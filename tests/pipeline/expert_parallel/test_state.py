@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import graphpp
+from graphpp.checkpoint.in_progress import UnfinishedSave
 from graphpp.ownership.initialize import reset
 from graphpp.runtime.dtensors import local_tensor, whole_tensor
 from tests.distributed import run_ranks
@@ -57,6 +60,24 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
         optimizer.zero_grad()
 
     return resumed(pipe, checkpoint, folder, step, saves=saves)
+
+
+def saves_late(rank: int, folder: Path) -> bool:
+    """A save whose folder the first rank makes late."""
+    begin = UnfinishedSave.begin
+
+    def late(save: UnfinishedSave) -> None:
+        time.sleep(1)
+        begin(save)
+
+    pipe = pipeline(PIPE)
+    with patch.object(UnfinishedSave, "begin", late):
+        pipe.checkpoint(torch.optim.SGD(pipe.parameters(), lr=0.1)).save(folder)
+    return (folder / ".metadata").exists()
+
+
+def test_no_rank_writes_before_the_folder_of_a_save_is_there(tmp_path: Path) -> None:
+    assert all(run_ranks(saves_late, PIPE.ranks, tmp_path))
 
 
 @pytest.mark.parametrize(
