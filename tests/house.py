@@ -119,7 +119,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 48_920,
+    "graphpp": 48_970,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 670,
@@ -128,19 +128,19 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
-    "graphpp/compiler": 2_160,
+    "graphpp/compiler": 2_170,
     "graphpp/integrations": 380,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_260,
+    "graphpp/parallel": 2_270,
     "graphpp/passes": 4_920,
-    "graphpp/pipeline": 3_160,
+    "graphpp/pipeline": 3_200,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
-    "graphpp/runtime": 3_880,
+    "graphpp/runtime": 3_870,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 45_640,
+    "tests": 45_690,
 }
 MOST_FILES = 408  # Python files of graphpp/, `__init__.py` included
 

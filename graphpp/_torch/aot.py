@@ -9,8 +9,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`: the operators traced with an effect token
 - `torch.fx.node._side_effectful_functions`: the operators that dead code elimination keeps
 - `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`; the logger `torch._subclasses`, by name
-- `torch._subclasses.functional_tensor`: `FunctionalTensor`, `FunctionalTensorMode`: rewrite writes of a trace to new values
-- `torch._is_functional_tensor`, `torch._functionalize_has_data_mutation`: whether a tensor is traced so, and was written
 - `torch.nn.Module._call_impl`: calls a module with its hooks
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE`; `_internal.trace_log`, its logger
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`
@@ -41,11 +39,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphpp._torch import pytree
+from graphpp._torch.tensor_subclass import constants_functional
 from graphpp._torch.this_thread import replaced, uncollected
 
 _STACK = "nn_module_stack"
-WRITES = ("entirely functional graph", "a non-functional tensor", "is no input of the trace")
-"""Words in the messages of traces that write into a tensor that is no input."""
 FAKE_LOG = "torch._subclasses"  # logs failures on fake tensors
 
 Context = contextlib.AbstractContextManager[None]
@@ -180,48 +177,12 @@ def _check_plain() -> Iterator[None]:
             kept.discard(check)
 
 
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
-def _constants_functional() -> Context:
-    """Let traced code write in place into results of constants, such as `t = self.table * 2; t += 1`.
-
-    Torch rewrites writes into inputs of the trace and into results of inputs. Here each tensor that code takes from elsewhere
-    gets torch's wrapper, too, where an operator gets no other tensors. A write into the tensor itself raises.
-    """
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode  # `fake_mode` has loaded it
-
-    original: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
-    written = vars(torch)["_functionalize_has_data_mutation"]
-    wrappers: list[FunctionalTensor] = []
-
-    def wrapped(leaves: list[Any]) -> list[Any]:
-        constants = [type(each) is torch.Tensor and not torch._is_functional_tensor(each) for each in leaves]
-        if not any(constants) or any(isinstance(each, FunctionalTensor) for each in leaves):
-            return leaves
-        made = {id(each): FunctionalTensor.to_functional(each) for each, is_ in zip(leaves, constants, strict=True) if is_}
-        wrappers.extend(made.values())
-        return [made.get(id(each), each) for each in leaves]
-
-    def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        if function not in _LIFTS:  # of a literal; torch wraps their results
-            with mode:
-                args, kwargs = pytree.tree_unflatten(wrapped(leaves), spec)
-        found = original(mode, function, types, args, kwargs)
-        if function._schema.is_mutable and any(written(each.elem) for each in wrappers):
-            raise RuntimeError(f"{function} writes into a tensor that is no input of the trace")
-        return found
-
-    return replaced(FunctionalTensorMode, "__torch_dispatch__", dispatch)
-
-
 @contextlib.contextmanager
 def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) -> Iterator[fx.GraphModule]:
     """Trace `module(*args)` with its backward; `meta["desc"]` describes inputs and outputs. The fake mode is active inside."""
     from torch._functorch import aot_autograd  # `fake_mode` has loaded it
 
-    with _lstm_trainable(), _check_plain(), _constants_functional(), contextlib.ExitStack() as stack:
+    with _lstm_trainable(), _check_plain(), constants_functional(), contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         yield aot_autograd.aot_export_joint_with_descriptors(stack, module, args).graph_module
 

@@ -9,6 +9,8 @@ Checked on torch 2.13.0 and 2.15.0:
 - `torch._C.TensorBase.grad`, `data`: the properties behind `tensor.grad` and `tensor.data`
 - `torch.nn.Module._apply.__code__`: of the function that moves and converts the tensors of a module
 - `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`, `torch._has_compatible_shallow_copy_type`: metadata
+- `torch._subclasses.functional_tensor`: `FunctionalTensor`, `FunctionalTensorMode`: rewrite writes of a trace to new values
+- `torch._is_functional_tensor`, `torch._functionalize_has_data_mutation`: whether a tensor is traced so, and was written
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphpp._torch import pytree
+from graphpp._torch.this_thread import replaced
+
 T = TypeVar("T", bound=torch.Tensor)
+WRITES = ("entirely functional graph", "a non-functional tensor", "is no input of the trace")
+"""Words in the messages of traces that write into a tensor that is no input."""
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_meta", "ndim", "itemsize", "nbytes", "grad_fn"),
@@ -79,3 +87,36 @@ def dispatches(kind: type[torch.Tensor]) -> bool:
     """Whether a class computes by a `__torch_dispatch__` of its own, and is none of torch's classes for tracing."""
     own = getattr(kind, "__torch_dispatch__", torch._C._disabled_torch_dispatch_impl)
     return own is not torch._C._disabled_torch_dispatch_impl and not kind.__module__.startswith("torch._subclasses.")
+
+
+def constants_functional() -> AbstractContextManager[None]:
+    """Let traced code write in place into results of constants, such as `t = self.table * 2; t += 1`.
+
+    Torch rewrites writes into inputs of the trace and into results of inputs. Here each tensor that code takes from elsewhere
+    gets torch's wrapper, too, where an operator gets no other tensors. A write into the tensor itself raises.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode  # imports AOT Autograd
+
+    original: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
+    written = vars(torch)["_functionalize_has_data_mutation"]
+    wrappers: list[FunctionalTensor] = []
+
+    def wrapped(leaves: list[Any]) -> list[Any]:
+        constants = [type(each) is torch.Tensor and not torch._is_functional_tensor(each) for each in leaves]
+        if not any(constants) or any(isinstance(each, FunctionalTensor) for each in leaves):
+            return leaves
+        made = {id(each): FunctionalTensor.to_functional(each) for each, is_ in zip(leaves, constants, strict=True) if is_}
+        wrappers.extend(made.values())
+        return [made.get(id(each), each) for each in leaves]
+
+    def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        if function not in _LIFTS:  # of a literal; torch wraps their results
+            with mode:
+                args, kwargs = pytree.tree_unflatten(wrapped(leaves), spec)
+        found = original(mode, function, types, args, kwargs)
+        if function._schema.is_mutable and any(written(each.elem) for each in wrappers):
+            raise RuntimeError(f"{function} writes into a tensor that is no input of the trace")
+        return found
+
+    return replaced(FunctionalTensorMode, "__torch_dispatch__", dispatch)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.nn import modules, utils
 
-from graphpp._torch.aot import WRITES
+from graphpp._torch.tensor_subclass import WRITES
 from graphpp.capture.loss import runs_loss
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.errors import CaptureError, GraphPPError

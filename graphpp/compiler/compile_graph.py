@@ -21,7 +21,7 @@ from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.dumps.dump import Dump
 from graphpp.compiler.exchanged_values import check_gathered_experts
-from graphpp.compiler.held_state import held_by_rank, state_bytes
+from graphpp.compiler.held_state import held_by_rank, kept_outputs, state_bytes
 from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_program, variant_of
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
@@ -187,8 +187,10 @@ def held_by_ranks(
     request: CompileRequest, graph: CompiledGraph, programs: Sequence[PipelineProgram], table: CheckedTable
 ) -> tuple[HeldBytes, ...]:
     """Bytes of parameters, gradients, optimizer state and buffers on each rank; `programs`: one per microbatch."""
-    layers = layer_bytes(programs) if programs[0].gathers_layers else None
-    return held_by_rank(request, graph.state(request), table, layers)
+    layers, state = layer_bytes(programs) if programs[0].gathers_layers else None, graph.state(request)
+    if request.options.memory.outputs:
+        state += (kept_outputs(graph.captured.joint, graph.program.stages, len(programs)),)
+    return held_by_rank(request, state, table, layers)
 
 
 def freed_windows(request: CompileRequest, windows: Sequence[OffloadWindow]) -> Sequence[OffloadWindow]:

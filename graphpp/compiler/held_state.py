@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from graphpp._torch.symbols import hint
 from graphpp.compiler.request import CompileRequest
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.memory_plan import StateDtypes, state_of
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.fsdp.precision import Precision
-from graphpp.runtime.program import StageProgram
+from graphpp.runtime.program import Output, StageProgram
 from graphpp.schedules.table.state_bytes import HeldBytes, Layers, StateBytes, held_bytes
 
 
@@ -27,6 +28,12 @@ def state_bytes(request: CompileRequest, joint: JointGraph, stages: Sequence[Sta
         own = {"averaged_over": averaged_over} if experts.sharding is None else {"shards": experts.sharding.ranks}
         ranks_of = {fqn: own for fqn, each in parameters.items() if is_spread_over(each, experts.group)}
     return state_of(joint, stages, dtypes, options.memory, ranks_of)
+
+
+def kept_outputs(joint: JointGraph, stages: Sequence[StageProgram], microbatches: int) -> StateBytes:
+    """The model's outputs of a step, which the last stage keeps under `memory.outputs` until the step ends."""
+    outputs = (node.meta["val"] for role, node in joint.outputs() if isinstance(role, Output))
+    return StateBytes((len(stages) - 1,), buffers=microbatches * sum(hint(each.nbytes) for each in outputs))
 
 
 def held_by_rank(

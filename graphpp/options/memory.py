@@ -93,7 +93,8 @@ class Memory(Group):
         False,
         read=FLAG,
         about="Whether steps too return the model's output on the rank of the last stage, as `pipe.eval` does: "
-        "`StepResult.output`, without gradients. That rank keeps the output of each microbatch until the step ends.",
+        "`StepResult.output`, without gradients. That rank keeps the output of each microbatch until the step ends, and "
+        "`pipe.plan.memory` and `memory.cap` count these bytes among the buffers.",
     )
 
     def optimizer_bytes(self, elements: int, itemsize: int) -> int:

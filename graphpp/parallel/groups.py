@@ -115,9 +115,9 @@ def _await(ranks: Sequence[int], like: dist.ProcessGroup, name: str, timeout: ti
     store, keys = default_store(), {f"{name}/{rank}": rank for rank in ranks}
     store.set(f"{name}/{dist.get_rank()}", "")
     began = probed = time.monotonic()
-    while not store.check(list(keys)):
+    pause = 0.001  # seconds; longer and longer, for the store serves all ranks
+    while missing := [rank for key, rank in keys.items() if not store.check([key])]:
         now = time.monotonic()
-        missing = [rank for key, rank in keys.items() if not store.check([key])]
         if now - began > timeout.total_seconds():
             raise RuntimeError(f"Timed out waiting for rank {missing[0]} to make a process group")
         if now - probed > _BETWEEN_PROBES and has_gloo(like):
@@ -125,7 +125,9 @@ def _await(ranks: Sequence[int], like: dist.ProcessGroup, name: str, timeout: ti
             for peer in (dist.get_group_rank(like, rank) for rank in missing):
                 if not reaches(like, peer):
                     raise PeerLost(peer, "Connection closed by peer")
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+        keys = {key: rank for key, rank in keys.items() if rank in missing}
 
 
 class Timeouts:

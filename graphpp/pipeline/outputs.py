@@ -14,6 +14,7 @@ from graphpp._torch import pytree
 from graphpp.arguments import one_word
 from graphpp.batch.batch_dims import BatchDims
 from graphpp.capture.outputs import merge_outputs
+from graphpp.errors import BatchError
 from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.graph_cache import PreparedStep
 from graphpp.runtime.runner import GraphPPRunner
@@ -29,14 +30,31 @@ def merged_output(call: StepCall, prepared: PreparedStep, dims: BatchDims) -> An
     return None if outputs is None else merge_outputs(captured, outputs, call.parts, dims)
 
 
-def shared_output(output: Any, runner: GraphPPRunner, exchange: Exchange) -> Any:
-    """The output of the last stage's rank on every rank. `exchange` sends bytes of every rank to all. Called by all ranks."""
-    last = runner.is_last
-    described = exchange(lambda: pickle.dumps(without_data(output)) if last else b"")
+def shared_output(output: Any, runner: GraphPPRunner, last: bool, exchange: Exchange) -> Any:
+    """The output of the last stage's rank on every rank. Called by all ranks.
+
+    `last`: whether this is that rank. `exchange` sends bytes of every rank to all.
+    """
+    described = exchange(lambda: as_bytes(output, "output") if last else b"")
     structure = pickle.loads(next(filter(None, described)))
     leaves, spec = pytree.tree_flatten(output if last else structure)
-    values = [runner.of_last_stage(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(values, spec)
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            sent = leaf.contiguous() if last else torch.empty(leaf.shape, dtype=leaf.dtype, device=runner.place.device)
+            runner.from_last_stage(sent)
+            leaves[at] = leaf if last else sent
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def as_bytes(tree: Any, what: str) -> bytes:
+    """The structure and plain data of a tree, with meta tensors in place of its tensors.
+
+    Raises `BatchError` for an object that cannot be pickled, which no other rank can have.
+    """
+    try:
+        return pickle.dumps(without_data(tree))
+    except Exception as error:  # pickle has no class of its own for an unknown object
+        raise BatchError(f"{what}: no other rank can have an object in it ({error}): give tensors and plain data") from error
 
 
 def without_data(tree: Any) -> Any:

@@ -282,9 +282,11 @@ class Pipeline(Interfaces):
             runner = prepared.runner
             with self._calls.exchanging(training=False):
                 losses = runner.losses() if runner.program.loss is not None else None
-                metrics, merged = runner.metrics(), merged_output(call, prepared, self._request.batch_dims)
-                if output == "all":
-                    merged = shared_output(merged, runner, self._calls.bytes_of_all)
+                metrics = runner.metrics()
+            merged = merged_output(call, prepared, self._request.batch_dims)
+            if output == "all":
+                with self._calls.exchanging(training=False):
+                    merged = shared_output(merged, runner, self.is_last, self._calls.bytes_of_all)
         loss = None if losses is None else call.weighting.step_loss(wide(losses))
         return EvalResult(merged, loss, losses, mean_metrics(metrics))
 

@@ -209,53 +209,43 @@ class GraphPPRunner:
         if not all([stage.buffers.copies.finish_by(deadline) for stage in self.stages.values()]):
             error.add_note(_STILL_READ)
 
+    @property
+    def _last(self) -> GraphStage | None:
+        """The last stage, on its rank; None elsewhere."""
+        return self.stages.get(len(self.program.stages) - 1)
+
     def losses(self) -> torch.Tensor:
         """The losses of the last step, one per microbatch in order, [microbatches]; on every rank."""
-        stage, meta = len(self.program.stages) - 1, self.program.loss
+        meta, last = self.program.loss, self._last
         assert meta is not None, "evaluation without a target has no loss"
-        local = self.stages.get(stage)
-        if local is not None:
-            losses = torch.stack([local.buffers.losses.pop(index) for index in range(self.schedule.microbatches)])
+        if last is not None:
+            losses = torch.stack([last.buffers.losses.pop(index) for index in range(self.schedule.microbatches)])
         else:
             losses = torch.empty(self.schedule.microbatches, dtype=meta.dtype, device=self.place.device)
-        self._from_rank_of(stage, losses)
+        self.from_last_stage(losses)
         return losses
 
     def metrics(self) -> dict[str, torch.Tensor]:
         """The metrics of the last step by name, one per microbatch in order, [microbatches]; on every rank."""
-        stage, dtypes = len(self.program.stages) - 1, self.program.metrics
+        dtypes, last = self.program.metrics, self._last
         if not dtypes:
             return {}
-        local = self.stages.get(stage)
         table = torch.zeros(self.schedule.microbatches, len(dtypes), dtype=torch.float64, device=self.place.device)
-        for index, row in enumerate(table if local is not None else ()):
-            row.copy_(torch.stack([local.buffers.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
-        self._from_rank_of(stage, table)
+        for index, row in enumerate(table if last is not None else ()):
+            row.copy_(torch.stack([last.buffers.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
+        self.from_last_stage(table)
         return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank computes the last stage."""
-        return len(self.program.stages) - 1 in self.stages
-
-    def of_last_stage(self, value: torch.Tensor) -> torch.Tensor:
-        """The value of the last stage's rank, on every rank; other ranks give a tensor of the same shape, strides and dtype."""
-        mine = value if self.is_last else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        sent = mine.to(self.place.device).contiguous()
-        self._from_rank_of(len(self.program.stages) - 1, sent)
-        return value if self.is_last else sent
-
-    def _from_rank_of(self, stage: int, values: torch.Tensor) -> None:
-        """Broadcast `values` from the rank of the stage into the other ranks' `values`."""
+    def from_last_stage(self, values: torch.Tensor) -> None:
+        """Broadcast `values` (contiguous, on the rank's device) from the rank of the last stage into the others' `values`."""
         if self.place.ranks > 1:
-            self.mailbox.transport.broadcast(values, self.schedule.rank_of_stage[stage])
+            self.mailbox.transport.broadcast(values, self.schedule.rank_of_stage[len(self.program.stages) - 1])
 
     def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
         """Remove and return each microbatch's output leaves, by leaf index, on the last stage's rank; None elsewhere."""
-        last = self.stages.get(len(self.program.stages) - 1)
-        if last is None:
+        if self._last is None:
             return None
-        return [last.buffers.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
+        return [self._last.buffers.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
 
     def _begin(self, inputs: StepInputs) -> None:
         tensors = self._reader()

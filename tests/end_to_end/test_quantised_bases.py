@@ -1,8 +1,9 @@
 """LoRA on frozen weights that torchao quantised trains with eager's numbers, bit for bit (QLoRA)."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def nf4(model: nn.Module) -> None:
         layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 32), requires_grad=False)
 
 
-QUANTISED: Mapping[str, Callable[[nn.Module], None]] = {
+QUANTISED: dict[str, Callable[[nn.Module], None]] = {
     "int8": int8,
     "int8 activations": int8_activations,
     "int4": int4,
@@ -81,6 +82,23 @@ def adapted(kind: str) -> nn.Module:
     for block in model:
         block.up, block.down = Adapted(block.up), Adapted(block.down)
     return model
+
+
+def test_linear_layers_of_bitsandbytes(tmp_path: Path) -> None:
+    """They keep their state in Python objects, and write in place into results of constants."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def bitsandbytes_nf4(model: nn.Module) -> None:
+        for block in model:
+            for name, layer in (("up", block.up), ("down", block.down)):
+                made = bitsandbytes.nn.Linear4bit(
+                    layer.in_features, layer.out_features, quant_type="nf4", compute_dtype=torch.float32
+                )
+                made.load_state_dict(layer.state_dict())
+                setattr(block, name, made.to("cpu").requires_grad_(False))
+
+    with patch.dict(QUANTISED, {"bitsandbytes nf4": bitsandbytes_nf4}):
+        test_one_process("bitsandbytes nf4", tmp_path)
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -9,8 +9,7 @@ Contract: a kind is one letter, and every operation takes any values of its kind
 
 `MAKERS[kind]` makes a value of a kind from an h where a program has none yet. An operation whose module has a parameter
 `weight` [D, D] can share it with any other such. `WRITES` names those that write buffers, `DRAWS` those that draw
-random numbers, `MISPREDICTED` those whose kernels return other strides than torch predicts: sent to another rank, their
-values have the predicted ones, and what reads them may round differently.
+random numbers.
 """
 
 from __future__ import annotations
@@ -325,7 +324,6 @@ OPERATIONS: dict[str, Operation] = {
 
 WRITES = ("batch_norm", "running_mean", "delayed", "shift")
 DRAWS = ("dropout",)
-MISPREDICTED = ("batch_norm",)
 WITH_PARAMETERS = (
     "linear", "projection", "blend", "embedding", "padded_embedding", "norm", "rms", "attention", "causal",
     "masked_attention", "conv",

@@ -220,6 +220,19 @@ def test_parts_of_the_module_are_those_of_the_model() -> None:
     assert pipe.is_first and pipe.is_last
 
 
+def replace_weight(module: nn.Module) -> None:
+    module.norm.weight = nn.Parameter(torch.zeros(8))  # type: ignore[union-attr]
+    module(x=X[0], labels=Y[0])
+
+
+def test_a_module_around_it_has_all_names_of_a_tied_parameter() -> None:
+    model, module, _ = piped()
+    outer = nn.ModuleDict({"net": module})
+    assert {key.removeprefix("net.") for key in outer.state_dict()} == model.state_dict().keys()
+    outer.load_state_dict({key: torch.ones_like(value) for key, value in outer.state_dict().items()})
+    assert model.last.weight.eq(1).all() and len([*outer.parameters()]) == len([*model.parameters()])
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -255,6 +268,7 @@ def backward_twice(module: nn.Module) -> None:
         (lambda module: module.eval()(x=X[0], labels=Y[0]).loss.backward(), "the module was in eval mode"),
         (lambda module: module(x=X[0], labels=Y[0]).loss.backward(create_graph=True), "create_graph=True"),
         (lambda module: module(x=X[0], labels=Y[0]).losses.mean().backward(), "a value of the module's output other than"),
+        (replace_weight, "norm.weight was replaced in the pipeline's module"),
         (backward_twice, "a second backward of one loss"),
         (lambda module: graphpp.compile(Model(True), read_loss).as_module(), "nothing is captured yet: give example="),
     ],

@@ -172,6 +172,22 @@ def test_errors_have_the_type_of_torchs_and_leave_the_pipeline_usable() -> None:
     run_ranks(refused, 2)
 
 
+def test_arguments_that_no_other_rank_can_have_are_refused() -> None:
+    schedule = graphpp.compile(whole(2), loss, split=["layers.1"], microbatches=PARTS).as_schedule(return_outputs=False)
+    with pytest.raises(graphpp.BatchError, match="the arguments of the schedule: no other rank can have an object in it"):
+        schedule.step(X, target=Y, shift=lambda: 0)
+
+
+def test_the_plan_counts_the_outputs_that_a_step_keeps() -> None:
+    def peak(outputs: bool, microbatches: int = PARTS) -> int:
+        example = graphpp.Microbatch((X[:2],), target=Y[:2])
+        options: dict[str, Any] = {"split": ["layers.1"], "microbatches": microbatches, "example": example}
+        pipe = graphpp.compile(whole(2), loss, memory=graphpp.Memory(outputs=outputs), **options)
+        return pipe.plan.memory.ranks[0].peak
+
+    assert peak(True) - peak(False) == PARTS * X[:2].nbytes and peak(True, 8) - peak(False, 8) == 8 * X[:2].nbytes
+
+
 def test_a_pipeline_without_outputs_says_so() -> None:
     pipe = graphpp.compile(whole(2), loss, split=["layers.1"], microbatches=PARTS)
     with pytest.raises(graphpp.GraphPPError, match=r"memory=graphpp.Memory\(outputs=True\)"):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import nn
@@ -89,18 +89,23 @@ class _Loss(torch.autograd.Function):
         return None, None, None
 
 
-class _Part(nn.Module):
-    """The place of a submodule in the tree, with this rank's tensors: class, flags and other attributes are the submodule's."""
+class _Place(NamedTuple):
+    """The name of a tensor in a dict of a module, and its FQN."""
+
+    store: dict[str, torch.Tensor]
+    name: str
+    tensor: torch.Tensor
+    fqn: str
+
+
+class _Tree(nn.Module):
+    """This rank's tensors of a module of the model, and of the modules in it; flags and other attributes are the module's."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_original"], self.training = original, original.training
+        self.__dict__["_original"], self.training = original, original.training  # no submodule: it has all ranks' parameters
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
-        return type(self.__dict__["_original"])  # `isinstance(part, nn.LayerNorm)`, which decides about weight decay
-
-    def train(self, mode: bool = True) -> _Part:
+    def train(self, mode: bool = True) -> Self:
         self.__dict__["_original"].train(mode)
         return super().train(mode)
 
@@ -111,18 +116,26 @@ class _Part(nn.Module):
             return getattr(self.__dict__["_original"], name)
 
 
-class PipelineModule(nn.Module):
+class _Part(_Tree):
+    """The tree of a submodule, which `isinstance` takes for the submodule: rules of weight decay ask for `nn.LayerNorm`."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
+        return type(self.__dict__["_original"])
+
+
+class PipelineModule(_Tree):
     """A pipeline as a module; made by `pipe.as_module()`."""
 
     def __init__(
         self, pipe: RankPart, model: nn.Module, step: Step, evaluate: Evaluate, deliver: Deliver, loss_scale: float
     ) -> None:
-        super().__init__()
-        self.__dict__["_original"] = model  # in no dict of submodules: it has the parameters of all ranks
+        super().__init__(model)
         self._pipe, self._step, self._eval, self._deliver = pipe, step, evaluate, deliver
-        self._factor, self._scaled, self.training = float(loss_scale), loss_scale > 1, model.training
+        self._factor, self._scaled = float(loss_scale), loss_scale > 1
         self._anchor = [torch.zeros((), requires_grad=True)]  # a list: no parameter
         self._held: list[torch.Tensor] = []
+        self._places: list[_Place] = []
         self._hold()
 
     def forward(
@@ -166,19 +179,30 @@ class PipelineModule(nn.Module):
         return _output(result, loss)
 
     def _hold(self) -> None:
-        """Register this rank's parameters and buffers under their FQNs, unless they are registered already."""
-        parameters, buffers = dict(self._pipe.named_parameters()), dict(self._pipe.named_buffers())
-        held = [*parameters.values(), *buffers.values()]
+        """Register this rank's parameters and buffers under all their FQNs, unless they are registered already.
+
+        Raises `GraphPPError` if the caller has replaced one in this tree: the pipeline would train the tensor of before.
+        """
+        for place in self._places:
+            if place.store.get(place.name) is not place.tensor:
+                raise GraphPPError(
+                    f"{place.fqn} was replaced in the pipeline's module, and the pipeline trains the old tensor: change the "
+                    "model before graphpp.compile, or copy values by module.load_state_dict"
+                )
+        held = [*self._pipe.parameters(), *self._pipe.buffers()]
         if len(held) == len(self._held) and all(new is old for new, old in zip(held, self._held, strict=True)):
             return
-        self._modules.clear()
-        self._parameters.clear()
-        self._buffers.clear()
-        self._held = held
-        for fqn, parameter in parameters.items():
-            self._owner(fqn)._parameters[fqn.rpartition(".")[2]] = parameter
-        for fqn, buffer in buffers.items():
-            self._owner(fqn)._buffers[fqn.rpartition(".")[2]] = buffer
+        for store in (self._modules, self._parameters, self._buffers):
+            store.clear()
+        self._held, own, model = held, set(map(id, held)), self.__dict__["_original"]
+        parameters = [(*each, "_parameters") for each in model.named_parameters(remove_duplicate=False)]
+        buffers = [(*each, "_buffers") for each in model.named_buffers(remove_duplicate=False)]
+        self._places = [self._registered(*each) for each in (*parameters, *buffers) if id(each[1]) in own]
+
+    def _registered(self, fqn: str, tensor: torch.Tensor, store: str) -> _Place:
+        place = _Place(vars(self._owner(fqn))[store], fqn.rpartition(".")[2], tensor, fqn)
+        place.store[place.name] = tensor
+        return place
 
     def _owner(self, fqn: str) -> nn.Module:
         """The module of this tree that has the tensor `fqn`, made if need be."""
@@ -189,10 +213,6 @@ class PipelineModule(nn.Module):
             module = module._modules[name]  # type: ignore[assignment]
         return module
 
-    def train(self, mode: bool = True) -> PipelineModule:
-        self.__dict__["_original"].train(mode)
-        return super().train(mode)
-
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """This rank's entries of the model's state dict, as `pipe.state_dict`."""
         entries: dict[str, Any] = {} if destination is None else destination
@@ -201,7 +221,7 @@ class PipelineModule(nn.Module):
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
-        """As `pipe.load_state_dict`: values are copied, so `assign=True` is refused."""
+        """As `pipe.load_state_dict`, which returns nothing: values are copied, so `assign=True` is refused."""
         if assign:
             raise GraphPPError("load_state_dict: assign=True would replace parameters that the pipeline trains: leave it out")
         self._pipe.load_state_dict(state_dict, strict)
@@ -216,13 +236,6 @@ class PipelineModule(nn.Module):
                     f"{made.dtype}: change the model's dtype before graphpp.compile, and give it parallel=Parallel(device=)"
                 )
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that the module lacks are the model's."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_original"], name)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

@@ -22,7 +22,7 @@ import torch
 
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
-from graphpp.pipeline.outputs import Exchange, without_data
+from graphpp.pipeline.outputs import Exchange, as_bytes
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.plan import Plan
 
@@ -68,10 +68,18 @@ class TorchSchedule:
         result = self._pipe.step(*batch.args, target=batch.target, loss_kwargs=batch.loss_kwargs, **batch.kwargs)
         return self._returned(result, losses, return_outputs)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """An evaluation of the whole batch; returns its output on the rank of the last stage, None elsewhere."""
-        batch = self._given(losses, lambda: Microbatch(args, kwargs, target), False)
-        return self._returned(self._pipe.eval(*batch.args, target=batch.target, **batch.kwargs), losses)
+        batch = self._given(losses, lambda: Microbatch(args, kwargs, target, loss_kwargs or {}), False)
+        result = self._pipe.eval(*batch.args, target=batch.target, loss_kwargs=batch.loss_kwargs, **batch.kwargs)
+        return self._returned(result, losses)
 
     def _step_microbatches(
         self,
@@ -111,7 +119,7 @@ class TorchSchedule:
                 raise RuntimeError(_NO_GRAD)
             if return_outputs and not self._return_outputs:
                 raise GraphPPError(NO_OUTPUTS)
-            return pickle.dumps(without_data(_trees(read())))
+            return as_bytes(_trees(read()), "the arguments of the schedule")
 
         others = [pickle.loads(each) for each in self._exchange(mine)]
         batch = read()
