@@ -14,6 +14,7 @@ with this process, however it ends.
 import atexit
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -127,19 +129,23 @@ def rank_outcomes(
     if len(_workers) < ranks:
         timeout += START
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / "store")
-            filters = list(warnings.filters)
-            for rank, worker in enumerate(_first_workers(ranks)):
-                task = Task(fn, args, rank, ranks, store, timeout, filters)
-                worker.pipe.send_bytes(pickle.dumps(task))
-            outcomes = _collect(ranks, began, timeout, grace)
+        store, filters = str(Path(_stores().name) / str(next(_calls))), list(warnings.filters)
+        for rank, worker in enumerate(_first_workers(ranks)):
+            task = Task(fn, args, rank, ranks, store, timeout, filters)
+            worker.pipe.send_bytes(pickle.dumps(task))
+        outcomes = _collect(ranks, began, timeout, grace)
     except BaseException:
         close_workers()
         raise
     if any(isinstance(outcome.error, WorkerDied | WorkerLate) for outcome in outcomes):
         close_workers()
     return outcomes
+
+
+@cache
+def _stores() -> tempfile.TemporaryDirectory[str]:
+    """The folder of all calls' stores, removed when this process ends: a `FileStore` that ends as its folder goes aborts."""
+    return tempfile.TemporaryDirectory(prefix="stores-")
 
 
 def close_workers() -> None:
@@ -155,6 +161,7 @@ def close_workers() -> None:
 
 # One list for all numbers of ranks: a call on two ranks uses the first two workers of a call on four.
 _workers: list[Worker] = []
+_calls = itertools.count()
 _seconds_of_ranks: list[float] = []  # CPU seconds, for each answer
 atexit.register(close_workers)
 

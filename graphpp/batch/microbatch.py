@@ -94,6 +94,13 @@ def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> to
         raise BatchError(f"absent: shape must be a tuple of sizes, got {shown(shape)}") from error
 
 
+def without_data(leaf: Any) -> Any:
+    """The leaf; of a tensor one on the meta device, of the same shape, strides and dtype."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
 @dataclass(frozen=True)
 class FlatMicrobatch:
     """A microbatch (or a batch) as leaves with paths and a structure.
@@ -181,8 +188,7 @@ class FlatMicrobatch:
 
     def without_data(self) -> FlatMicrobatch:
         """The microbatch with meta tensors of the same layouts, which take no memory."""
-        of = {path: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for path, x in self.tensors.items()}
-        return replace(self, values=tuple(of.get(path, leaf) for path, leaf in self.pairs))
+        return replace(self, values=tuple(map(without_data, self.values)))
 
     def with_ordered_integers(self) -> FlatMicrobatch:
         """The microbatch with integer and bool tensors made contiguous, which does not change the results of kernels."""

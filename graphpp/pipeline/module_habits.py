@@ -12,7 +12,10 @@ from torch import nn
 
 from graphpp.errors import GraphPPError
 
-_RUN = "a pipeline has no forward of its own: call pipe.step(x, target=y) to train, pipe.eval(x) for the output"
+_RUN = (
+    "a pipeline has no forward of its own: call pipe.step(x, target=y) to train, pipe.eval(x) for the output, or take "
+    "pipe.as_module(), whose loss has a backward"
+)
 _MODULE = "a pipeline is no module: use the model that was given to graphpp.compile, which stays the caller's"
 _REMEDIES = {
     "forward backward train_batch eval_batch": _RUN,

@@ -13,6 +13,7 @@ from torch import nn
 from graphpp._torch import pytree
 from graphpp.arguments import one_word
 from graphpp.batch.batch_dims import BatchDims
+from graphpp.batch.microbatch import without_data
 from graphpp.capture.outputs import merge_outputs
 from graphpp.errors import BatchError
 from graphpp.pipeline.cache_key import StepCall
@@ -52,20 +53,9 @@ def as_bytes(tree: Any, what: str) -> bytes:
     Raises `BatchError` for an object that cannot be pickled, which no other rank can have.
     """
     try:
-        return pickle.dumps(without_data(tree))
+        return pickle.dumps(pytree.tree_map(without_data, tree))
     except Exception as error:  # pickle has no class of its own for an unknown object
         raise BatchError(f"{what}: no other rank can have an object in it ({error}): give tensors and plain data") from error
-
-
-def without_data(tree: Any) -> Any:
-    """The structure with meta tensors in place of tensors."""
-    return pytree.tree_map(_without_data, tree)
-
-
-def _without_data(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 @contextlib.contextmanager
