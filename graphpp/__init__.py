@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphpp import attention, cache, devices, experts, schedules
     from graphpp.api import compile, verify
     from graphpp.batch.microbatch import Microbatch, absent, whole
+    from graphpp.capture.objects.unwatched import unwatched
     from graphpp.cluster_planner.plans.found_plans import TrainingPlans
     from graphpp.cluster_planner.plans.plan import plan
     from graphpp.cluster_planner.plans.training_plan import TrainingPlan
@@ -115,6 +116,7 @@ __all__ = [
     "split_points",
     "stage_ids",
     "svg",
+    "unwatched",
     "verify",
     "whole",
 ]
@@ -137,6 +139,7 @@ _HOMES = {
     "graphpp.pipeline.results": "EvalResult StepResult",
     "graphpp.planner.megatron_layout": "Layout",
     "graphpp.planner.plan": "Plan",
+    "graphpp.capture.objects.unwatched": "unwatched",
     "graphpp.cluster_planner.plans.found_plans": "TrainingPlans",
     "graphpp.cluster_planner.plans.plan": "plan",
     "graphpp.cluster_planner.plans.training_plan": "TrainingPlan",

@@ -58,6 +58,7 @@ class LossWeighting:
     scaler: GradScaler | None = None
     steps: int = 1
     factor: float = 1.0
+    by_rows: bool = False  # whether the weights are each microbatch's fraction of the rows
 
     @classmethod
     def of(cls, reduction: Reduction, arguments: LossArguments, rows: Sequence[int | None]) -> LossWeighting:
@@ -72,7 +73,8 @@ class LossWeighting:
             weights: tuple[float, ...] | None = _weights(arguments.weight, len(rows))
         else:
             weights = _by_rows(rows) if reduction == "rows" and len(set(rows)) > 1 else None
-        return cls(reduction, weights, scaler, steps, arguments.factor)
+        by_rows = arguments.weight is None and weights is not None
+        return cls(reduction, weights, scaler, steps, arguments.factor, by_rows)
 
     @property
     def description(self) -> list[str]:
@@ -102,6 +104,10 @@ class LossWeighting:
             weights = from_host(torch.tensor(self.weights, dtype=losses.dtype), losses.device)
             return torch.where(weights == 0, 0, losses * weights).sum()
         return losses.sum() if self.reduction == "sum" else losses.mean()
+
+    def mean(self, metric: torch.Tensor) -> torch.Tensor:
+        """The mean of a metric over the microbatches, by their rows if the losses are; `metric`: [microbatches]."""
+        return self.step_loss(metric) if self.by_rows else metric.mean()
 
 
 def _by_rows(rows: Sequence[int | None]) -> tuple[float, ...]:

@@ -111,11 +111,6 @@ def _merge_leaf(values: Sequence[torch.Tensor], dim: int | None) -> torch.Tensor
     return stacked.mean() if stacked.dim() == 1 and stacked.is_floating_point() else stacked
 
 
-def mean_metrics(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The mean of each metric over the microbatches, 0-dim, float32 or wider."""
-    return {name: wide(each).mean() for name, each in metrics.items()}
-
-
 def wide(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers in float32, which are to be summed and reported; float64 stays."""
     return numbers if numbers.dtype == torch.float64 else numbers.float()

@@ -17,7 +17,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         kind, keys, *rest = np.random.get_state(legacy=True)
-        numpy = (kind, torch.tensor(keys), *rest)
+        numpy = (kind, torch.tensor(keys, dtype=torch.int64), *rest)  # torch cannot pickle uint32
         return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         self.pipeline_options = dict(pipeline or {})
         super().__init__(model, args, *rest, **named)
         _refuse_settings(self, self.pipeline_options)
+        graphpp.unwatched(self)  # the loss is a method, and the trainer's state changes in each step
         self._waiting: list[dict[str, Any]] = []  # batches of the optimizer step
         self._random, self._piped = RandomState(), None
         self._made: torch.optim.Optimizer | None = None

@@ -159,10 +159,11 @@ class Calls:
             self._initial.finish(self._agreement)
         return call, prepared
 
-    def compile(self, batch: Batch, microbatches: int) -> None:
+    def compile(self, batch: Batch, microbatches: int | None = None) -> None:
+        """Capture and plan a training call. `microbatches`: their number if the batch is one example of them."""
         with self._timeouts.starting():
             call, _ = self._agree(batch, NO_WEIGHTS, training=True, asked="compile")
-            self._cache.compile(call, microbatches)
+            self._cache.compile(call, microbatches or len(call.parts))
 
     def run(self, call: StepCall, prepared: PreparedStep, recorder: Recorder | None = None) -> PreparedStep:
         place = self._place

@@ -8,7 +8,7 @@ Contract
 - A path begins with the index of a module in the tree, or the name of a Python module. An object, function, class or module
   that the walk meets again is an item with its `first` path, and is not entered again.
 - Objects beyond `Limits` have the kind "same". Code, classes and state of libraries (`names.is_of_library`) are not entered;
-  attributes of a library's object are.
+  attributes of a library's object are. Objects given to `graphpp.unwatched` are not entered.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from graphpp._torch import aot
 from graphpp._torch.parallel.sharded_tensor import is_placement
 from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.capture.objects.names import comes_with_torch, in_cell, is_implicit, is_of_library, names_of_torch
+from graphpp.capture.objects.unwatched import is_unwatched
 
 Path = tuple[Any, ...]
 Place = tuple[Any, str]  # (namespace or object with slots, name)
@@ -178,7 +179,7 @@ class Walk:
         depth = self._limits.depth if depth is None else depth
         if type(value) in SYMBOLIC:  # a size that an earlier trace left in the object counts as its number
             value = hint(value)
-        kind = kind_of(value)
+        kind = "ignored" if is_unwatched(value) else kind_of(value)
         self._objects += kind != "plain"
         if self._is_beyond(kind, value, depth):
             kind = "same"
@@ -221,6 +222,8 @@ class Walk:
 
         The code is that of the user, and for a module of torch that of its class.
         """
+        if is_unwatched(module):
+            return
         kind: Any = type(module)  # for mypy `nn.Module` has no hash
         names = self._names | names_of_torch(kind)
         for name, value in vars(module).items():
