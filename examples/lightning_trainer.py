@@ -35,5 +35,6 @@ if __name__ == "__main__":
     x = torch.randn(64, 8)
     data = TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
     ways = {"strategy": PipelineStrategy(schedule="1F1B", microbatches=4), "devices": int(processes)}
-    trainer = pl.Trainer(max_epochs=int(epochs or 3), accelerator="cpu", default_root_dir=folder, enable_progress_bar=False, **ways)
+    usual = {"max_epochs": int(epochs or 3), "default_root_dir": folder, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", **usual, **ways)
     trainer.fit(Classifier(), DataLoader(data, 16), DataLoader(data, 16), ckpt_path=resume)

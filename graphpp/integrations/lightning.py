@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection  # type: ignore[import-not-found]
-from lightning.pytorch.strategies import ParallelStrategy  # type: ignore[import-not-found]
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher  # type: ignore[import-not-found]
-from lightning.pytorch.trainer.states import TrainerFn  # type: ignore[import-not-found]
-from lightning.pytorch.utilities.combined_loader import CombinedLoader  # type: ignore[import-not-found]
-from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[import-not-found]
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import graphpp
 from graphpp.errors import GraphPPError

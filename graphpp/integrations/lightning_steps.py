@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from torchmetrics import Metric, MetricCollection  # type: ignore[import-not-found]
+from torchmetrics import Metric, MetricCollection
 
 import graphpp
 from graphpp.errors import GraphPPError

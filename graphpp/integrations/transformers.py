@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
-from accelerate.utils import slice_tensors  # type: ignore[import-untyped]
+from accelerate.utils import convert_to_fp32, slice_tensors  # type: ignore[import-untyped]
 
 import graphpp
 from graphpp.errors import GraphPPError
@@ -136,7 +136,8 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
             inputs = self._prepare_inputs(batch if self.train_dataset is None else self._first_batch())
             example = self._microbatch(self._cut(inputs)[0], self._get_num_items_in_batch([inputs], self.args.device))
             self._piped = self.model
-            self.pipe = graphpp.compile(self.model, self._loss, example=example, gradients="sum", **options)
+            with self.accelerator.autocast():
+                self.pipe = graphpp.compile(self.model, self._loss, example=example, gradients="sum", **options)
         return self.pipe
 
     @property
@@ -187,7 +188,7 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         pipe, parts = self._pipe_for(batches[0]), [self._cut(batch) for batch in batches]
         microbatches = [self._microbatch(part, num_items_in_batch) for batch in parts for part in batch]
         weights = [weight for batch in parts for weight in self._weights(batch, len(batches), num_items_in_batch)]
-        with self.compute_loss_context_manager():
+        with self.accelerator.autocast(), self.compute_loss_context_manager():
             result = pipe.step_microbatches(microbatches, loss_weight=weights, scaler=self.accelerator.scaler)
         weighted = iter([loss / (1 / weight) for loss, weight in zip(result.losses, weights, strict=True)])
         losses: list[Any] = [sum(next(weighted) for _ in batch) for batch in parts]
@@ -221,7 +222,9 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         pipe = self._pipe_for(inputs)
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            return pipe.eval_microbatches([graphpp.Microbatch(args, kwargs)], output="all").output
+            with self.accelerator.autocast():
+                output = pipe.eval_microbatches([graphpp.Microbatch(args, kwargs)], output="all").output
+            return convert_to_fp32(output) if self.accelerator.native_amp else output
 
         return super().prediction_step(StandIn(self.model, evaluate), inputs, *rest, **named)
 

@@ -126,8 +126,10 @@ def test_logs_and_metrics_of_a_short_last_batch() -> None:
     assert found.callback_metrics.keys() == expected.callback_metrics.keys()
     for name, value in expected.callback_metrics.items():
         assert found.callback_metrics[name].item() == pytest.approx(value.item(), rel=1e-6), name
-    assert found.validate(own, loader(6, 4, False), verbose=False)[0] == pytest.approx(expected.validate(one, loader(6, 4, False), verbose=False)[0])
-    answers = [trainer.predict(module, loader(6, 4, False)) for trainer, module in ((found, own), (expected, one))]
+    both = ((found, own), (expected, one))
+    mine, theirs = (each.validate(module, loader(6, 4, False), verbose=False)[0] for each, module in both)
+    assert mine == pytest.approx(theirs)
+    answers = [each.predict(module, loader(6, 4, False)) for each, module in both]
     for mine, theirs in zip(*answers, strict=True):
         assert mine["index"] == theirs["index"]
         torch.testing.assert_close(mine["probabilities"], theirs["probabilities"])
