@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp import CaptureError
 from tests.distributed import run_ranks
+from tests.internals import captures
 
 WIDTH, CLASSES, IGNORED = 8, 5, -100
 
@@ -64,6 +65,22 @@ def test_reported_numbers_are_averaged_and_on_every_rank(schedule: str) -> None:
     for found in run_ranks(reported, 2, schedule):
         assert list(found) == list(expected)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_metrics_are_weighed_as_the_losses_are_by_rows() -> None:
+    """Ten rows in four microbatches; `prepare` captures both sizes, and the step captures none."""
+    x, target = (each[:10] for each in batch())
+    model, y = net(), target.clamp_min(0)
+    pipe = graphpp.compile(net(), reporting, split=["2"], microbatches=4, gradients="rows")
+    with captures() as made:
+        pipe.prepare(x, target=y)
+        assert len(list(pipe.parameters())) == 8 and pipe.steps == 0 and len(made) == 2
+        result, evaluated = pipe.step(x, target=y), pipe.eval(x, target=y)
+    value, numbers = reporting(model(x), y)
+    for found in (result.metrics, evaluated.metrics):
+        torch.testing.assert_close(found["accuracy"], numbers["accuracy"])
+        torch.testing.assert_close(found["loss"], value.detach())
+    torch.testing.assert_close(result.loss, value.detach())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from graphpp.capture.watch.audit import Audit
 from graphpp.capture.watch.operators import Operations
 from tests.distributed import run_ranks
 from tests.exhaustive import cases
+from tests.internals import captures
 
 WIDTH = 4
 
@@ -450,3 +451,27 @@ def test_audits_double_their_distance_and_end_at_a_share_of_the_time(monkeypatch
 def test_audit_sets_how_often(every: int, audited: list[int]) -> None:
     noting = Noting()
     assert noting.calls(Audit(noting, every), 7) == audited
+
+
+class Loop:
+    """A training loop with a loss, a counter that the code names, and a class of its own."""
+
+    def __init__(self) -> None:
+        self.scale, self.calls = 2.0, 0
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * (self.scale if self.calls >= 0 else 0)
+
+
+def test_state_behind_an_unwatched_object_causes_no_capture_but_an_error_if_it_counts() -> None:
+    loop, x = graphpp.unwatched(Loop()), torch.randn(4, WIDTH)
+    pipe = graphpp.compile(Model(), loop.loss, microbatches=2, debug=graphpp.Debug(audit=1))
+    with captures() as made:
+        for loop.calls in range(3):
+            pipe.step(x, target=x)
+        assert len(made) == 1
+        loop.scale = 3.0
+        with pytest.raises(CaptureError, match="compute something else"):
+            pipe.step(x, target=x)
+    with pytest.raises(graphpp.GraphPPError, match="a dict has no weak references"):
+        graphpp.unwatched({})
