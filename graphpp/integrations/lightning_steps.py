@@ -56,7 +56,7 @@ class Steps:
         return name, batch, *(each if read is None or at in read else 0 for at, each in enumerate(indices, 1))
 
     def __call__(self, name: str, *args: Any) -> tuple[Any, dict[str, Any]]:
-        if name not in _STEPS:
+        if not isinstance(name, str) or name not in _STEPS:
             raise GraphPPError(
                 "a LightningModule in a pipeline is not called directly, for each rank has a part of the parameters: compute "
                 "in validation_step, test_step or predict_step"
