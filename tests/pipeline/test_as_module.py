@@ -220,6 +220,33 @@ def test_parts_of_the_module_are_those_of_the_model() -> None:
     assert pipe.is_first and pipe.is_last
 
 
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.named, self.listed = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.named.values(), *self.listed):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def containers(rank: int) -> list[list[Tensor]]:
+    example = graphpp.Microbatch((X[0],), target=Y[0])
+    pipe = graphpp.compile(Containers(), F.mse_loss, split=["named.b"], schedule="1F1B", microbatches=2, example=example)
+    module: Any = pipe.as_module()
+    layers = [*module.named.values(), *(module.listed if rank else ())]
+    assert list(module.named) == list("ab"[rank]) and len(module.named) == 1
+    assert isinstance(module.named, nn.ModuleDict) and list(module.named.items()) == [("ab"[rank], module.named["ab"[rank]])]
+    assert [id(layer.weight) for layer in layers] == [id(each) for each in pipe.parameters() if each.dim() == 2]
+    return [[layer.weight.detach() for layer in layers]]
+
+
+def test_containers_have_the_modules_of_the_rank() -> None:
+    """torchtitan's load balancing of experts goes over the layers of a part and changes their buffers."""
+    assert [len(found[0]) for found in run_ranks(containers, 2)] == [1, 2]
+
+
 def replace_weight(module: nn.Module) -> None:
     module.norm.weight = nn.Parameter(torch.zeros(8))  # type: ignore[union-attr]
     module(x=X[0], labels=Y[0])

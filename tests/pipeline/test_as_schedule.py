@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.nn import functional as F
 
 import graphpp
+from graphpp.pipeline.interfaces.as_schedule import TorchSchedule
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 
@@ -42,6 +44,7 @@ def loss(output: Tensor, target: Tensor, *, scale: Any = 1.0) -> Tensor:
     return F.mse_loss(output, target) * scale
 
 
+SCALED = {"scale": torch.tensor(3.0)}
 TORCH = {"1F1B": (Schedule1F1B, [[0], [1]]), "Interleaved1F1B": (ScheduleInterleaved1F1B, [[0, 2], [1, 3]]),
          "ZBVZeroBubble": (ScheduleZBVZeroBubble, [[0, 3], [1, 2]])}
 
@@ -93,6 +96,31 @@ def lists(schedule: Any, first: bool, last: bool, losses: list[Tensor]) -> Any:
     schedule._step_microbatches(args, None, list(Y.chunk(PARTS)) if last else None, losses, False)
 
 
+def step_lists(schedule: Any, first: bool, last: bool, losses: list[Tensor]) -> Any:
+    """The call of torch from 2.15 on; of older versions the one that it had."""
+    lists = _lists(first, last)
+    if not isinstance(schedule, TorchSchedule) and "arg_mbs" not in inspect.signature(schedule.step).parameters:
+        return schedule._step_microbatches(*lists.values(), losses if last else None, False, loss_kwargs=SCALED)
+    return schedule.step(**lists, losses=losses if last else None, return_outputs=False, loss_kwargs=SCALED)
+
+
+def _lists(first: bool, last: bool) -> dict[str, Any]:
+    return {
+        "arg_mbs": [(part,) for part in X.chunk(PARTS)] if first else None,
+        "kwarg_mbs": [{"shift": torch.tensor(0.1 * at)} for at in range(PARTS)],
+        "target_mbs": list(Y.chunk(PARTS)) if last else None,
+    }
+
+
+def eval_lists(schedule: Any, first: bool, last: bool, losses: list[Tensor]) -> Any:
+    """Lists that one rank gives for both, and the same data as a whole batch in older versions of torch."""
+    lists = _lists(first, last)
+    with torch.no_grad():
+        if isinstance(schedule, TorchSchedule):
+            return schedule.eval(**{**lists, "kwarg_mbs": None}, losses=losses if last else None)
+    return evaluate(schedule, first, last, losses)
+
+
 def evaluate(schedule: Any, first: bool, last: bool, losses: list[Tensor]) -> Any:
     with torch.no_grad():
         return schedule.eval(*[X] * first, **({"target": Y, "losses": losses} if last else {}))
@@ -108,13 +136,15 @@ CALLS: dict[str, Called] = {
         schedule, first, last, losses, **({"loss_kwargs": {"scale": torch.tensor(7.0)}} if last else {})
     ),
     "lists": lists,
+    "lists with keyword arguments": step_lists,
     "eval": evaluate,
+    "eval of lists": eval_lists,
 }
 
 
 def _calls(name: str) -> dict[str, Called]:
     """Torch's zero bubble schedules cannot evaluate."""
-    return {called: call for called, call in CALLS.items() if called != "eval" or name != "ZBVZeroBubble"}
+    return {called: call for called, call in CALLS.items() if not called.startswith("eval") or name != "ZBVZeroBubble"}
 
 
 def run(kind: type, rank: int, name: str, scale_grads: bool) -> list[Any]:
@@ -146,11 +176,19 @@ def test_calls_give_what_torchs_schedules_give(name: str, scale_grads: bool) -> 
             torch.testing.assert_close(mine, other, msg=lambda text, call=call: f"{call}: {text}")
 
 
+def ours_only(schedule: Any) -> Any:
+    """The schedule; of torch before 2.15, which has no lists here, one that raises as 2.15 does."""
+    if isinstance(schedule, TorchSchedule) or "arg_mbs" in inspect.signature(schedule.step).parameters:
+        return schedule
+    raise ValueError
+
+
 BAD: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
     "losses is no list": (TypeError, lambda schedule: schedule.step(X, target=Y, losses=())),
     "arg_mbs is no list": (TypeError, lambda schedule: schedule._step_microbatches((X,) * PARTS)),
     "too few arg_mbs": (ValueError, lambda schedule: schedule._step_microbatches([(X,)])),
     "too many target_mbs": (ValueError, lambda schedule: schedule._step_microbatches([(X,)] * PARTS, None, [Y] * 5)),
+    "lists and a batch": (ValueError, lambda schedule: ours_only(schedule).step(X, arg_mbs=[(X,)] * PARTS)),
     "no gradients": (RuntimeError, lambda schedule: torch.no_grad()(schedule.step)(X, target=Y)),
 }
 
@@ -165,6 +203,8 @@ def refused(rank: int) -> None:
                 call(schedule)
     with pytest.raises(graphpp.MismatchError if rank == 0 else TypeError):
         ours.step(X, target=Y, losses=[] if rank == 0 else ())
+    with pytest.raises(graphpp.MismatchError, match="let all ranks give lists"):
+        ours.step(*[X] * (rank == 0), **({"target_mbs": list(Y.chunk(PARTS))} if rank else {}))
     ours.step(X, target=Y)
 
 
@@ -186,6 +226,21 @@ def test_the_plan_counts_the_outputs_that_a_step_keeps() -> None:
         return pipe.plan.memory.ranks[0].peak
 
     assert peak(True) - peak(False) == PARTS * X[:2].nbytes and peak(True, 8) - peak(False, 8) == 8 * X[:2].nbytes
+
+
+def test_a_weight_of_the_losses_changes_the_gradients_alone() -> None:
+    def run(weight: float | None) -> tuple[list[Tensor], list[Tensor]]:
+        pipe = graphpp.compile(whole(2), loss, split=["layers.1"], microbatches=PARTS, gradients="sum",
+                               example=graphpp.Microbatch((X[:2],), target=Y[:2]))
+        losses: list[Tensor] = []
+        pipe.as_schedule(return_outputs=False, loss_weight=weight).step(X, target=Y, losses=losses)
+        return losses, [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+
+    (plain, gradients), (same, doubled) = run(None), run(2.0)
+    assert all(map(torch.equal, plain, same))
+    assert all(torch.equal(2 * one, two) for one, two in zip(gradients, doubled, strict=True))
+    with pytest.raises(graphpp.GraphPPError, match="loss_weight"):
+        run(-1.0)
 
 
 def test_a_pipeline_without_outputs_says_so() -> None:

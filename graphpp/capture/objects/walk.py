@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 
 from graphpp._torch import aot
 from graphpp._torch.parallel.sharded_tensor import is_placement
@@ -83,7 +84,8 @@ _KINDS: Sequence[tuple[Any, str]] = (
     (type, "class"),
     (ContextVar, "variable"),
     (weakref.ref, "wrapper"),
-    ((torch.device, torch.layout, torch.memory_format, slice, range, re.Pattern, EllipsisType, NotImplementedType), "text"),
+    ((torch.device, torch.layout, torch.memory_format, SDPBackend, slice, range, re.Pattern, EllipsisType), "text"),
+    (NotImplementedType, "text"),
     ((dist.ProcessGroup, DeviceMesh), "ranks"),
     ((threading.local, SimpleNamespace), "object"),
 )

@@ -124,6 +124,14 @@ class _Part(_Tree):
         return type(self.__dict__["_original"])
 
 
+class _DictPart(_Part, nn.ModuleDict):
+    """A part whose `keys`, `values` and `items` are those of this rank."""
+
+
+class _ListPart(_Part, nn.ModuleList):
+    """A part that iterates over the modules of this rank."""
+
+
 class PipelineModule(_Tree):
     """A pipeline as a module; made by `pipe.as_module()`."""
 
@@ -209,7 +217,7 @@ class PipelineModule(_Tree):
         module: nn.Module = self
         for name in fqn.split(".")[:-1]:
             if name not in module._modules:
-                module._modules[name] = _Part(module.__dict__["_original"].get_submodule(name))
+                module._modules[name] = _part_of(module.__dict__["_original"].get_submodule(name))
             module = module._modules[name]  # type: ignore[assignment]
         return module
 
@@ -241,6 +249,11 @@ class PipelineModule(_Tree):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Read by `DistributedDataParallel` when it is made."""
         raise GraphPPError(_DDP)
+
+
+def _part_of(original: nn.Module) -> _Part:
+    kinds = {nn.ModuleDict: _DictPart, nn.ModuleList: _ListPart}
+    return next((part for kind, part in kinds.items() if isinstance(original, kind)), _Part)(original)
 
 
 def _output(result: StepResult | EvalResult, loss: torch.Tensor | None) -> ModuleOutput:

@@ -3,7 +3,8 @@
 Contract
 --------
 - The calls are those of torch's schedule objects: the rank of the first stage gives the model's arguments, the rank of the last
-  stage the targets; other ranks may give nothing. In each call the ranks exchange the shapes and plain data that were given.
+  stage the targets; other ranks may give nothing. The data are a whole batch, or lists with an entry for each microbatch, on
+  all ranks. In each call the ranks exchange the shapes and plain data that were given.
 - The rank of the last stage gets the losses (in the caller's list, one per microbatch) and the output of the whole batch.
 - `step` accumulates gradients as `pipe.step`: their mean over the microbatches, or their sum for `gradients="sum"`, as
   `scale_grads` says. `eval` is `pipe.eval`, in eval mode whatever the flags of the modules.
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from graphpp.batch.microbatch import Microbatch
-from graphpp.errors import GraphPPError
+from graphpp.errors import GraphPPError, MismatchError
 from graphpp.pipeline.outputs import Exchange, as_bytes
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.plan import Plan
@@ -41,13 +42,16 @@ class Calls(Protocol):
     step: Callable[..., StepResult]
     step_microbatches: Callable[..., StepResult]
     eval: Callable[..., EvalResult]
+    eval_microbatches: Callable[..., EvalResult]
 
 
 class TorchSchedule:
     """A pipeline with the methods of a schedule object of `torch.distributed.pipelining`."""
 
-    def __init__(self, pipe: Calls, exchange: Exchange, scale_grads: bool, return_outputs: bool) -> None:
-        self._pipe, self._exchange, self._return_outputs = pipe, exchange, return_outputs
+    def __init__(
+        self, pipe: Calls, exchange: Exchange, scale_grads: bool, return_outputs: bool, loss_weight: float | None
+    ) -> None:
+        self._pipe, self._exchange, self._return_outputs, self._weight = pipe, exchange, return_outputs, loss_weight
         self.scale_grads, self._has_backward = scale_grads, True
 
     @property
@@ -61,12 +65,23 @@ class TorchSchedule:
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """A training step over the whole batch; returns its output on the rank of the last stage, None elsewhere."""
-        batch = self._given(losses, lambda: Microbatch(args, kwargs, target, loss_kwargs or {}), True, return_outputs)
-        result = self._pipe.step(*batch.args, target=batch.target, loss_kwargs=batch.loss_kwargs, **batch.kwargs)
-        return self._returned(result, losses, return_outputs)
+        """A training step; returns its output on the rank of the last stage, None elsewhere.
+
+        `args`, `kwargs`, `target`: the whole batch; or `arg_mbs`, `kwarg_mbs`, `target_mbs`: lists with an entry for each
+        microbatch. `finalize_gradients` has no effect: the gradients of each step are complete.
+        """
+        lists = _Lists(arg_mbs, kwarg_mbs, target_mbs)
+        data = self._united(losses, Microbatch(args, kwargs, target, loss_kwargs or {}), lists, True, return_outputs)
+        if isinstance(data, list):
+            return self._returned(self._pipe.step_microbatches(data, loss_weight=self._weight), losses, return_outputs)
+        loss = {"target": data.target, "loss_weight": self._weight, "loss_kwargs": data.loss_kwargs}
+        return self._returned(self._pipe.step(*data.args, **loss, **data.kwargs), losses, return_outputs)
 
     def eval(
         self,
@@ -74,11 +89,17 @@ class TorchSchedule:
         target: Any = None,
         losses: list[torch.Tensor] | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """An evaluation of the whole batch; returns its output on the rank of the last stage, None elsewhere."""
-        batch = self._given(losses, lambda: Microbatch(args, kwargs, target, loss_kwargs or {}), False)
-        result = self._pipe.eval(*batch.args, target=batch.target, loss_kwargs=batch.loss_kwargs, **batch.kwargs)
+        """An evaluation; returns its output on the rank of the last stage, None elsewhere. Takes the data as `step` does."""
+        lists = _Lists(arg_mbs, kwarg_mbs, target_mbs)
+        data = self._united(losses, Microbatch(args, kwargs, target, loss_kwargs or {}), lists, False)
+        if isinstance(data, list):
+            return self._returned(self._pipe.eval_microbatches(data), losses)
+        result = self._pipe.eval(*data.args, target=data.target, loss_kwargs=data.loss_kwargs, **data.kwargs)
         return self._returned(result, losses)
 
     def _step_microbatches(
@@ -91,24 +112,15 @@ class TorchSchedule:
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """A training step over microbatches that are given one by one."""
-        read = partial(self._microbatches, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {})
-        parts = self._given(losses, read, True, return_outputs)
-        return self._returned(self._pipe.step_microbatches(parts), losses, return_outputs)
+        lists: dict[str, Any] = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        if not any(given is not None for given in lists.values()):
+            lists["kwarg_mbs"] = [{}] * self._n_microbatches
+        return self.step(losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **lists)
 
-    def _microbatches(
-        self, args: object, kwargs: object, targets: object, loss_kwargs: Mapping[str, Any]
-    ) -> list[Microbatch]:
-        count = self._n_microbatches
-        for name, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
-            if given is not None and not isinstance(given, list):
-                raise TypeError(f"{name} must be a list but got a {type(given)}")
-            if given is not None and len(given) != count:
-                raise ValueError(f"Expecting {count} {name} but got {len(given)}")
-        columns = args or [()] * count, kwargs or [{}] * count, targets or [None] * count
-        return [Microbatch(*row, loss_kwargs) for row in zip(*columns, strict=True)]  # type: ignore[call-arg, call-overload]
-
-    def _given(self, losses: object, read: Callable[[], Any], training: bool, return_outputs: bool | None = None) -> Any:
-        """The batch, or microbatches, with absent tensors for data that only other ranks were given."""
+    def _united(
+        self, losses: object, batch: Microbatch, lists: _Lists, training: bool, return_outputs: bool | None = None
+    ) -> Microbatch | list[Microbatch]:
+        """The batch, or the microbatches, with absent tensors for data that only other ranks were given."""
 
         without_grad = training and not torch.is_grad_enabled()  # the exchange enables gradients
 
@@ -119,13 +131,20 @@ class TorchSchedule:
                 raise RuntimeError(_NO_GRAD)
             if return_outputs and not self._return_outputs:
                 raise GraphPPError(NO_OUTPUTS)
-            return as_bytes(_trees(read()), "the arguments of the schedule")
+            if lists.given:
+                lists.check(batch, self._n_microbatches)
+            parts = lists.microbatches(batch) if lists.given else [batch]
+            return as_bytes((lists.given, _trees(parts)), "the arguments of the schedule")
 
-        others = [pickle.loads(each) for each in self._exchange(mine)]
-        batch = read()
-        parts = batch if isinstance(batch, list) else [batch]
-        whole = [_filled(part, each) for part, *each in zip(parts, *others, strict=True)]
-        return whole if isinstance(batch, list) else whole[0]
+        ranks = [pickle.loads(each) for each in self._exchange(mine)]
+        if not any(in_lists for in_lists, _ in ranks):
+            return _filled(batch, [trees[0] for _, trees in ranks])
+        if any(_has_data(trees[0]) for in_lists, trees in ranks if not in_lists):
+            raise MismatchError("one rank gives lists of microbatches and another one a whole batch: let all ranks give lists")
+        count = self._n_microbatches
+        parts = lists.microbatches(batch) if lists.given else [batch] * count
+        columns = [trees if in_lists else trees * count for in_lists, trees in ranks]
+        return [_filled(part, each) for part, *each in zip(parts, *columns, strict=True)]
 
     def _returned(
         self, result: StepResult | EvalResult, losses: list[torch.Tensor] | None, output: bool | None = None
@@ -135,8 +154,40 @@ class TorchSchedule:
         return None if output is False else result.output
 
 
-def _trees(batch: Microbatch | Sequence[Microbatch]) -> list[dict[str, Any]]:
-    parts = [batch] if isinstance(batch, Microbatch) else batch
+@dataclass(frozen=True)
+class _Lists:
+    """What each microbatch is given, in three lists; a rank may lack each of them."""
+
+    arg_mbs: list[Any] | None
+    kwarg_mbs: list[Any] | None
+    target_mbs: list[Any] | None
+
+    @property
+    def given(self) -> bool:
+        return any(each is not None for each in vars(self).values())
+
+    def check(self, batch: Microbatch, count: int) -> None:
+        """Raise as torch does for a list that is none or has not `count` entries, and for a batch beside lists."""
+        for name, given in vars(self).items():
+            if given is not None and not isinstance(given, list):
+                raise TypeError(f"{name} must be a list but got a {type(given)}")
+            if given is not None and len(given) != count:
+                raise ValueError(f"Expecting {count} {name} but got {len(given)}")
+        if batch.args or batch.kwargs or batch.target is not None:
+            raise ValueError("arg_mbs, kwarg_mbs and target_mbs have the data of all microbatches: give no other arguments")
+
+    def microbatches(self, batch: Microbatch) -> list[Microbatch]:
+        """The microbatches, with the `loss_kwargs` of the batch."""
+        count = max(len(given) for given in vars(self).values() if given is not None)
+        columns = self.arg_mbs or [()] * count, self.kwarg_mbs or [{}] * count, self.target_mbs or [None] * count
+        return [Microbatch(*row, batch.loss_kwargs) for row in zip(*columns, strict=True)]
+
+
+def _has_data(tree: Mapping[str, Any]) -> bool:
+    return bool(tree["args"] or tree["kwargs"]) or tree["target"] is not None
+
+
+def _trees(parts: Sequence[Microbatch]) -> list[dict[str, Any]]:
     return [
         {"args": part.args, "kwargs": part.kwargs, "target": part.target, "loss_kwargs": part.loss_kwargs} for part in parts
     ]
@@ -147,12 +198,12 @@ def _filled(mine: Microbatch, ranks: Sequence[Mapping[str, Any]]) -> Microbatch:
     args = mine.args or next((rank["args"] for rank in ranks if rank["args"]), ())
     targets = [mine.target, *(rank["target"] for rank in ranks)]
     target = next((each for each in targets if each is not None), None)
-    kwargs = _united(mine.kwargs, [rank["kwargs"] for rank in ranks])
-    loss_kwargs = _united(mine.loss_kwargs, [rank["loss_kwargs"] for rank in ranks])
+    kwargs = _all_named(mine.kwargs, [rank["kwargs"] for rank in ranks])
+    loss_kwargs = _all_named(mine.loss_kwargs, [rank["loss_kwargs"] for rank in ranks])
     return Microbatch(args, kwargs, target, loss_kwargs)
 
 
-def _united(mine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _all_named(mine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The keyword arguments of all ranks, in one order, with this rank's values where it has them."""
     others = {name: value for rank in reversed(ranks) for name, value in rank.items()}
     return {name: mine.get(name, value) for name, value in others.items()}

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from graphpp.arguments import FLAG, NUMBER, Accepted, checked
+from graphpp.arguments import FLAG, NUMBER, Accepted, checked, or_none
 from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import GraphPPError
@@ -40,17 +40,18 @@ class Interfaces(RankPart):
         self._cache.captured()
         return PipelineModule(self, self._model, self._step_apart, self.eval, self._deliver, loss_scale)
 
-    @checked(GraphPPError, return_outputs=FLAG)
-    def as_schedule(self, return_outputs: bool = True) -> TorchSchedule:
+    @checked(GraphPPError, return_outputs=FLAG, loss_weight=or_none(_SCALE))
+    def as_schedule(self, return_outputs: bool = True, loss_weight: float | None = None) -> TorchSchedule:
         """This pipeline behind the interface of the schedule objects of `torch.distributed.pipelining`.
 
         `return_outputs`: whether `step` returns the model's output, for which the pipeline needs `memory.outputs`. Raises
-        `GraphPPError` if the pipeline lacks it.
+        `GraphPPError` if the pipeline lacks it. `loss_weight`: that of each step, such as the number of replicas for gradients
+        that add up over replicas; the losses that a caller gets are without it.
         """
         if return_outputs and not self._options.memory.outputs:
             raise GraphPPError(NO_OUTPUTS)
         scale_grads = self._options.gradients.reduction != "sum"
-        return TorchSchedule(cast(Calls, self), self._calls.exchanged, scale_grads, return_outputs)
+        return TorchSchedule(cast(Calls, self), self._calls.exchanged, scale_grads, return_outputs, loss_weight)
 
     def eval_microbatches(
         self, microbatches: Sequence[Microbatch], *, loss_weight: LossWeight | None = None, output: OutputRanks = "last"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from graphpp.capture.transfer.digest import ModelDigest, UnreadableError
 
@@ -138,6 +139,7 @@ PAIRS: list[tuple[Any, Any]] = [
     (torch.tanh, torch.relu),
     (functools.partial(torch.sin), functools.partial(torch.cos)),
     (slice(1), slice(2)),
+    ([SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION]),  # no `Enum`
     (Scaled(1.0), Scaled(2.0)),
     (UserDict(scale=1), UserDict(scale=2)),
     (MappingProxyType({"a": 1}), MappingProxyType({"a": 2})),
