@@ -271,7 +271,8 @@ class Pipeline(Interfaces):
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
         output = merged_output(call, prepared, self._request.batch_dims) if self._options.memory.outputs else None
-        return StepResult(call.weighting.step_loss(wide(losses)), losses, mean_metrics(metrics), output), runner.hooked
+        loss = call.weighting.step_loss(wide(losses))
+        return StepResult(loss, losses, mean_metrics(metrics), output, metrics), runner.hooked
 
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
         asked = "eval" if output == "last" else f"eval, output={output}"
@@ -288,7 +289,7 @@ class Pipeline(Interfaces):
                 with self._calls.exchanging(training=False):
                     merged = shared_output(merged, runner, self.is_last, self._calls.bytes_of_all)
         loss = None if losses is None else call.weighting.step_loss(wide(losses))
-        return EvalResult(merged, loss, losses, mean_metrics(metrics))
+        return EvalResult(merged, loss, losses, mean_metrics(metrics), metrics)
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter

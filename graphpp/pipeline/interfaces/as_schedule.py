@@ -119,7 +119,7 @@ class TorchSchedule:
                 raise RuntimeError(_NO_GRAD)
             if return_outputs and not self._return_outputs:
                 raise GraphPPError(NO_OUTPUTS)
-            return as_bytes(_trees(read()), "the arguments of the schedule")
+            return as_bytes(trees(read()), "the arguments of the schedule")
 
         others = [pickle.loads(each) for each in self._exchange(mine)]
         batch = read()
@@ -135,7 +135,10 @@ class TorchSchedule:
         return None if output is False else result.output
 
 
-def _trees(batch: Microbatch | Sequence[Microbatch]) -> list[dict[str, Any]]:
+def trees(batch: Microbatch | Sequence[Microbatch] | None) -> list[dict[str, Any]] | None:
+    """The microbatches as dicts, which pickle; None without any."""
+    if batch is None:
+        return None
     parts = [batch] if isinstance(batch, Microbatch) else batch
     return [
         {"args": part.args, "kwargs": part.kwargs, "target": part.target, "loss_kwargs": part.loss_kwargs} for part in parts
