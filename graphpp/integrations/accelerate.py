@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.checkpointing import load_accelerator_state  # type: ignore[import-untyped]
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 
@@ -54,6 +54,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` with the arguments `pipeline` and `loss`; `pipe` is the pipeline, None before `prepare`."""
 
     pipe: graphpp.Pipeline | None = None
+    flag_tensor: Any
+    _optimizers: list[Any]
 
     def __init__(
         self, *args: Any, pipeline: Mapping[str, Any] | None = None, loss: Callable[..., Any] | None = None, **kwargs: Any
@@ -189,8 +191,15 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
         yield
 
+    def wait_for_everyone(self) -> None:
+        """As accelerate's; a rank that is in another call of the pipeline raises."""
+        with contextlib.nullcontext() if self.pipe is None else self.pipe.together("accelerator.wait_for_everyone"):
+            pass
+        super().wait_for_everyone()
+
     def check_trigger(self) -> bool:
         """Whether any rank has set the trigger."""
+        self.wait_for_everyone()
         flag = torch.zeros((), device=self.device) if self.flag_tensor is None else self.flag_tensor.float()
         self.flag_tensor = None
         return bool(super().reduce(flag, "sum") >= 1)

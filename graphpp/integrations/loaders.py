@@ -37,7 +37,7 @@ def prepared_loader(accelerator: Any, loader: Any, put_on_device: bool) -> Any:
 def refuse_shares(loader: Any) -> None:
     """Raise `GraphPPError` if the loader's sampler gives each rank another share of the data set."""
     for holder in (loader, getattr(loader, "batch_sampler", None)):
-        sampler = getattr(holder, "sampler", None)
+        sampler: Any = getattr(holder, "sampler", None)
         if getattr(sampler, "num_replicas", 1) > 1:
             raise GraphPPError(
                 f"the loader's {type(sampler).__name__} gives each of {sampler.num_replicas} ranks another share of the data, "

@@ -46,6 +46,8 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
     """Puts a subclass of `transformers.Trainer` on a pipeline: `class PipelineSFT(PipelineMixin, SFTTrainer)`."""
 
     pipe: graphpp.Pipeline | None = None
+    current_flos: Any
+    _counting = False  # the items of a batch
 
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, pipeline: Mapping[str, Any] | None = None, **named: Any
@@ -62,16 +64,31 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         accelerator: Any = self.accelerator
         accelerator.prepare_model = lambda model, **_: model
         accelerator.prepare_data_loader = lambda loader, **_: prepared_loader(accelerator, loader, False)
+        accelerator.gather = lambda values: values
         # Trainer sets gather_function to this method of the accelerator again after each evaluation
         self.gather_function = accelerator.gather_for_metrics = partial(rows_of_data, accelerator)
 
     def get_tp_size(self) -> int:
-        return int(self.args.world_size)  # Trainer's word for the number of ranks that read the same batch
+        """Trainer's word for the number of ranks that read the same batch."""
+        return 1 if self._counting else int(self.args.world_size)
 
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # adds the tokens of all ranks, which are the same
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.args.world_size
+    def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
+        """The number in one process: `gather` adds nothing, so there is nothing to divide."""
+        self._counting = True
+        try:
+            return super()._get_num_items_in_batch(*args, **named)
+        finally:
+            self._counting = False
+
+    def store_flos(self) -> None:
+        self.state.total_flos += self.current_flos
+        self.current_flos = 0
+
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        """As Trainer's, which has collectives of its own: a rank that is in another call of the pipeline raises before."""
+        with self._required().together("the logging of Trainer"):
+            pass
+        super()._maybe_log_save_evaluate(*args, **named)
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is not None:
@@ -255,7 +272,7 @@ def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
     args = trainer.args
     faults = {
         "DeepSpeed": "leave deepspeed= out: the pipeline shards by mesh=" if trainer.is_deepspeed_enabled else "",
-        "FSDP": "leave fsdp= out: the pipeline shards by mesh=" if trainer.is_fsdp_enabled else "",
+        "FSDP": "leave fsdp= out: the pipeline shards by mesh=" if args.fsdp or trainer.is_fsdp_enabled else "",
         **faults_of_model(trainer.model),
         "torch_compile": 'give pipeline={"backend": "inductor"} in its place' if args.torch_compile else "",
         "save_only_model": "load_best_model_at_end needs whole ones" * (args.save_only_model and args.load_best_model_at_end),

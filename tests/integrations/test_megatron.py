@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp.integrations.megatron import MegatronModel, get_forward_backward_func
-from tests.distributed import rank_outcomes, run_ranks
+from tests.distributed import run_ranks
 
 
 class Net(nn.Module):
@@ -38,7 +38,8 @@ def batches(count: int, seed: int = 0) -> Iterator[dict[str, Tensor]]:
     random = torch.Generator().manual_seed(seed)
     for _ in range(count):
         tokens = torch.randint(16, (2, 6), generator=random)
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": (torch.rand(2, 5, generator=random) < 0.7).float()}
+        mask = (torch.rand(2, 5, generator=random) < 0.7).float()
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask}
 
 
 def token_loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -63,7 +64,9 @@ def forward_step(loss: Any, data_iterator: Iterator[dict[str, Tensor]], model: A
 STEPS = {"tokens": partial(forward_step, token_loss), "mean": partial(forward_step, mean_loss)}
 
 
-def plain_func(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, forward_only: bool = False) -> Any:
+def plain_func(
+    *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, forward_only: bool = False
+) -> Any:
     """The losses and gradients of Megatron-Core's schedule without a pipeline."""
     reported, total = [], torch.zeros((), dtype=torch.int)
     for _ in range(num_microbatches):
@@ -136,3 +139,89 @@ def test_losses_norms_and_weights_are_those_of_a_plain_loop(ranks: int, given: S
                 check_equal(mine, theirs if rank == ranks - 1 else [])
             if rank == 0:
                 assert all(torch.equal(weights[fqn], value) for fqn, value in net.state_dict().items())
+
+
+def sharing(rank: int) -> Any:
+    """A fault of one rank, and a checkpoint that is loaded before the first call."""
+    model = MegatronModel(Net(), {"schedule": "1F1B"}, forward_step_func=STEPS["mean"], example=next(batches(1)))
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters())}], 1e-2)
+    model.pipe.checkpoint(optimizer)
+    func = get_forward_backward_func()
+    data = batches(1) if rank == 1 else batches(2)
+    try:
+        func(forward_step_func=STEPS["mean"], data_iterator=data, model=model, num_microbatches=2)
+    except Exception as error:
+        first = f"{type(error).__name__}: {error}"
+    later = func(forward_step_func=STEPS["mean"], data_iterator=batches(2), model=model, num_microbatches=2)
+    return first, len(later), [fqn for fqn, _ in model.named_parameters()]
+
+
+def test_a_fault_of_one_rank_is_raised_on_all_and_an_example_is_captured_at_once() -> None:
+    (one, none, first), (other, two, second) = run_ranks(sharing, 2)
+    assert "rank 1: StopIteration" in one
+    assert "StopIteration" in other
+    assert (none, two) == (0, 2)
+    assert sorted([*first, *second]) == sorted(Net().state_dict())
+
+
+def draws_nothing(data_iterator: Any, model: Any) -> Any:
+    batch = next(batches(1))
+    return model(batch["tokens"], labels=batch["labels"]), partial(mean_loss, batch["loss_mask"])
+
+
+def calls_twice(data_iterator: Any, model: Any) -> Any:
+    batch = next(data_iterator)
+    twice = [model(batch["tokens"], labels=batch["labels"]) for _ in range(2)]
+    return twice[0] + twice[1], partial(mean_loss, batch["loss_mask"])
+
+
+def calls_none(data_iterator: Any, model: Any) -> Any:
+    return next(data_iterator)["tokens"].float(), partial(mean_loss, 1)
+
+
+def reports_all(data_iterator: Any, model: Any) -> Any:
+    batch = next(data_iterator)
+    output = model(batch["tokens"], labels=batch["labels"])
+    return output, lambda output: (output.mean(), {"all": output.detach().repeat(100, 1)})
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "words"),
+    [
+        (draws_nothing, {}, "took nothing from data_iterator"),
+        (calls_none, {}, "does not call the model"),
+        (calls_twice, {}, "forward_step_func calls the model more than once"),
+        (reports_all, {}, "reports 'all' of 1000 numbers"),
+        (STEPS["mean"], {"model": [Net(), Net()]}, "model: a list of 2"),
+        (STEPS["mean"], {"model": Net()}, "model: give a MegatronModel, got Net"),
+        (STEPS["mean"], {"collect_non_loss_data": True}, "collect_non_loss_data does not go with"),
+        (STEPS["mean"], {"p2p_communicator": 1}, "p2p_communicator does not go with"),
+        (STEPS["mean"], {"data_iterator": None}, "no rank was given microbatches"),
+    ],
+)
+def test_refusals(step: Any, changes: Any, words: str) -> None:
+    given = {"data_iterator": batches(2), "model": MegatronModel(Net()), "num_microbatches": 2, **changes}
+    with pytest.raises(graphpp.GraphPPError, match=words):
+        get_forward_backward_func()(forward_step_func=step, **given)
+
+
+def test_settings_of_the_model_are_refused_by_name() -> None:
+    for name, value in {"grad_scale_func": lambda loss: 2 * loss, "finalize_model_grads_func": print}.items():
+        net = Net()
+        setattr(net.config, name, value)
+        with pytest.raises(graphpp.GraphPPError, match=f"config.{name} does not go with"):
+            get_forward_backward_func()(
+                forward_step_func=STEPS["mean"], data_iterator=batches(1), model=MegatronModel(net), num_microbatches=1
+            )
+    with pytest.raises(graphpp.GraphPPError, match=r"pipeline\['gradients'\] does not go with"):
+        MegatronModel(Net(), {"gradients": "sum"})
+    per_token = MegatronModel(Net(per_token=True))
+    with pytest.raises(graphpp.GraphPPError, match=r"needs \(loss, num_tokens, dict\)"):
+        get_forward_backward_func()(
+            forward_step_func=STEPS["mean"], data_iterator=batches(1), model=per_token, num_microbatches=1
+        )
+    model = MegatronModel(Net())
+    func = get_forward_backward_func()
+    func(forward_step_func=STEPS["mean"], data_iterator=batches(1), model=model, num_microbatches=1)
+    with pytest.raises(graphpp.GraphPPError, match="define one function outside of the loop"):
+        func(forward_step_func=STEPS["tokens"], data_iterator=batches(1), model=model, num_microbatches=1)
