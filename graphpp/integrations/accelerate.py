@@ -127,7 +127,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
     def _evaluate(self, pipe: graphpp.Pipeline, model: PipelinedModel, args: Any, kwargs: dict[str, Any]) -> Any:
         """The model's output of a batch that runs whole; with a target, the `graphpp.EvalResult`."""
-        target = kwargs.pop("target", None)
+        target, _ = kwargs.pop("target", None), kwargs.pop("loss_weight", None)  # of microbatches
         part = graphpp.Microbatch(args, kwargs, target, kwargs.pop("loss_kwargs", None) or {})
         result = pipe.eval_microbatches([part], output="all")
         if model.pipe is None and self._begin(pipe, model):

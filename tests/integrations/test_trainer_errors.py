@@ -68,11 +68,13 @@ class Calls(TrainerCallback):
             self.work(self.trainer)
 
 
-def train(rank: int, folder: Path, work: Callable[[Any], object], kind: type = PipelineTrainer, net: Any = None) -> None:
+def train(
+    rank: int, folder: Path, work: Callable[[Any], object], kind: type = PipelineTrainer, net: Any = None, fsdp: bool = False
+) -> None:
     as_process(rank, 2)
     usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 1}
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    args, calls = TrainingArguments(str(folder), **usual, **quiet), Calls(work)  # type: ignore[arg-type]
+    args, calls = TrainingArguments(str(folder), **usual, **quiet, fsdp=fsdp), Calls(work)  # type: ignore[arg-type]
     data = {"data_collator": collate, "train_dataset": ROWS, "eval_dataset": ROWS[:5]}
     calls.trainer = kind(net or model(), args, **data, pipeline={}, callbacks=[calls])
     calls.trainer.train()
@@ -120,6 +122,7 @@ def faults(rank: int, folder: Path) -> list[str]:
         lambda: train(rank, folder, lambda trainer: trainer.evaluate()),
         lambda: train(rank, folder, print, Shards),
         lambda: train(rank, folder, print, net=DistributedDataParallel(model())),
+        lambda: train(rank, folder, print, fsdp=True),
     ]
     return [raised(case) for case in cases]
 
@@ -147,6 +150,7 @@ EXPECTED = [
     ("has the logging of Trainer, the others have eval, output=all", CALL),
     ("rank 1 differs in the values of kwargs['input_ids']", "leave out samplers that give each rank its share"),
     ("DistributedDataParallel does not go with PipelineTrainer", "give the model itself"),
+    ("FSDP does not go with PipelineTrainer", "leave fsdp= out"),
 ]
 
 
@@ -203,10 +207,3 @@ def test_models_and_hooks_of_accelerate_are_refused() -> None:
         accelerator.backward(net(batch[0], target=batch[1]).loss)
     with pytest.raises(graphpp.GraphPPError, match="the optimizer holds 2 parameters that are not the model's"):
         accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
-
-
-def test_settings_of_trainer_are_refused(tmp_path: Path) -> None:
-    as_process(0, 1)
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", fsdp=True)
-    with pytest.raises(graphpp.GraphPPError, match="FSDP does not go with PipelineTrainer: leave fsdp= out"):
-        PipelineTrainer(model(), args, train_dataset=ROWS)
