@@ -17,7 +17,7 @@ from accelerate.utils import (  # type: ignore[import-untyped]
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
 )
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import graphpp
 from graphpp.integrations.accelerate import PipelineAccelerator
@@ -207,3 +207,21 @@ def test_models_and_hooks_of_accelerate_are_refused() -> None:
         accelerator.backward(net(batch[0], target=batch[1]).loss)
     with pytest.raises(graphpp.GraphPPError, match="the optimizer holds 2 parameters that are not the model's"):
         accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+
+
+def counted(rank: int, ranks: int, kind: type, folder: Path) -> list[Any]:
+    """Trainer's numbers that depend on how many items it counts on a rank."""
+    as_process(rank, ranks)
+    changes = {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "non_padding"}
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "max_steps": 1}
+    args = TrainingArguments(str(folder), gradient_accumulation_steps=2, logging_steps=1, **quiet, **changes)  # type: ignore[arg-type]
+    options = {"pipeline": {}} if kind is PipelineTrainer else {}
+    trainer = kind(model(), args, data_collator=collate, train_dataset=ROWS[:16], **options)
+    trainer.train()
+    first, last = trainer.state.log_history
+    return [first["loss"], first["grad_norm"], last["total_flos"], trainer.state.num_input_tokens_seen]
+
+
+def test_trainer_counts_the_items_of_one_process(tmp_path: Path) -> None:
+    own = run_ranks(counted, 2, 2, PipelineTrainer, tmp_path)
+    assert own == [counted(0, 1, Trainer, tmp_path)] * 2
