@@ -126,9 +126,10 @@ def net_loop(accelerator: Any, folder: Path | None = None, load: bool = False, s
     """A loop with a loss function, two optimizers and several calls of prepare; `folder`: saved to, or loaded from."""
     pipelined = isinstance(accelerator, PipelineAccelerator)
     set_seed(5)
-    features, labels, net = torch.randn(22, 6), torch.randint(3, (22,)), Net()
+    rows = 22 if size == 8 else 20  # the last batch of 8 is short
+    features, labels, net = torch.randn(rows, 6), torch.randint(3, (rows,)), Net()
     data = torch.utils.data.TensorDataset(features, labels)
-    loader = torch.utils.data.DataLoader(data, size, shuffle=True, drop_last=size < 8)
+    loader = torch.utils.data.DataLoader(data, size, shuffle=True)
     first = torch.optim.SGD(net[0].parameters(), 0.1, momentum=0.9)
     loader, first = accelerator.prepare(loader, first)
     model, evals = accelerator.prepare(net, torch.utils.data.DataLoader(data, 8))
@@ -186,10 +187,12 @@ def test_a_loss_function_and_a_state_that_other_ranks_load(tmp_path: Path) -> No
         as_process(0, 1)
         plain[name] = net_loop(Accelerator(cpu=True, **options), size=2 if name == "cut" else 8)
     later = {**plain["no"], "losses": plain["no"]["losses"][3:], "rates": plain["no"]["rates"][3:]}
-    halves = plain["cut"]["losses"]
+    halves = iter(plain["cut"]["losses"])
+    whole = [(one + other) / 2 for one, other in zip(halves, halves, strict=True)]
     for *found, cut in own:
         for mine, theirs in zip(found, [plain["no"], later, later, plain["bf16"]], strict=True):
             check_equal(mine, theirs, ["losses", "rates"])
-        print(cut["losses"][:6], halves[:12])
+        assert cut["losses"] == pytest.approx(whole, rel=1e-6)
+        assert not cut["state"] or all(torch.equal(cut["state"][fqn], each) for fqn, each in plain["cut"]["state"].items())
     for mine in nets(0, 1, tmp_path, ["loads", "loads with example"]):
         check_equal(mine, later, ["losses", "rates"])
