@@ -119,30 +119,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 48_970,
+    "graphpp": 50_690,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 680,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_330,
+    "graphpp/capture": 5_360,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_170,
-    "graphpp/integrations": 380,
+    "graphpp/integrations": 1_910,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_270,
+    "graphpp/parallel": 2_290,
     "graphpp/passes": 4_920,
-    "graphpp/pipeline": 3_190,
+    "graphpp/pipeline": 3_310,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
-    "graphpp/runtime": 3_870,
+    "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 45_690,
+    "tests": 47_030,
 }
-MOST_FILES = 408  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 419  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

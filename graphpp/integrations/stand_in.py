@@ -1,15 +1,17 @@
-"""A stand-in for a model in a trainer's loss function, which calls the model and computes the loss in one."""
+"""Stand-ins for a model in a trainer's function that calls the model and computes the loss in one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from graphpp.errors import GraphPPError
+
 
 class ModelCall(BaseException):
-    """The arguments that `compute_loss` gives to the model; no `except Exception` catches it."""
+    """The arguments that a trainer's function gives to the model; no `except Exception` catches it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -17,7 +19,7 @@ class ModelCall(BaseException):
 
 
 class StandIn:
-    """Takes the model's place in `compute_loss`: calls run `call`, attributes are the model's."""
+    """Takes the model's place in a trainer's function: calls run `call`, attributes are the model's."""
 
     def __init__(self, model: Any, call: Callable[..., Any]) -> None:
         self._model, self._call = model, call
@@ -27,6 +29,28 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_model"], name)
+
+
+def asking(model: Any) -> StandIn:
+    """A stand-in whose call raises `ModelCall`."""
+
+    def ask(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelCall(args, kwargs)
+
+    return StandIn(model, ask)
+
+
+def answering(model: Any, output: Any, name: str) -> StandIn:
+    """A stand-in whose call returns `output`. A second call raises `GraphPPError`, which names the function: `name`."""
+    calls: list[None] = []
+
+    def answer(*_: Any, **__: Any) -> Any:
+        calls.append(None)
+        if len(calls) > 1:
+            raise GraphPPError(f"{name} calls the model more than once, and a pipeline runs one forward a microbatch")
+        return output
+
+    return StandIn(model, answer)
 
 
 def tensors_with_rows(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -18,23 +18,25 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 import transformers
-from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
-from accelerate.utils import convert_to_fp32, slice_tensors  # type: ignore[import-untyped]
+from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 
 import graphpp
 from graphpp.errors import GraphPPError
+from graphpp.integrations.loaders import prepared_loader, rows_of_data
 from graphpp.integrations.random_state import RandomState
-from graphpp.integrations.stand_in import ModelCall, StandIn, rows_of, tensors_with_rows
+from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, faults_of_options, refuse
+from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
 
 _FOLDER = "graphpp"
 _OWN_OPTIONS = {
     "gradients": "Trainer's arguments say how losses are reduced",
     "example": "the first batch is the example",
-    "plan": "give the plan's options one by one",
+    "plan": PLAN_OPTION,
 }
 
 
@@ -45,6 +47,8 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
     """Puts a subclass of `transformers.Trainer` on a pipeline: `class PipelineSFT(PipelineMixin, SFTTrainer)`."""
 
     pipe: graphpp.Pipeline | None = None
+    current_flos: Any
+    _counting = False  # the items of a batch
 
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, pipeline: Mapping[str, Any] | None = None, **named: Any
@@ -61,37 +65,32 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
         accelerator.prepare_model = lambda model, **_: model
-        accelerator.prepare_data_loader = self._prepare_loader
+        accelerator.prepare_data_loader = lambda loader, **_: prepared_loader(accelerator, loader, False)
+        accelerator.gather = lambda values: values
         # Trainer sets gather_function to this method of the accelerator again after each evaluation
-        self.gather_function = accelerator.gather_for_metrics = self._rows_of_data
-
-    def _prepare_loader(self, loader: Any, **_: Any) -> Any:
-        """The loader as accelerate prepares it in one process."""
-        accelerator = self.accelerator
-        settings = accelerator.dataloader_config
-        prepared = prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            use_seedable_sampler=settings.use_seedable_sampler,
-            data_seed=settings.data_seed,
-        )
-        accelerator._dataloaders.append(prepared)
-        return prepared
-
-    def _rows_of_data(self, values: Any, **_: Any) -> Any:
-        """The values, which every rank has; of the last batch, as many rows as it has."""
-        state = self.accelerator.gradient_state
-        return slice_tensors(values, slice(state.remainder)) if state.end_of_dataloader and state.remainder > 0 else values
+        self.gather_function = accelerator.gather_for_metrics = partial(rows_of_data, accelerator)
 
     def get_tp_size(self) -> int:
-        return int(self.args.world_size)  # Trainer's word for the number of ranks that read the same batch
+        """Trainer's word for the number of ranks that read the same batch."""
+        return 1 if self._counting else int(self.args.world_size)
 
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # adds the tokens of all ranks, which are the same
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.args.world_size
+    def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
+        """The number in one process: `gather` adds nothing, so there is nothing to divide."""
+        self._counting = True
+        try:
+            return super()._get_num_items_in_batch(*args, **named)
+        finally:
+            self._counting = False
+
+    def store_flos(self) -> None:
+        self.state.total_flos += self.current_flos
+        self.current_flos = 0
+
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        """As Trainer's, which has collectives of its own: a rank that is in another call of the pipeline raises before."""
+        with self._required().together("the logging of Trainer"):
+            pass
+        super()._maybe_log_save_evaluate(*args, **named)
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is not None:
@@ -154,11 +153,8 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         return [part for part in parts if all(len(part[key]) for key in cut)]
 
     def _microbatch(self, inputs: dict[str, Any], items: Any) -> graphpp.Microbatch:
-        def ask(*args: Any, **kwargs: Any) -> NoReturn:
-            raise ModelCall(args, kwargs)
-
         try:
-            self.compute_loss(StandIn(self.model, ask), dict(inputs), num_items_in_batch=items)
+            self.compute_loss(asking(self.model), dict(inputs), num_items_in_batch=items)
         except ModelCall as call:
             loss_kwargs = {} if items is None else {"num_items_in_batch": items}
             return graphpp.Microbatch(call.args, call.kwargs, dict(inputs), loss_kwargs)
@@ -166,15 +162,8 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
 
     def _loss(self, output: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """The loss of one microbatch, captured with the model: `compute_loss` on the model's output."""
-        calls: list[None] = []
-
-        def answer(*_: Any, **__: Any) -> Any:
-            calls.append(None)
-            if len(calls) > 1:
-                raise GraphPPError("compute_loss calls the model more than once, and a pipeline runs one forward a microbatch")
-            return output
-
-        return self.compute_loss(StandIn(self.model, answer), dict(inputs), num_items_in_batch=num_items_in_batch)
+        model = answering(self.model, output, "compute_loss")
+        return self.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep the batch; with the last one of an optimizer step, run them all. Returns the loss of the last batch."""
@@ -285,16 +274,14 @@ class PipelineTrainer(PipelineMixin, transformers.Trainer):
 
 def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
     """Raise `GraphPPError` for settings of Trainer that a pipeline cannot follow."""
-    args, device_map = trainer.args, getattr(trainer.model, "hf_device_map", None) or {}
+    args = trainer.args
     faults = {
         "DeepSpeed": "leave deepspeed= out: the pipeline shards by mesh=" if trainer.is_deepspeed_enabled else "",
-        "FSDP": "leave fsdp= out: the pipeline shards by mesh=" if trainer.is_fsdp_enabled else "",
-        "device_map": "load the model without device_map=" if len(set(map(str, device_map.values()))) > 1 else "",
+        "FSDP": "leave fsdp= out: the pipeline shards by mesh=" if args.fsdp or trainer.is_fsdp_enabled else "",
+        **faults_of_model(trainer.model),
         "torch_compile": 'give pipeline={"backend": "inductor"} in its place' if args.torch_compile else "",
         "save_only_model": "load_best_model_at_end needs whole ones" * (args.save_only_model and args.load_best_model_at_end),
         "nn.DataParallel": "start one process per GPU, by torchrun" if args.n_gpu > 1 else "",
-        **{f"pipeline[{name!r}]": reason for name, reason in _OWN_OPTIONS.items() if name in options},
+        **faults_of_options(options, _OWN_OPTIONS),
     }
-    for name, remedy in faults.items():
-        if remedy:
-            raise GraphPPError(f"{name} does not go with PipelineTrainer: {remedy}")
+    refuse("PipelineTrainer", faults)

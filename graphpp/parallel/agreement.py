@@ -35,7 +35,15 @@ Lines = Mapping[str, Sequence[str]]  # the text of facts by name
 _MADE = b"\0"  # prefix of the first rank's bytes, which an error's text lacks
 _LONG = 240  # characters of a line that an error shows
 _SHOWN = 3  # names of facts that an error shows
+_TENSORS = 3  # of other data that an error names
 _KINDS = 16  # maximal number of texts that differing ranks exchange
+_CALL = "the call"
+_SAME_CALLS = (
+    "Every rank makes each call of a pipeline: move saves, evaluations and norms out of callbacks and branches of one."
+)
+_SAME_DATA = (
+    "All ranks of a pipeline read the same batches: seed the ranks alike, and leave out samplers that give each rank its share."
+)
 _LEAST = -(2**63)  # of int64
 
 
@@ -222,9 +230,25 @@ def refuse_differences(by_rank: Mapping[str, Lines]) -> None:
         raise _others_failed(failures)
     names = dict.fromkeys(name for lines in by_rank.values() for name in lines)
     values = {name: {rank: lines[name] for rank, lines in by_rank.items() if name in lines} for name in names}
-    faults = [line for name in names for line in _differences(name, values[name])]
-    if faults:
+    found = {name: lines for name in names if (lines := _differences(name, values[name]))}
+    if _CALL in found:  # all other differences follow from this one
+        found = {_CALL: found[_CALL]}
+    if found:
+        more = [name for name in found if _is_data(name)][_TENSORS:]
+        lines = [line for name, each in found.items() if name not in more for line in each]
+        faults = [*lines, *[f"and in {len(more)} more tensors"] * bool(more), *_remedies(found)]
         raise MismatchError("the ranks do not agree, so nothing was run:\n" + "\n".join(f"  {line}" for line in faults))
+
+
+def _is_data(name: str) -> bool:
+    return name.startswith("the values of ") and " of microbatch " in name
+
+
+def _remedies(names: Collection[str]) -> list[str]:
+    """The lines that say what to change where ranks make other calls, or were given other data."""
+    calls = any(name in (_CALL, "the number of the call") for name in names)
+    data = any(map(_is_data, names))
+    return [_SAME_CALLS] * calls + [_SAME_DATA] * data
 
 
 def _refuse_other_calls(by_rank: Mapping[str, Lines]) -> None:

@@ -32,7 +32,10 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 _CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost peer
 _PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
 _LATE = "did not answer in time"
-_RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
+_RESTART = (
+    "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended. If its program was at its end, "
+    "the other ranks make a call that it does not make."
+)
 
 
 class FailureBoard:

@@ -167,7 +167,7 @@ def usable_device(wanted: torch.device) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         first = str(error).partition("\n")[0]
         raise GraphPPError(f"parallel.device: {str(wanted)!r} cannot be used on this machine: {first}") from error
-    return wanted
+    return torch.device("cpu") if wanted.type == "cpu" else wanted  # a tensor's device has no index there
 
 
 def _default_device(model: object, type_of_mesh: str | None = None) -> torch.device:

@@ -280,7 +280,7 @@ class Pipeline(Interfaces):
                 norms.share_overflow_(self._gradients())
         output = merged_output(call, prepared, self._request.batch_dims) if self._options.memory.outputs else None
         means = {name: call.weighting.mean(wide(each)) for name, each in metrics.items()}
-        return StepResult(call.weighting.step_loss(wide(losses)), losses, means, output), runner.hooked
+        return StepResult(call.weighting.step_loss(wide(losses)), losses, means, output, metrics), runner.hooked
 
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
         asked = "eval" if output == "last" else f"eval, output={output}"
@@ -297,7 +297,8 @@ class Pipeline(Interfaces):
                 with self._calls.exchanging(training=False):
                     merged = shared_output(merged, runner, self.is_last, self._calls.bytes_of_all)
         loss = None if losses is None else call.weighting.step_loss(wide(losses))
-        return EvalResult(merged, loss, losses, {name: call.weighting.mean(wide(each)) for name, each in metrics.items()})
+        means = {name: call.weighting.mean(wide(each)) for name, each in metrics.items()}
+        return EvalResult(merged, loss, losses, means, metrics)
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter

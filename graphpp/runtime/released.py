@@ -5,7 +5,7 @@
   parameter, the rank that has it, and the pipeline's call to use instead. `module.zero_grad`, `.to` and `.half` work: a
   stand-in has no gradient, is on every device, and takes another dtype.
 - `forget` notes parameters that other tensors have replaced. An optimizer that was made before, with one of them, raises
-  `GraphPPError` at its first step.
+  `GraphPPError` at its first step; it drops those of `dropped`.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def is_released(tensor: object) -> bool:
 
 
 _FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN, and where it is trained now
+_DROPPED = WeakTensorKeyDictionary()  # parameters that optimizers drop
 _CHECKED: WeakSet[Optimizer] = WeakSet()
 
 
@@ -157,6 +158,22 @@ def forget(replaced: Iterable[tuple[torch.Tensor, str]], now: str) -> None:
     _watch_optimizers()
     _FORGOTTEN.update((tensor, (fqn, now)) for tensor, fqn in replaced)
     _CHECKED.clear()
+
+
+def dropped(parameters: Iterable[torch.Tensor]) -> None:
+    """Let optimizers that hold these parameters drop them at their next step."""
+    _watch_optimizers()
+    _DROPPED.update((each, True) for each in parameters)
+    _CHECKED.clear()
+
+
+def drop(optimizer: Optimizer) -> None:
+    """Take the parameters of `dropped` out of an optimizer."""
+    for group in optimizer.param_groups:
+        if any(each in _DROPPED for each in group["params"]):
+            group["params"][:] = [each for each in group["params"] if each not in _DROPPED]
+    for each in [each for each in optimizer.state if isinstance(each, torch.Tensor) and each in _DROPPED]:
+        del optimizer.state[each]
 
 
 @functools.cache
@@ -168,6 +185,7 @@ def _watch_optimizers() -> None:
 def _check(optimizer: Optimizer) -> None:
     if optimizer in _CHECKED:
         return
+    drop(optimizer)
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     found = [_FORGOTTEN[parameter] for parameter in held if parameter in _FORGOTTEN]
     if found:

@@ -21,7 +21,7 @@ from tests.exhaustive import further
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-TIMES = ("runtime", "per_second", "preparation_time", "total_flos")
+TIMES = ("runtime", "per_second", "preparation_time")
 
 
 def example(folder: Path, plain: bool, *arguments: str) -> None:

@@ -43,20 +43,3 @@ def test_packed_lora_trains_as_in_one_process(tmp_path: Path) -> None:
     assert adapter.keys() == values.keys() and len(values) == 16
     for name, value in values.items():
         torch.testing.assert_close(adapter[name], value)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_other_losses_are_refused(tmp_path: Path) -> None:
-    from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from trl import SFTConfig
-
-    from graphpp.errors import GraphPPError
-    from graphpp.integrations.trl import PipelineSFTTrainer
-
-    small = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
-    quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    args = SFTConfig(str(tmp_path), loss_type="dft", **quiet)
-    with pytest.raises(GraphPPError, match="loss_type='dft'"):
-        PipelineSFTTrainer(LlamaForCausalLM(LlamaConfig(**small)), args, train_dataset=rows, data_collator=dict)

@@ -134,16 +134,16 @@ class TorchSchedule:
             if lists.given:
                 lists.check(batch, self._n_microbatches)
             parts = lists.microbatches(batch) if lists.given else [batch]
-            return as_bytes((lists.given, _trees(parts)), "the arguments of the schedule")
+            return as_bytes((lists.given, trees(parts)), "the arguments of the schedule")
 
         ranks = [pickle.loads(each) for each in self._exchange(mine)]
         if not any(in_lists for in_lists, _ in ranks):
-            return _filled(batch, [trees[0] for _, trees in ranks])
-        if any(_has_data(trees[0]) for in_lists, trees in ranks if not in_lists):
+            return _filled(batch, [given[0] for _, given in ranks])
+        if any(_has_data(given[0]) for in_lists, given in ranks if not in_lists):
             raise MismatchError("one rank gives lists of microbatches and another one a whole batch: let all ranks give lists")
         count = self._n_microbatches
         parts = lists.microbatches(batch) if lists.given else [batch] * count
-        columns = [trees if in_lists else trees * count for in_lists, trees in ranks]
+        columns = [given if in_lists else given * count for in_lists, given in ranks]
         return [_filled(part, each) for part, *each in zip(parts, *columns, strict=True)]
 
     def _returned(
@@ -187,7 +187,8 @@ def _has_data(tree: Mapping[str, Any]) -> bool:
     return bool(tree["args"] or tree["kwargs"]) or tree["target"] is not None
 
 
-def _trees(parts: Sequence[Microbatch]) -> list[dict[str, Any]]:
+def trees(parts: Sequence[Microbatch]) -> list[dict[str, Any]]:
+    """The microbatches as dicts, which pickle."""
     return [
         {"args": part.args, "kwargs": part.kwargs, "target": part.target, "loss_kwargs": part.loss_kwargs} for part in parts
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,16 +12,17 @@ import torch
 from graphpp.arguments import FLAG, NUMBER, Accepted, checked, or_none
 from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch
-from graphpp.errors import GraphPPError
+from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.interfaces.as_module import PipelineModule
-from graphpp.pipeline.interfaces.as_schedule import NO_OUTPUTS, Calls, TorchSchedule
+from graphpp.pipeline.interfaces.as_schedule import NO_OUTPUTS, Calls, TorchSchedule, trees
 from graphpp.pipeline.interfaces.step_gradients import StepGradients
-from graphpp.pipeline.outputs import OutputRanks
+from graphpp.pipeline.outputs import OutputRanks, as_bytes
 from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
+from graphpp.runtime.released import dropped
 
 _SCALE = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < float("inf"))  # type: ignore[operator]
 
@@ -52,6 +55,40 @@ class Interfaces(RankPart):
             raise GraphPPError(NO_OUTPUTS)
         scale_grads = self._options.gradients.reduction != "sum"
         return TorchSchedule(cast(Calls, self), self._calls.exchanged, scale_grads, return_outputs, loss_weight)
+
+    def let_optimizers_drop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let optimizers that hold parameters of other ranks among these drop them at their next step.
+
+        For an optimizer that was made of `model.parameters()` before the capture; without this call its step raises
+        `GraphPPError`. `parameters`: the model's before the capture.
+        """
+        own = set(map(id, self.parameters()))
+        dropped(each for each in parameters if id(each) not in own)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A context around work of every rank: an error of one rank is raised there, and as `MismatchError` on the others.
+
+        `what`: the name of the work, which must be equal on all ranks. For checks of this rank's arguments before a call of
+        all ranks.
+        """
+        with self._calls.all_ranks(what):
+            yield
+
+    def shared_microbatches(self, microbatches: Sequence[Microbatch] | None) -> list[Microbatch]:
+        """The microbatches on every rank: a rank that has None gets those of another, with absent tensors for the data.
+
+        Called by all ranks, for `step_microbatches` and `eval_microbatches`. Raises `BatchError` if no rank has any.
+        """
+        given = None if microbatches is None else list(microbatches)
+        sent = self._calls.exchanged(lambda: as_bytes(given and trees(given), "the microbatches"))
+        ranks = [pickle.loads(each) for each in sent]
+        if given is not None:
+            return given
+        found = next((each for each in ranks if each is not None), None)
+        if found is None:
+            raise BatchError("no rank was given microbatches: give them on one rank at least")
+        return [Microbatch(**each) for each in found]
 
     def eval_microbatches(
         self, microbatches: Sequence[Microbatch], *, loss_weight: LossWeight | None = None, output: OutputRanks = "last"

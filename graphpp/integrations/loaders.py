@@ -1,0 +1,52 @@
+"""accelerate's data loaders and results on a pipeline: every rank reads the batches of one process, and has all results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
+from accelerate.utils import slice_tensors  # type: ignore[import-untyped]
+
+from graphpp.errors import GraphPPError
+
+
+def prepared_loader(accelerator: Any, loader: Any, put_on_device: bool) -> Any:
+    """The loader as accelerate prepares it in one process. Raises `GraphPPError` for a sampler of one rank's share."""
+    if getattr(loader, "_is_accelerate_prepared", False):
+        return loader
+    refuse_shares(loader)
+    settings = accelerator.dataloader_config
+    prepared = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=put_on_device,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=False,
+        use_seedable_sampler=settings.use_seedable_sampler,
+        data_seed=settings.data_seed,
+        non_blocking=settings.non_blocking,
+        use_stateful_dataloader=settings.use_stateful_dataloader,
+    )
+    prepared._is_accelerate_prepared = True
+    accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def refuse_shares(loader: Any) -> None:
+    """Raise `GraphPPError` if the loader's sampler gives each rank another share of the data set."""
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        sampler: Any = getattr(holder, "sampler", None)
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise GraphPPError(
+                f"the loader's {type(sampler).__name__} gives each of {sampler.num_replicas} ranks another share of the data, "
+                "and all ranks of a pipeline read the same batches: leave the sampler out (shuffle=True with equal seeds "
+                "shuffles alike), or give it num_replicas=1, rank=0"
+            )
+
+
+def rows_of_data(accelerator: Any, values: Any, **_: Any) -> Any:
+    """The values, which every rank has; of the last batch, as many rows as it has."""
+    state = accelerator.gradient_state
+    return slice_tensors(values, slice(state.remainder)) if state.end_of_dataloader and state.remainder > 0 else values
