@@ -140,7 +140,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_030,
+    "tests": 47_040,
 }
 MOST_FILES = 419  # Python files of graphpp/, `__init__.py` included
 
