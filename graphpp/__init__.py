@@ -124,6 +124,7 @@ __all__ = [
 _HOMES = {
     "graphpp.api": "compile verify",
     "graphpp.batch.microbatch": "Microbatch absent whole",
+    "graphpp.capture.objects.unwatched": "unwatched",
     "graphpp.errors": "BatchError CaptureError CheckpointError GraphPPError MismatchError NoPlanError RankFailure "
     "ScheduleError SplitError",
     "graphpp.options.backend": "Custom Eager Inductor",
@@ -139,7 +140,6 @@ _HOMES = {
     "graphpp.pipeline.results": "EvalResult StepResult",
     "graphpp.planner.megatron_layout": "Layout",
     "graphpp.planner.plan": "Plan",
-    "graphpp.capture.objects.unwatched": "unwatched",
     "graphpp.cluster_planner.plans.found_plans": "TrainingPlans",
     "graphpp.cluster_planner.plans.plan": "plan",
     "graphpp.cluster_planner.plans.training_plan": "TrainingPlan",

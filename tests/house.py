@@ -122,14 +122,14 @@ CEILINGS: Mapping[str, int] = {
     "graphpp": 50_690,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
-    "graphpp/batch": 680,
+    "graphpp/batch": 690,
     "graphpp/cache": 300,
     "graphpp/capture": 5_360,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_170,
-    "graphpp/integrations": 1_910,
+    "graphpp/integrations": 1_900,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_290,
@@ -140,7 +140,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_040,
+    "tests": 47_070,
 }
 MOST_FILES = 419  # Python files of graphpp/, `__init__.py` included
 

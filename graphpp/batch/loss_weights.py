@@ -13,7 +13,7 @@ Contract
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,15 +99,20 @@ class LossWeighting:
         return seeds if self.scaler is None else [self.scaler.scale(seed).to(dtype) for seed in seeds]
 
     def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
-        """The step's loss, 0-dim; `losses`: [microbatches]."""
+        """The step's loss, 0-dim, in float32 or wider; `losses`: [microbatches]."""
+        losses = losses if losses.dtype == torch.float64 else losses.float()
         if self.weights is not None:
             weights = from_host(torch.tensor(self.weights, dtype=losses.dtype), losses.device)
             return torch.where(weights == 0, 0, losses * weights).sum()
         return losses.sum() if self.reduction == "sum" else losses.mean()
 
-    def mean(self, metric: torch.Tensor) -> torch.Tensor:
-        """The mean of a metric over the microbatches, by their rows if the losses are; `metric`: [microbatches]."""
-        return self.step_loss(metric) if self.by_rows else metric.mean()
+    def means(self, metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The mean of each metric over the microbatches, by their rows if the losses are, 0-dim, in float32 or wider.
+
+        `metrics`: [microbatches] each.
+        """
+        weighting = self if self.by_rows else LossWeighting("mean")
+        return {name: weighting.step_loss(each) for name, each in metrics.items()}
 
 
 def _by_rows(rows: Sequence[int | None]) -> tuple[float, ...]:

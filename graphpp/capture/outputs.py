@@ -109,8 +109,3 @@ def _merge_leaf(values: Sequence[torch.Tensor], dim: int | None) -> torch.Tensor
         return torch.cat(list(values), dim)
     stacked = torch.stack(list(values))
     return stacked.mean() if stacked.dim() == 1 and stacked.is_floating_point() else stacked
-
-
-def wide(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers in float32, which are to be summed and reported; float64 stays."""
-    return numbers if numbers.dtype == torch.float64 else numbers.float()

@@ -40,7 +40,7 @@ _HOOK = "save_state keeps the model in pipe.checkpoint: save further files after
 
 
 class PipelinedModel(LateModule):
-    """What `prepare` returns for a model."""
+    """The module that `PipelineAccelerator.prepare` returns for a model: a call runs a step, or in eval mode an evaluation."""
 
     def __init__(self, model: torch.nn.Module, run: Callable[..., Any]) -> None:
         super().__init__(model)

@@ -59,10 +59,7 @@ class LateModule(nn.Module):
                 f"the optimizer holds {len(foreign)} parameters that are not the model's, the first of shape "
                 f"{list(foreign[0].shape)}: make the optimizer of model.parameters() alone"
             )
-        for group in optimizer.param_groups:
-            group["params"][:] = [each for each in group["params"] if id(each) in own]
-        for each in [each for each in optimizer.state if id(each) not in own]:
-            del optimizer.state[each]
+        self.pipe.let_optimizers_drop((), [optimizer])
 
     @property
     def _showing(self) -> nn.Module:

@@ -34,13 +34,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.integrations.lightning_steps import Steps, loss_of_step
-from graphpp.integrations.random_state import RandomState
+from graphpp.integrations.random_state import RandomState, generators_kept
+from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, refuse, refuse_one_shot, refuse_shares
 
 _SUFFIX = ".graphpp"
+_OWNER = "PipelineStrategy"
 _OWN_OPTIONS = {
     "example": "the first batch is the example",
     "mesh": "all processes of the trainer are one pipeline, and replicas have no loaders of their own yet",
-    "plan": "give the plan's options one by one",
+    "plan": PLAN_OPTION,
 }
 
 
@@ -49,8 +51,7 @@ class PipelineStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def __init__(self, *, process_group_backend: str | None = None, **options: Any) -> None:
         super().__init__()
-        for name in _OWN_OPTIONS.keys() & options.keys():
-            raise GraphPPError(f"{name}= does not go with PipelineStrategy: {_OWN_OPTIONS[name]}")
+        refuse(_OWNER, {f"{name}=": reason for name, reason in _OWN_OPTIONS.items() if name in options})
         self._options, self._backend, self.num_nodes = options, process_group_backend, 1
         self.pipe: graphpp.Pipeline | None = None
         self._steps: Steps | None = None
@@ -113,6 +114,7 @@ class PipelineStrategy(ParallelStrategy):  # type: ignore[misc]
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if not module.automatic_optimization:
             raise GraphPPError("automatic_optimization=False calls backward inside training_step, which a pipeline runs whole")
+        refuse(_OWNER, faults_of_model(module))
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -138,18 +140,11 @@ class PipelineStrategy(ParallelStrategy):  # type: ignore[misc]
         """The arguments of the first training step; the generators that made its batch are as before."""
         trainer.fit_loop.setup_data()
         loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
-        for data in (getattr(each, "dataset", each) for each in loaders.flattened):
-            if not hasattr(data, "__getitem__") and iter(data) is iter(data):
-                raise GraphPPError(
-                    "the training data can be read once, and the pipeline is captured from its first batch, which training "
-                    "would lack: give a data set whose __iter__ starts anew"
-                )
-        states = RandomState()
-        states.load_state_dict(states.state_dict())
-        try:
+        for each in loaders.flattened:
+            refuse_shares(each)
+            refuse_one_shot(getattr(each, "dataset", each))
+        with generators_kept():
             batch = next(iter(loaders))[0]
-        finally:
-            states.restore()
         batch = self.batch_to_device(self.precision_plugin.convert_input(batch))
         _, *indices = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, 0).values()
         return self._arguments("training_step", batch, *indices)
@@ -166,9 +161,7 @@ class PipelineStrategy(ParallelStrategy):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise GraphPPError(f"configure_optimizers returned {len(self.optimizers)} optimizers: return one, with groups")
-        own = set(map(id, self._pipeline.parameters()))
-        for group in self.optimizers[0].param_groups:
-            group["params"] = [each for each in group["params"] if id(each) in own]
+        self._pipeline.let_optimizers_drop(self.lightning_module.parameters(), self.optimizers)
 
     @property
     def _pipeline(self) -> graphpp.Pipeline:

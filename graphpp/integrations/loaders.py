@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 from accelerate.utils import slice_tensors  # type: ignore[import-untyped]
 
-from graphpp.errors import GraphPPError
+from graphpp.integrations.refusals import refuse_shares
 
 
 def prepared_loader(accelerator: Any, loader: Any, put_on_device: bool) -> Any:
@@ -32,18 +32,6 @@ def prepared_loader(accelerator: Any, loader: Any, put_on_device: bool) -> Any:
     prepared._is_accelerate_prepared = True
     accelerator._dataloaders.append(prepared)
     return prepared
-
-
-def refuse_shares(loader: Any) -> None:
-    """Raise `GraphPPError` if the loader's sampler gives each rank another share of the data set."""
-    for holder in (loader, getattr(loader, "batch_sampler", None)):
-        sampler: Any = getattr(holder, "sampler", None)
-        if getattr(sampler, "num_replicas", 1) > 1:
-            raise GraphPPError(
-                f"the loader's {type(sampler).__name__} gives each of {sampler.num_replicas} ranks another share of the data, "
-                "and all ranks of a pipeline read the same batches: leave the sampler out (shuffle=True with equal seeds "
-                "shuffles alike), or give it num_replicas=1, rank=0"
-            )
 
 
 def rows_of_data(accelerator: Any, values: Any, **_: Any) -> Any:

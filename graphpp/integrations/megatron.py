@@ -223,7 +223,7 @@ def _trained(late: MegatronModel, pipe: graphpp.Pipeline, parts: Sequence[graphp
     tokens = sum(column.sum() for key, column in result.metric_values.items() if json.loads(key)[0] == _TOKENS)
     for each in pipe.parameters():
         if each.grad is not None:
-            each.grad.div_(tokens)
+            each.grad.div_(torch.as_tensor(tokens).clamp(min=1))  # without a token the gradients are zero
         if each in before:
             each.grad = before[each] if each.grad is None else before[each].add_(each.grad)
     return result

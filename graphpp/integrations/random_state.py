@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,3 +32,15 @@ class RandomState:
             kind, keys, *rest = self._loaded["numpy"]
             np.random.set_state((kind, keys.numpy(), *rest))
             torch.set_rng_state(self._loaded["torch"])
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """A context after which the generators of Python, numpy and torch, also of other devices, are as before."""
+    states = RandomState()
+    states.load_state_dict(states.state_dict())
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        states.restore()

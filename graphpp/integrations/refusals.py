@@ -40,5 +40,26 @@ def faults_of_options(options: Mapping[str, Any], own: Mapping[str, str]) -> dic
     }
 
 
+def refuse_shares(loader: Any) -> None:
+    """Raise `GraphPPError` if the loader's sampler gives each rank another share of the data set."""
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        sampler: Any = getattr(holder, "sampler", None)
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise GraphPPError(
+                f"the loader's {type(sampler).__name__} gives each of {sampler.num_replicas} ranks another share of the data, "
+                "and all ranks of a pipeline read the same batches: leave the sampler out (shuffle=True with equal seeds "
+                "shuffles alike), or give it num_replicas=1, rank=0"
+            )
+
+
+def refuse_one_shot(data: Any) -> None:
+    """Raise `GraphPPError` for data that can be read once: the pipeline is captured from a first batch that is read twice."""
+    if not hasattr(data, "__getitem__") and iter(data) is iter(data):
+        raise GraphPPError(
+            "the training data can be read once, and the pipeline is captured from its first batch, which training would lack: "
+            "give a data set whose __iter__ starts anew"
+        )
+
+
 def _modules(model: Any) -> Any:
     return model.modules() if hasattr(model, "modules") else ()

@@ -32,6 +32,7 @@ from torchtitan.components import loss as losses
 
 import graphpp
 from graphpp.errors import GraphPPError
+from graphpp.integrations.refusals import PLAN_OPTION, faults_of_options, refuse
 
 _NAMES = ("parallel_dims", "job_config", "device", "model_args", "parallelize_fn", "loss_fn")  # of the arguments of 0.2.2
 _OWN_OPTIONS = {
@@ -39,7 +40,7 @@ _OWN_OPTIONS = {
     "example": "training.seq_len and parallelism.pipeline_parallel_microbatch_size say it",
     "mesh": "the degrees in parallelism say it",
     "microbatches": "training.local_batch_size and parallelism.pipeline_parallel_microbatch_size say it",
-    "plan": "give the plan's options one by one",
+    "plan": PLAN_OPTION,
 }
 _MASKED = {"FlexAttentionWrapper", "VarlenAttentionWrapper", "FlexAttention", "VarlenAttention"}  # classes of 0.2 and 0.3
 _OTHER_DEGREES = {"tensor_parallel_degree": "tp", "context_parallel_degree": "cp", "expert_parallel_degree": "ep"}
@@ -218,8 +219,6 @@ def _refuse_settings(model: Any, job: _Job, options: Mapping[str, Any]) -> None:
         "ChunkedLossWrapper": "it runs backwards of its own: configure the loss inside it, such as CrossEntropyLoss" * chunked,
         "attention with masks (flex, varlen)": 'take the flavor with attn_type="sdpa" in torchtitan 0.2, and inner_attention='
         "ScaledDotProductAttention.Config() in 0.3" * masked,
-        **{f"pipeline[{name!r}]": reason for name, reason in _OWN_OPTIONS.items() if name in options},
+        **faults_of_options(options, _OWN_OPTIONS),
     }  # fmt: skip
-    for name, remedy in faults.items():
-        if remedy:
-            raise GraphPPError(f"{name} does not go with graphpp's pipelining_fn: {remedy}")
+    refuse("graphpp's pipelining_fn", faults)

@@ -28,8 +28,8 @@ from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.integrations.loaders import prepared_loader, rows_of_data
-from graphpp.integrations.random_state import RandomState
-from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, faults_of_options, refuse
+from graphpp.integrations.random_state import RandomState, generators_kept
+from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, faults_of_options, refuse, refuse_one_shot
 from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
 
 _FOLDER = "graphpp"
@@ -113,19 +113,9 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
 
     def _first_batch(self) -> dict[str, Any]:
         """The first batch of the training; the generators that made it are as before."""
-        data = self.train_dataset
-        if isinstance(data, torch.utils.data.IterableDataset) and iter(data) is iter(data):
-            raise GraphPPError(
-                "the training data can be read once, and the pipeline is captured from its first batch, which training would "
-                "lack: give a data set whose __iter__ starts anew"
-            )
-        states = RandomState()
-        states.load_state_dict(states.state_dict())
-        try:
-            with torch.random.fork_rng():
-                return dict(next(iter(self.get_train_dataloader())))
-        finally:
-            states.restore()
+        refuse_one_shot(self.train_dataset)
+        with generators_kept():
+            return dict(next(iter(self.get_train_dataloader())))
 
     def _pipe_for(self, batch: dict[str, Any]) -> graphpp.Pipeline:
         """The pipeline of the current model; `batch`: an example for a trainer without training data."""

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from trl import SFTTrainer
 
-from graphpp.errors import GraphPPError
+from graphpp.integrations.refusals import refuse
 from graphpp.integrations.transformers import PipelineMixin
 
 
@@ -22,14 +22,10 @@ class PipelineSFTTrainer(PipelineMixin, SFTTrainer):  # type: ignore[misc]
     compute_loss = transformers.Trainer.compute_loss
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
+        kind, offloads = getattr(args, "loss_type", "nll"), getattr(args, "activation_offloading", False)
+        faults = {
+            f"loss_type={kind!r}": "take 'nll', which the model's own loss is" if kind != "nll" else "",
+            "activation_offloading=True": "give pipeline={'memory': graphpp.Memory(offload=True)}" * bool(offloads),
+        }
+        refuse("PipelineSFTTrainer", faults)
         super().__init__(model, args, *rest, **named)
-        if self.args.loss_type != "nll":
-            raise GraphPPError(
-                f"loss_type={self.args.loss_type!r} does not go with PipelineSFTTrainer, whose loss is the model's own: "
-                "take 'nll'"
-            )
-        if self.args.activation_offloading:
-            raise GraphPPError(
-                "activation_offloading=True does not go with PipelineSFTTrainer: give pipeline={'memory': "
-                "graphpp.Memory(offload=...)} in its place"
-            )

@@ -34,8 +34,7 @@ Lines = Mapping[str, Sequence[str]]  # the text of facts by name
 
 _MADE = b"\0"  # prefix of the first rank's bytes, which an error's text lacks
 _LONG = 240  # characters of a line that an error shows
-_SHOWN = 3  # names of facts that an error shows
-_TENSORS = 3  # of other data that an error names
+_SHOWN = 3  # names of facts, and of tensors, that an error shows
 _KINDS = 16  # maximal number of texts that differing ranks exchange
 _CALL = "the call"
 _SAME_CALLS = (
@@ -234,7 +233,7 @@ def refuse_differences(by_rank: Mapping[str, Lines]) -> None:
     if _CALL in found:  # all other differences follow from this one
         found = {_CALL: found[_CALL]}
     if found:
-        more = [name for name in found if _is_data(name)][_TENSORS:]
+        more = [name for name in found if _is_data(name)][_SHOWN:]
         lines = [line for name, each in found.items() if name not in more for line in each]
         faults = [*lines, *[f"and in {len(more)} more tensors"] * bool(more), *_remedies(found)]
         raise MismatchError("the ranks do not agree, so nothing was run:\n" + "\n".join(f"  {line}" for line in faults))

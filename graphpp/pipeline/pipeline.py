@@ -22,7 +22,6 @@ from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_no
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.capture.loss import LossFunction
-from graphpp.capture.outputs import wide
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
@@ -99,14 +98,6 @@ class Pipeline(Interfaces):
         """
         batch = Microbatch(args, kwargs, target, whole_each(loss_kwargs))
         return self._step(batch, LossArguments(loss_weight, scaler, accumulation_steps))
-
-    def prepare(self, *args: Any, target: Any = None, loss_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Capture and plan `step` with these arguments, without a step; as `example=` of `graphpp.compile`, with a whole batch.
-
-        Afterwards the pipeline has its stages: give `pipe.parameters()` to the optimizer. Called by all ranks.
-        """
-        with self._calls.watched():
-            self._calls.compile(Microbatch(args, kwargs, target, whole_each(loss_kwargs)))
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that the pipeline cannot see, such as an environment variable.
@@ -279,8 +270,8 @@ class Pipeline(Interfaces):
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
         output = merged_output(call, prepared, self._request.batch_dims) if self._options.memory.outputs else None
-        means = {name: call.weighting.mean(wide(each)) for name, each in metrics.items()}
-        return StepResult(call.weighting.step_loss(wide(losses)), losses, means, output, metrics), runner.hooked
+        of_step = call.weighting
+        return StepResult(of_step.step_loss(losses), losses, of_step.means(metrics), output, metrics), runner.hooked
 
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
         asked = "eval" if output == "last" else f"eval, output={output}"
@@ -296,9 +287,8 @@ class Pipeline(Interfaces):
             if output == "all":
                 with self._calls.exchanging(training=False):
                     merged = shared_output(merged, runner, self.is_last, self._calls.bytes_of_all)
-        loss = None if losses is None else call.weighting.step_loss(wide(losses))
-        means = {name: call.weighting.mean(wide(each)) for name, each in metrics.items()}
-        return EvalResult(merged, loss, losses, means, metrics)
+        loss = None if losses is None else call.weighting.step_loss(losses)
+        return EvalResult(merged, loss, losses, call.weighting.means(metrics), metrics)
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 import graphpp
 from graphpp.integrations.accelerate import PipelineAccelerator
 from tests.distributed import run_ranks
+from tests.integrations.examples import run_example
 
 IDS = [torch.randint(64, (6,), generator=torch.Generator().manual_seed(at)) for at in range(22)]
 ROWS = [{"input_ids": ids, "labels": ids} for ids in IDS]
@@ -196,3 +197,11 @@ def test_a_loss_function_and_a_state_that_other_ranks_load(tmp_path: Path) -> No
         assert not cut["state"] or all(torch.equal(cut["state"][fqn], each) for fqn, each in plain["cut"]["state"].items())
     for mine in nets(0, 1, tmp_path, ["loads", "loads with example"]):
         check_equal(mine, later, ["losses", "rates"])
+
+
+def test_the_example_prints_what_one_process_prints(tmp_path: Path) -> None:
+    """Batches are cut into four on the ranks, so the printed digits alone are equal."""
+    plain = {"graphpp.integrations.accelerate import PipelineAccelerator": "accelerate import Accelerator",
+             'PipelineAccelerator(pipeline={"microbatches": 4}, ': "Accelerator("}  # fmt: skip
+    found = run_example("accelerate_loop.py", tmp_path / "own", ranks=2)
+    assert found == run_example("accelerate_loop.py", tmp_path / "plain", changes=plain) and found.count("epoch ") == 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,8 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 from graphpp.errors import CaptureError, GraphPPError  # noqa: E402 - after the check that lightning is there
 from graphpp.integrations.lightning import PipelineStrategy  # noqa: E402
+from tests.integrations.examples import run_example  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -135,20 +133,12 @@ def test_logs_and_metrics_of_a_short_last_batch() -> None:
         torch.testing.assert_close(mine["probabilities"], theirs["probabilities"])
 
 
-def example(*arguments: str) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, str(ROOT / "examples" / "lightning_trainer.py"), *arguments]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_example_trains_on_two_processes_and_resumes_on_one(tmp_path: Path) -> None:
-    example(str(tmp_path / "two"), "2")
-    example(str(tmp_path / "half"), "2", "2")
+    run_example("lightning_trainer.py", tmp_path / "two", "2")
+    run_example("lightning_trainer.py", tmp_path / "half", "2", "2")
     middle, end = (next((tmp_path / name).rglob("*.ckpt")) for name in ("half", "two"))
     assert {each.name for each in end.parent.iterdir()} == {end.name, f"{end.name}.graphpp"}
-    example(str(tmp_path / "one"), "1", "3", str(middle))
+    run_example("lightning_trainer.py", tmp_path / "one", "1", "3", str(middle))
     states = [torch.load(path, weights_only=False) for path in (end, next((tmp_path / "one").rglob("*.ckpt")))]
     whole, resumed = (each["state_dict"] for each in states)
     assert states[0]["global_step"] == states[1]["global_step"] == 12 and whole.keys() == resumed.keys()

@@ -225,3 +225,11 @@ def test_settings_of_the_model_are_refused_by_name() -> None:
     func(forward_step_func=STEPS["mean"], data_iterator=batches(1), model=model, num_microbatches=1)
     with pytest.raises(graphpp.GraphPPError, match="define one function outside of the loop"):
         func(forward_step_func=STEPS["tokens"], data_iterator=batches(1), model=model, num_microbatches=1)
+
+
+def test_a_step_without_a_token_has_gradients_of_zero() -> None:
+    model = MegatronModel(Net(per_token=True), pipeline={"schedule": "1F1B"})
+    data = ({**each, "loss_mask": torch.zeros_like(each["loss_mask"])} for each in batches(2))
+    get_forward_backward_func()(forward_step_func=STEPS["tokens"], data_iterator=data, model=model, num_microbatches=2)
+    gradients = [each.grad for each in model.parameters()]
+    assert all(each is not None and not each.any() for each in gradients) and len(gradients) == 11

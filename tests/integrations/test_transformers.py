@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +15,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import graphpp
 from graphpp.integrations.transformers import PipelineMixin, PipelineTrainer
 from tests.exhaustive import further
+from tests.integrations.examples import run_example
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 TIMES = ("runtime", "per_second", "preparation_time")
 
 
-def example(folder: Path, plain: bool, *arguments: str) -> None:
+def example(output: Path, *more: str, plain: bool = False, ranks: int = 2) -> None:
     """Run the example, or with `plain` its form for one process."""
-    script = ROOT / "examples" / "hf_trainer.py"
-    if plain:
-        text = script.read_text().replace("graphpp.integrations.transformers import PipelineTrainer as", "transformers import")
-        script = folder / "plain.py"
-        script.write_text(text.replace(', pipeline={"schedule": "1F1B"}', ""))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, *arguments[:-1], str(script), *arguments[-1].split()]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    own = "graphpp.integrations.transformers import (\n    PipelineTrainer as"
+    plainly = {own: "transformers import (", ', pipeline={"schedule": "1F1B"}': ""}
+    run_example("hf_trainer.py", output, *more, ranks=1 if plain else ranks, changes=plainly if plain else None)
 
 
 def logs(folder: Path) -> list[dict[str, float]]:
@@ -46,8 +36,8 @@ def logs(folder: Path) -> list[dict[str, float]]:
 def test_the_example_trains_as_one_process_and_resumes_on_other_ranks(resumes: bool, tmp_path: Path) -> None:
     """Training is bit-equal; the loss of an evaluation may differ in its last bit."""
     own, plain = tmp_path / "own", tmp_path / "plain"
-    example(tmp_path, False, *TORCHRUN, "2", str(own))
-    example(tmp_path, True, str(plain))
+    example(own)
+    example(plain, plain=True)
     check_equal(logs(own), logs(plain))
     weights = load_file(own / "final" / "model.safetensors")
     expected = load_file(plain / "final" / "model.safetensors")
@@ -58,7 +48,7 @@ def test_the_example_trains_as_one_process_and_resumes_on_other_ranks(resumes: b
     if not resumes:
         return
     (own / "checkpoint-4").rename(own / "first")
-    example(tmp_path, False, f"{own} resume")
+    example(own, "resume", ranks=1)
     check_equal(logs(own), logs(plain))
     again = load_file(own / "final" / "model.safetensors")
     assert all(torch.equal(again[name], expected[name]) for name in expected)

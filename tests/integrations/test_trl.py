@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-pytest.importorskip("trl")
+from graphpp.errors import GraphPPError
+from tests.integrations.examples import run_example
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+trl = pytest.importorskip("trl")
+
+PLAIN = {"graphpp.integrations.trl import (\n    PipelineSFTTrainer as": "trl import (", ', pipeline={"schedule": "1F1B"}': ""}
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
 
 
-def example(folder: Path, plain: bool) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def example(output: Path, plain: bool) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The log and the adapter of the example, on two ranks, or with `plain` in its form for one process."""
-    script, launcher = ROOT / "examples" / "trl_sft.py", [*TORCHRUN]
-    if plain:
-        text = script.read_text().replace("graphpp.integrations.trl import (\n    PipelineSFTTrainer as", "trl import (")
-        script, launcher = folder.with_suffix(".py"), []
-        script.write_text(text.replace(', pipeline={"schedule": "1F1B"}', ""))
-    own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
-    line = [sys.executable, *launcher, str(script), str(folder)]
-    done = subprocess.run(line, env={**os.environ, **own}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return history, load_file(folder / "final" / "adapter_model.safetensors")
+    run_example("trl_sft.py", output, ranks=1 if plain else 2, changes=PLAIN if plain else None)
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return history, load_file(output / "final" / "adapter_model.safetensors")
 
 
 def test_packed_lora_trains_as_in_one_process(tmp_path: Path) -> None:
@@ -43,3 +35,20 @@ def test_packed_lora_trains_as_in_one_process(tmp_path: Path) -> None:
     assert adapter.keys() == values.keys() and len(values) == 16
     for name, value in values.items():
         torch.testing.assert_close(adapter[name], value)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("settings", [{"loss_type": "dft"}, {"activation_offloading": True}])
+def test_settings_that_a_pipeline_cannot_follow_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+
+    from graphpp.integrations.trl import PipelineSFTTrainer
+
+    words = Tokenizer(models.WordLevel({str(at): at for at in range(8)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    small = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    rows = Dataset.from_list([{"input_ids": [1, 2, 3]}])
+    args = trl.SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **settings)
+    with pytest.raises(GraphPPError, match="=".join(map(repr, *settings.items())).replace("'", ".?")):
+        PipelineSFTTrainer(LlamaForCausalLM(LlamaConfig(**small)), args, train_dataset=rows, processing_class=tokenizer)

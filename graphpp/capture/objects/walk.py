@@ -49,7 +49,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention import SDPBackend
 
 from graphpp._torch import aot
 from graphpp._torch.parallel.sharded_tensor import is_placement
@@ -84,8 +83,7 @@ _KINDS: Sequence[tuple[Any, str]] = (
     (type, "class"),
     (ContextVar, "variable"),
     (weakref.ref, "wrapper"),
-    ((torch.device, torch.layout, torch.memory_format, SDPBackend, slice, range, re.Pattern, EllipsisType), "text"),
-    (NotImplementedType, "text"),
+    ((torch.device, torch.layout, torch.memory_format, slice, range, re.Pattern, EllipsisType, NotImplementedType), "text"),
     ((dist.ProcessGroup, DeviceMesh), "ranks"),
     ((threading.local, SimpleNamespace), "object"),
 )
@@ -132,7 +130,7 @@ def kind_of(value: Any) -> str:
         return "name"
     if kind is not None:
         return kind
-    if is_placement(value):
+    if is_placement(value) or hasattr(type(value), "__members__"):  # an enumeration of C++, such as SDPBackend
         return "text"
     return "same" if _is_hiding(type(value)) or attributes(value) is None else "object"
 

@@ -156,7 +156,7 @@ class TorchSchedule:
 
 @dataclass(frozen=True)
 class _Lists:
-    """What each microbatch is given, in three lists; a rank may lack each of them."""
+    """The arguments, keyword arguments and targets of the microbatches, in a list each; a rank may lack each list."""
 
     arg_mbs: list[Any] | None
     kwarg_mbs: list[Any] | None

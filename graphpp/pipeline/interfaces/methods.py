@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from graphpp.arguments import FLAG, NUMBER, Accepted, checked, or_none
 from graphpp.batch.loss_weights import LossArguments, LossWeight
-from graphpp.batch.microbatch import Microbatch
+from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
 from graphpp.pipeline import grad_norm as norms
@@ -22,7 +22,7 @@ from graphpp.pipeline.outputs import OutputRanks, as_bytes
 from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.read_batch import Batch, OneByOne
 from graphpp.pipeline.results import EvalResult, StepResult
-from graphpp.runtime.released import dropped
+from graphpp.runtime.released import drop, dropped
 
 _SCALE = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < float("inf"))  # type: ignore[operator]
 
@@ -56,14 +56,25 @@ class Interfaces(RankPart):
         scale_grads = self._options.gradients.reduction != "sum"
         return TorchSchedule(cast(Calls, self), self._calls.exchanged, scale_grads, return_outputs, loss_weight)
 
-    def let_optimizers_drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let optimizers that hold parameters of other ranks among these drop them at their next step.
+    def prepare(self, *args: Any, target: Any = None, loss_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Capture and plan `step` with these arguments, without a step; as `example=` of `graphpp.compile`, with a whole batch.
 
-        For an optimizer that was made of `model.parameters()` before the capture; without this call its step raises
-        `GraphPPError`. `parameters`: the model's before the capture.
+        Afterwards the pipeline has its stages: give `pipe.parameters()` to the optimizer. Called by all ranks.
+        Raises as `step`.
+        """
+        with self._calls.watched():
+            self._calls.compile(Microbatch(args, kwargs, target, whole_each(loss_kwargs)))
+
+    def let_optimizers_drop(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Let optimizers drop those of these parameters that other ranks hold: `optimizers` now, others at their next step.
+
+        For an optimizer that was made of `model.parameters()`; without this call its step raises `GraphPPError`. `parameters`:
+        the model's, of the time when the optimizer was made. Raises `GraphPPError` before anything is captured.
         """
         own = set(map(id, self.parameters()))
         dropped(each for each in parameters if id(each) not in own)
+        for optimizer in optimizers:
+            drop(optimizer)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
