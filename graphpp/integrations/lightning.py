@@ -127,9 +127,11 @@ class PipelineStrategy(ParallelStrategy):  # type: ignore[misc]
             defaults = {"parallel": self.root_device, "gradients": "rows"}
             self.pipe = graphpp.compile(module, loss_of_step, **{**defaults, **self._options})
         if fitting:
+            whole = list(module.parameters())  # other ranks' have memory until the capture, as some optimizers require
+            self.setup_optimizers(trainer)
             with self.precision_plugin.train_step_context():
                 self.pipe.prepare(*self._first_batch(trainer), target=True)
-            self.setup_optimizers(trainer)
+            self.pipe.let_optimizers_drop(whole, self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             scaler = getattr(self.precision_plugin, "scaler", None)
@@ -161,7 +163,6 @@ class PipelineStrategy(ParallelStrategy):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise GraphPPError(f"configure_optimizers returned {len(self.optimizers)} optimizers: return one, with groups")
-        self._pipeline.let_optimizers_drop(self.lightning_module.parameters(), self.optimizers)
 
     @property
     def _pipeline(self) -> graphpp.Pipeline:
