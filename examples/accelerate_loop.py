@@ -12,15 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 from graphpp.integrations.accelerate import PipelineAccelerator  # one process: from accelerate import Accelerator
 
 output, _ = sys.argv[1], set_seed(0)
-accelerator = PipelineAccelerator(pipeline={"microbatches": 4}, gradient_accumulation_steps=2)  # one process: Accelerator(
+usual = {"gradient_accumulation_steps": 2, "cpu": not torch.cuda.is_available()}
+accelerator = PipelineAccelerator(pipeline={"microbatches": 4}, **usual)  # one process: Accelerator(
 config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
 model = LlamaForCausalLM(config)
 rows = [{"input_ids": row, "labels": row} for row in corpus(4000).long()[:3840].view(96, 40)]
-loader = torch.utils.data.DataLoader(rows[:80], 8, shuffle=True)
-evals = torch.utils.data.DataLoader(rows[80:], 6)
+loaders = torch.utils.data.DataLoader(rows[:80], 8, shuffle=True), torch.utils.data.DataLoader(rows[80:], 6)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 scheduler = get_cosine_schedule_with_warmup(optimizer, 2, 10)
-model, optimizer, loader, evals, scheduler = accelerator.prepare(model, optimizer, loader, evals, scheduler)
+model, optimizer, loader, evals, scheduler = accelerator.prepare(model, optimizer, *loaders, scheduler)
 for epoch in range(2):
     model.train()
     for batch in loader:

@@ -64,6 +64,12 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         refuse_arguments(inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments)
         refuse(OWNER, faults_of_options(self.pipeline_options, {"plan": PLAN_OPTION}))
         super().__init__(*args, **kwargs)
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.state.num_processes != launched:
+            raise GraphPPError(
+                f"{OWNER}: {launched} processes were started, and accelerate takes each for the only one: give cpu=True on "
+                "machines without a GPU"
+            )
         self._model: PipelinedModel | None = None
         self._to_load: str | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 from graphpp.errors import GraphPPError
 
@@ -54,7 +55,7 @@ def refuse_shares(loader: Any) -> None:
 
 def refuse_one_shot(data: Any) -> None:
     """Raise `GraphPPError` for data that can be read once: the pipeline is captured from a first batch that is read twice."""
-    if not hasattr(data, "__getitem__") and iter(data) is iter(data):
+    if (isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")) and iter(data) is iter(data):
         raise GraphPPError(
             "the training data can be read once, and the pipeline is captured from its first batch, which training would lack: "
             "give a data set whose __iter__ starts anew"

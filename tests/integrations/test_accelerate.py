@@ -199,6 +199,13 @@ def test_a_loss_function_and_a_state_that_other_ranks_load(tmp_path: Path) -> No
         check_equal(mine, later, ["losses", "rates"])
 
 
+def test_a_launch_that_accelerate_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_process(0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(graphpp.GraphPPError, match=r"2 processes were started, .* give cpu=True"):
+        PipelineAccelerator()
+
+
 def test_the_example_prints_what_one_process_prints(tmp_path: Path) -> None:
     """Batches are cut into four on the ranks, so the printed digits alone are equal."""
     plain = {"graphpp.integrations.accelerate import PipelineAccelerator": "accelerate import Accelerator",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 pl = pytest.importorskip("lightning.pytorch")
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -92,10 +92,13 @@ class Measured(Classifier):
         return {"probabilities": self.net(batch["x"]).softmax(-1), "index": index}
 
 
-def loader(rows: int, batch: int, shuffle: bool = True) -> Any:
+def drawn(rows: int) -> Any:
     draw = torch.Generator().manual_seed(0)
-    data = [{"x": torch.randn(8, generator=draw), "y": int(torch.randint(3, (), generator=draw))} for _ in range(rows)]
-    return DataLoader(data, batch, shuffle=shuffle)  # type: ignore[arg-type]
+    return [{"x": torch.randn(8, generator=draw), "y": int(torch.randint(3, (), generator=draw))} for _ in range(rows)]
+
+
+def loader(rows: int, batch: int, shuffle: bool = True) -> Any:
+    return DataLoader(drawn(rows), batch, shuffle=shuffle)
 
 
 def trained(module: Any, batch: int, rows: int = 32, strategy: Any = None, **changes: Any) -> Any:
@@ -198,6 +201,27 @@ class Direct(Classifier):
 def test_refusals(kind: type, words: str) -> None:
     with pytest.raises((GraphPPError, CaptureError), match=words):
         trained(kind(), 8, strategy=PipelineStrategy(microbatches=4))
+
+
+class OneShot(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.rows = iter(drawn(32))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (DataLoader(OneShot(), 8), "the training data can be read once"),
+        (DataLoader(drawn(32), 8, sampler=DistributedSampler(drawn(32), 2, 0)), "gives each of 2 ranks another share"),
+    ],
+)
+def test_loaders_that_a_pipeline_cannot_read_are_refused(data: Any, words: str) -> None:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    with pytest.raises(GraphPPError, match=words):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=PipelineStrategy(), **quiet).fit(Classifier(), data)
 
 
 def test_a_checkpoint_of_lightning_is_refused(tmp_path: Path) -> None:
