@@ -99,8 +99,7 @@ class LossWeighting:
         return seeds if self.scaler is None else [self.scaler.scale(seed).to(dtype) for seed in seeds]
 
     def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
-        """The step's loss, 0-dim, in float32 or wider; `losses`: [microbatches]."""
-        losses = losses if losses.dtype == torch.float64 else losses.float()
+        """The step's loss, 0-dim, in the dtype of `losses`, [microbatches]."""
         if self.weights is not None:
             weights = from_host(torch.tensor(self.weights, dtype=losses.dtype), losses.device)
             return torch.where(weights == 0, 0, losses * weights).sum()
@@ -112,7 +111,12 @@ class LossWeighting:
         `metrics`: [microbatches] each.
         """
         weighting = self if self.by_rows else LossWeighting("mean")
-        return {name: weighting.step_loss(each) for name, each in metrics.items()}
+        return {name: weighting.step_loss(wide(each)) for name, each in metrics.items()}
+
+
+def wide(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers in float32, which are to be summed and reported; float64 stays."""
+    return numbers if numbers.dtype == torch.float64 else numbers.float()
 
 
 def _by_rows(rows: Sequence[int | None]) -> tuple[float, ...]:

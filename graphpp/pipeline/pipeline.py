@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
-from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
+from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight, wide
 from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.capture.loss import LossFunction
 from graphpp.compiler.request import CompileRequest
@@ -271,7 +271,7 @@ class Pipeline(Interfaces):
                 norms.share_overflow_(self._gradients())
         output = merged_output(call, prepared, self._request.batch_dims) if self._options.memory.outputs else None
         of_step = call.weighting
-        return StepResult(of_step.step_loss(losses), losses, of_step.means(metrics), output, metrics), runner.hooked
+        return StepResult(of_step.step_loss(wide(losses)), losses, of_step.means(metrics), output, metrics), runner.hooked
 
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
         asked = "eval" if output == "last" else f"eval, output={output}"
@@ -287,7 +287,7 @@ class Pipeline(Interfaces):
             if output == "all":
                 with self._calls.exchanging(training=False):
                     merged = shared_output(merged, runner, self.is_last, self._calls.bytes_of_all)
-        loss = None if losses is None else call.weighting.step_loss(losses)
+        loss = None if losses is None else call.weighting.step_loss(wide(losses))
         return EvalResult(merged, loss, losses, call.weighting.means(metrics), metrics)
 
     def _gradients(self) -> norms.RankGradients:

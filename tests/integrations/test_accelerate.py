@@ -206,6 +206,7 @@ def test_a_launch_that_accelerate_does_not_see_is_refused(monkeypatch: pytest.Mo
         PipelineAccelerator()
 
 
+@pytest.mark.exhaustive  # the loop's other tests stay
 def test_the_example_prints_what_one_process_prints(tmp_path: Path) -> None:
     """Batches are cut into four on the ranks, so the printed digits alone are equal."""
     plain = {"graphpp.integrations.accelerate import PipelineAccelerator": "accelerate import Accelerator",
