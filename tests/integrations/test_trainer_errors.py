@@ -43,7 +43,7 @@ class Every2nd(torch.utils.data.Sampler[int]):
 def loop(rank: int, sampler: Any = None, after: Callable[..., object] = lambda *_: None) -> None:
     """A training of 4 steps; `after(accelerator, model)` is called after the second."""
     as_process(rank, 2)
-    accelerator = PipelineAccelerator(cpu=True, loss=F.cross_entropy, pipeline={"microbatches": 2})
+    accelerator = PipelineAccelerator(cpu=True, loss=F.cross_entropy, pipeline={"microbatches": 2, "split": ["3"]})
     data = torch.utils.data.TensorDataset(torch.arange(96.0).reshape(16, 6) / 96, torch.arange(16) % 3)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
