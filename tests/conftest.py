@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.distributed import COLLECTED, PRELOADED, close_workers
-from tests.exhaustive import examples
+from tests.exhaustive import examples, mark_further_cases
 from tests.quick import QUICK
 
 pytest_plugins = ["tests.cpu_seconds"]
@@ -76,8 +76,10 @@ def _without_structured_trace() -> Iterator[None]:
 pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True, trylast=True)(_without_structured_trace)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests; skip the tests that need a GPU where there is none."""
+    """Mark the quick tests and further cases; skip the tests that need a GPU where there is none."""
+    mark_further_cases(items)
     for item in items:
         if item.nodeid.startswith(QUICK):
             item.add_marker(pytest.mark.quick)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,16 @@ from torch.nn import functional as F
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 import graphpp
 from graphpp.integrations.accelerate import PipelineAccelerator
 from tests.distributed import run_ranks
-from tests.integrations.examples import run_example
+from tests.integrations.examples import as_process, run_example
 
 IDS = [torch.randint(64, (6,), generator=torch.Generator().manual_seed(at)) for at in range(22)]
 ROWS = [{"input_ids": ids, "labels": ids} for ids in IDS]
-
-
-def as_process(rank: int, ranks: int) -> None:
-    """The variables that torchrun sets (none for one process), and no state of an earlier Accelerator of this process."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
-    for name, value in names.items():
-        os.environ.pop(name, None) if ranks == 1 else os.environ.update({name: str(value)})
 
 
 def llama() -> LlamaForCausalLM:
@@ -211,5 +200,5 @@ def test_the_example_prints_what_one_process_prints(tmp_path: Path) -> None:
     """Batches are cut into four on the ranks, so the printed digits alone are equal."""
     plain = {"graphpp.integrations.accelerate import PipelineAccelerator": "accelerate import Accelerator",
              'PipelineAccelerator(pipeline={"microbatches": 4}, ': "Accelerator("}  # fmt: skip
-    found = run_example("accelerate_loop.py", tmp_path / "own", ranks=2)
+    found = run_example("accelerate_loop.py", tmp_path / "own", ranks=2, launched=True)
     assert found == run_example("accelerate_loop.py", tmp_path / "plain", changes=plain) and found.count("epoch ") == 2

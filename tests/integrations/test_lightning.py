@@ -21,6 +21,7 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 from graphpp.errors import CaptureError, GraphPPError  # noqa: E402 - after the check that lightning is there
 from graphpp.integrations.lightning import PipelineStrategy  # noqa: E402
+from tests.exhaustive import further  # noqa: E402
 from tests.integrations.examples import run_example  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -136,9 +137,11 @@ def test_logs_and_metrics_of_a_short_last_batch() -> None:
         torch.testing.assert_close(mine["probabilities"], theirs["probabilities"])
 
 
-def test_the_example_trains_on_two_processes_and_resumes_on_one(tmp_path: Path) -> None:
-    run_example("lightning_trainer.py", tmp_path / "two", "2")
-    run_example("lightning_trainer.py", tmp_path / "half", "2", "2")
+@pytest.mark.parametrize("launched", [False, *further(True)])
+def test_the_example_trains_on_two_processes_and_resumes_on_one(launched: bool, tmp_path: Path) -> None:
+    """`launched`: Lightning starts the second process."""
+    for name, epochs in {"two": "3", "half": "2"}.items():
+        run_example("lightning_trainer.py", tmp_path / name, "2", epochs, ranks=2 - launched, launched=launched)
     middle, end = (next((tmp_path / name).rglob("*.ckpt")) for name in ("half", "two"))
     assert {each.name for each in end.parent.iterdir()} == {end.name, f"{end.name}.graphpp"}
     run_example("lightning_trainer.py", tmp_path / "one", "1", "3", str(middle))

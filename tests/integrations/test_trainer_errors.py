@@ -23,7 +23,8 @@ import graphpp
 from graphpp.integrations.accelerate import PipelineAccelerator
 from graphpp.integrations.transformers import PipelineTrainer
 from tests.distributed import run_ranks
-from tests.integrations.test_accelerate import Net, as_process
+from tests.integrations.examples import as_process
+from tests.integrations.test_accelerate import Net
 from tests.integrations.test_transformers import ROWS, collate, model
 
 
