@@ -1,4 +1,6 @@
-"""Every ```python block of the documents runs: README.md, docs/*.md and examples/*.md; `make test` leaves out `SLOW` ones.
+"""Every ```python block of the documents runs: README.md, docs/*.md and examples/*.md.
+
+`make test` runs the blocks of README.md alone, without Inductor, whose compilation takes most of their time.
 
 The blocks of one file run in order, in one namespace and in an empty folder. A traceback shows the document's own line.
 A picture that a block writes equals the picture of that name in docs/; `GOLDEN_UPDATE=1` writes the picture in docs/.
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 import graphpp
-from tests.exhaustive import cases
+from tests.exhaustive import further
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
@@ -30,20 +32,20 @@ def blocks(text: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in BLOCK.finditer(text)]
 
 
-def run(document: Path, namespace: dict[str, Any]) -> None:
-    """Run all blocks of a document in the namespace."""
-    for lines_before, source in blocks(document.read_text()):
+def run(document: Path, namespace: dict[str, Any], backend: str = "inductor") -> None:
+    """Run all blocks of a document in the namespace, with `backend` in place of Inductor."""
+    for lines_before, source in blocks(document.read_text().replace('backend="inductor"', f'backend="{backend}"')):
         exec(compile("\n" * lines_before + source, str(document), "exec"), namespace)
 
 
 @pytest.mark.parametrize(
-    "document",
-    cases(sorted(DOCUMENTS), ROOT / "README.md"),
-    ids=lambda path: str(path.relative_to(ROOT)),
+    ("document", "backend"),
+    [(ROOT / "README.md", "eager"), *further(*((document, "inductor") for document in DOCUMENTS))],
+    ids=lambda value: str(value.relative_to(ROOT)) if isinstance(value, Path) else value,
 )
-def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_run(document: Path, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(document, {"__name__": "__main__"})
+    run(document, {"__name__": "__main__"}, backend)
     for picture in tmp_path.glob("*.svg"):
         shown = ROOT / "docs" / picture.name
         if os.environ.get("GOLDEN_UPDATE"):

@@ -176,6 +176,7 @@ def check(make: Callable[[], nn.Module], again: int = BLOCKS, **options: Any) ->
     assert found.saved < plain().saved * (1 - 0.5 * again / BLOCKS)
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_inside_runs_again(name: str) -> None:
     check(lambda: Net(CALLS[name]))

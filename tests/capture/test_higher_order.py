@@ -145,11 +145,13 @@ def check(name: str, *found: tuple[Tensor, dict[str, Tensor | None]]) -> None:
 SAME = ("scan", "scan with a module", "map", "associative_scan", "cond", "while_loop without a gradient")
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("name", [*SAME, *further(*(name for name in FUNCTIONS if name.endswith("detached")))])
 def test_as_in_eager(name: str) -> None:
     check(name, trained(0, name))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ["scan with a module", "map"])
 def test_on_two_ranks_with_a_split_backward(name: str) -> None:
     check(name, *run_ranks(trained, 2, name, "ZB1P"))

@@ -45,6 +45,7 @@ def compiled(model: nn.Module) -> graphpp.Pipeline:
     return graphpp.compile(model, mean_square, split=["second"], schedule="GPipe", microbatches=2)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_eagers(name: str) -> None:
     model = Factored(FUNCTIONS[name]).double()

@@ -97,6 +97,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {  # saved,
 }
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_checkpoint_of_another_training_is_refused(name: str, tmp_path: Path) -> None:
     of_saved, of_loaded, words, allow = OTHERS[name]

@@ -99,6 +99,7 @@ def test_graphs_of_several_sizes_are_saved_and_loaded(program: Path) -> None:
     assert run(program, (6, 8, 12)) == 0
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
@@ -150,6 +151,7 @@ DAMAGES: list[Callable[[Path, Path], Any]] = [
 ]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("damage", [*DAMAGES[:2], *further(*DAMAGES[2:])])
 def test_a_damaged_or_foreign_file_is_not_loaded(
     program: Path, damage: Callable[[Path, Path], Any], caplog: pytest.LogCaptureFixture

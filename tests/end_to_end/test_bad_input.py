@@ -169,6 +169,7 @@ ALL = {
 }
 
 
+@pytest.mark.first_cases(9)
 @pytest.mark.parametrize("name", ALL)
 def test_refused_and_nothing_changed(name: str) -> None:
     model = CASES["plain"]().model

@@ -267,6 +267,7 @@ NAMED = (encoded, counted, autocast_inside, checkpointed, masked_attention, rota
 FUNCTIONS = CROSSING | {each.__name__: each for each in NAMED}
 
 
+@pytest.mark.first_cases(9)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_losses_gradients_and_buffers_are_those_of_eager(name: str) -> None:
     check(case(FUNCTIONS[name]))

@@ -191,6 +191,7 @@ def train_all(rank: int, ranks: int, runs: Sequence[Run]) -> list[Any]:
     return [run.train(rank, ranks) for run in runs]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "runs", "rules"),
     [

@@ -89,6 +89,7 @@ def test_the_uncut_graph_gives_the_numbers_of_eager(name: str, microbatches: int
         assert (found - grad).norm() <= 1e-6 * grad.norm(), fqn
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [*KINDS, *further(*(each for each in ALL if each not in KINDS))])
 def test_cut_and_uncut_are_the_same_bits(name: str, ranks: int, microbatches: int) -> None:
     cases = [combo for combo in combos(ranks) if combo.microbatches == microbatches]

@@ -183,12 +183,14 @@ def check(model: nn.Module, *, exact: bool = True, **options: Any) -> None:
 RECOMPUTED = ["mask", "lengths", "padding of each row", "written column", "written buffer", "number that is checked"]
 
 
+@pytest.mark.first_cases(9)
 @pytest.mark.filterwarnings("ignore:var")  # of one row, or of none
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numbers_are_eagers(name: str) -> None:
     check(Function(FUNCTIONS[name]), schedule="ZB1P")
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.filterwarnings("ignore:var")
 @pytest.mark.parametrize("name", [*RECOMPUTED, *further(*(name for name in FUNCTIONS if name not in RECOMPUTED))])
 def test_recomputed_numbers_are_eagers(name: str) -> None:

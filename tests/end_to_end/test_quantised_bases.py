@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.exhaustive import cases
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -138,19 +140,24 @@ def stepped(rank: int, kind: str, schedule: str, split: list[str], folder: str) 
     return {"loss": loss, **found}
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_one_process(kind: str, tmp_path: Path) -> None:
     wanted, found = eager(kind), stepped(0, kind, "GPipe", ["2"], str(tmp_path / "checkpoint"))
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted)
 
 
-@pytest.mark.parametrize(("schedule", "split"), [("1F1B", ["2"]), ("ZBVZeroBubble", ["1", "2", "3"])])
-def test_two_ranks(schedule: str, split: list[str], tmp_path: Path) -> None:
-    for kind in QUANTISED:
-        wanted = eager(kind)
-        parts = run_ranks(stepped, 2, kind, schedule, split, str(tmp_path / kind))
-        found = {**parts[0], **parts[1]}
-        assert wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted), kind
+SCHEDULES = {"1F1B": ["2"], "ZBVZeroBubble": ["1", "2", "3"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"), cases(product(QUANTISED, SCHEDULES), ("int8", "1F1B"), ("nf4", "ZBVZeroBubble"))
+)
+def test_two_ranks(kind: str, schedule: str, tmp_path: Path) -> None:
+    wanted = eager(kind)
+    parts = run_ranks(stepped, 2, kind, schedule, SCHEDULES[schedule], str(tmp_path / "checkpoint"))
+    found = {**parts[0], **parts[1]}
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted)
 
 
 def test_a_quantised_weight_that_trains_is_refused() -> None:

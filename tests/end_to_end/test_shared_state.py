@@ -49,6 +49,7 @@ def outcome(rank: int, kind: str) -> str:
     return "equal"
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kind", ["equal", "statistics", "other buffer", "other constant"])
 def test_values_that_ranks_share_are_compared(kind: str) -> None:
     for text in run_ranks(outcome, 2, kind):

@@ -31,6 +31,7 @@ def stages_of(name: str) -> int:
     return 4 if name in MODELS else 2
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("name", [*SPECIAL, *further("llama", "hf_gpt2", "hf_vit", "sequential")])
 def test_halves_and_recomputation_change_no_bit(name: str) -> None:
     options = {"split": split_of(name), "schedule": shuffled(stages_of(name), MICROBATCHES, 5)}
@@ -69,6 +70,7 @@ def runs_of(operator: str, table: Schedule | str, recompute: Any, **options: Any
     return runs(table, recompute, **options)[operator]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("schedule", ["1F1B", shuffled(4, MICROBATCHES, 0), *further(shuffled(4, MICROBATCHES, 1))])
 def test_a_block_runs_forward_twice_however_many_linears_it_has(schedule: Any) -> None:
     options = {"microbatches": MICROBATCHES} if schedule == "1F1B" else {}

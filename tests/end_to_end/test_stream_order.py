@@ -123,6 +123,7 @@ def context(rank: int, shape: dict[str, int], schedule: str) -> None:
     train_with_context(rank, shape, schedule, "ulysses", "eager")
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("working", "fn", "args"),
     [
@@ -210,6 +211,7 @@ def lacking(rank: int, ranks: int, folder: Path, target: type, name: str, text: 
 REUSED = r"written in the place of memory .*, which was freed, by .*"
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("target", "name", "text", "race"),
     [

@@ -124,6 +124,7 @@ def check_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
             assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in pairs), name
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("ranks", "given"), [(2, (0, 1)), (3, (0, 2)), (1, (0,))])
 def test_losses_norms_and_weights_are_those_of_a_plain_loop(ranks: int, given: Sequence[int]) -> None:
     """Bit-equal, also where a rank in the middle has no data iterator."""

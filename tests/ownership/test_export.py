@@ -34,6 +34,7 @@ def saves(rank: int, folder: Path, layout: dict[str, Any], asked: dict[str, Any]
     return list(pipe.state_dict())
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("ranks", "bytes_"), [(1, 2**30), (2, 5000), (4, 1), *further((1, 1), (1, 5000), (2, 1), (2, 2**30), (4, 5000), (4, 2**30))]
 )

@@ -111,6 +111,7 @@ def normalised(rank: int, alone: int | None, options: dict[str, Any]) -> tuple[d
     return {key: value.clone() for key, value in model.state_dict().items()}, float(loss)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("values", ["broadcast", *further("equal")])
 @pytest.mark.parametrize("buffers", ["own", "average", "broadcast"])
 def test_buffers_of_replicas(buffers: str, values: str) -> None:

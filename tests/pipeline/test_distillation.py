@@ -104,6 +104,7 @@ CUTS = {
 }
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "cut", ["the loss on the first rank", "elsewhere", *further("equal", "the outputs on the first rank")]
 )

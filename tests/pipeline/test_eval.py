@@ -46,6 +46,7 @@ def logits(output: Any) -> Tensor:
     return output["logits"] if isinstance(output, dict) else output.logits
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [(name, ranks) for name in NAMES for ranks in (1, 2) if (name, ranks) not in DEAR] + further(*DEAR),

@@ -72,6 +72,7 @@ def trained(rank: int, update: str, split: list[str] | None, schedule: str) -> l
     return [losses, grads, mine]
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("update", "split", "schedule", "ranks"),
     [

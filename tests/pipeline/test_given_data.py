@@ -71,6 +71,7 @@ def behind(rank: int, ranks: int, late: int, kind: str, options: dict[str, Any])
     return found
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("late", [1, *further(4)], ids=["in the first calls", "later"])
 @pytest.mark.parametrize("kind", ["one step behind", "shuffled", "another target"])
 def test_a_rank_with_other_data_is_named_on_all_ranks_in_that_call(kind: str, late: int) -> None:
@@ -197,6 +198,7 @@ def loads(rank: int, ranks: int, given: dict[int, str], evaluate: bool) -> tuple
 ALL = "args[0] args[1] kwargs['unused'] target"
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("given", "evaluate"),
     [

@@ -271,6 +271,7 @@ def last_batches(rank: int, schedule: str, example: bool) -> list[float]:
     return [float(pipe.step(X[:rows], target=Y[:rows]).loss) for rows in (8, 3, 8, 2, 1, 8)]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("example", [False, True], ids=["no example", "example"])
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_a_batch_of_few_rows_makes_fewer_microbatches(schedule: str, example: bool) -> None:

@@ -251,6 +251,7 @@ def asks_wrongly(rank: int, how: dict[str, Any]) -> str:
     return "no error"
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

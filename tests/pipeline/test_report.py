@@ -111,6 +111,7 @@ def on_a_mesh(rank: int, folder: str, shape: tuple[int, ...], names: tuple[str, 
     return str(pipe.report(folder)), [each.together for each in found.memory.ranks] == [each.peak for each in memory.ranks]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("shape", "names", "keep"),
     [

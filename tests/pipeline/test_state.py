@@ -29,6 +29,7 @@ def state_dicts(rank: int, name: str) -> dict[str, Tensor]:
     return pipe.state_dict()
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ["norms", "partial", "tied", *further("llama")])
 def test_the_ranks_state_dicts_together_are_the_models(name: str) -> None:
     parts = run_ranks(state_dicts, 2, name)

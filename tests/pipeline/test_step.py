@@ -34,6 +34,7 @@ def with_shared_captures(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(rank, *args)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("ranks", [2, *further(1)])
 @pytest.mark.parametrize("name", ["norms", "skip", "partial", "several"])
 def test_odd_models_train_like_eager(name: str, ranks: int) -> None:

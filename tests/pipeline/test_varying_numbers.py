@@ -59,6 +59,7 @@ NUMBERS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_a_number_is_an_input_from_its_second_value_on(kind: str) -> None:
     twin = model()
@@ -101,6 +102,7 @@ USES: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
 }
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("numbers", [(3, 5, 2), *further(((0.3, 0.7, 1.1),))])
 @pytest.mark.parametrize("use", cases(USES, "times", "of a 0-dim tensor", "full", "a branch"))
 def test_every_use_of_a_number_has_eager_s_bits_and_dtypes(use: str, numbers: tuple[Any, ...]) -> None:

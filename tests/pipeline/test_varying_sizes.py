@@ -297,6 +297,7 @@ TRICKS: dict[str, Callable[[Tensor], Any]] = {
 LEADING = ["caught hash", "two roundings", "object"]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", [*LEADING, *further(*(name for name in TRICKS if name not in LEADING))])
 def test_code_that_can_tell_a_symbol_from_an_integer(name: str) -> None:
     class Tricky(nn.Module):
@@ -380,6 +381,7 @@ def test_evaluation_of_several_sizes() -> None:
     assert len(made) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize(
     "backend", [lambda module, examples: module, *further("inductor", lambda module, examples: copy.copy(module))]

@@ -198,6 +198,7 @@ LEADING = (
 )
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize("name", [*LEADING, *further(*(name for name in CHANGES if name not in LEADING))])
 def test_a_change_is_followed(name: str) -> None:
     number, change = CHANGES[name]
@@ -350,6 +351,7 @@ def by_hand() -> dict[str, Tensor]:
     return {fqn: each.detach() for fqn, each in model.named_parameters()}
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("before", [True, False], ids=["before compile", "after compile"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_optimizer_in_the_backward_trains(before: bool, ranks: int) -> None:

@@ -56,6 +56,7 @@ def frozen() -> Model:
 FIRST = [f"layers.{at}.{name}" for at in range(2) for name in ("weight", "bias")]
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("made", "named", "trained"),
     [

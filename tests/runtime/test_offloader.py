@@ -47,6 +47,7 @@ def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
         ], mover.moved
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -121,6 +121,7 @@ def _figures(joint: JointGraph, factor: float) -> list[tuple[str, float, float]]
     return [(str(node.target), amount(size_of(node)), amount((node.meta.get("work", (0, 0, 0, 0.0)),))) for node in nodes]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ["convolutions", "mixed", *further("mixtral", "llama", "gpt2")])
 def test_figures_of_more_rows_are_those_of_a_capture(name: str) -> None:
     joint, larger, third = (_graph(name, rows) for rows in (2, 4, 6))

@@ -136,5 +136,6 @@ def run_found(rank: int) -> None:
     assert [each.weights for each in best.plan.memory.ranks][:1] == [found.best.memory["weights"]]
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_runs_by_a_plan_of_its_own_costs() -> None:
     run_ranks(run_found, 4)

@@ -206,6 +206,7 @@ def _edited(path: str, value: object) -> str:
     return json.dumps(document)
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -303,6 +304,7 @@ def test_verify_checks_a_step_by_a_plan() -> None:
         graphpp.verify(Decoder(), loss, given, plan=best, schedule="GPipe")
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -93,6 +93,7 @@ def stages_of_call(joint: JointGraph, call: str) -> set[int | None]:
     return {node.meta["stage"] for node in forward(joint) if call in node.meta["calls"]} - {None}
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize("between", [chain, skip, masked, heavy, cheap, noisy, repeated, from_buffer, gates])
 def test_stages_never_fall_forward_nor_rise_backward(between: Callable[[Blocks, Tensor], Tensor]) -> None:
     uncut = joint_of(between)

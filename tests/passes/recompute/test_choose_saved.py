@@ -105,6 +105,7 @@ def numbers(pipe: graphpp.Pipeline, model: nn.Module) -> Iterator[tuple[str, Ten
     yield from model.named_buffers()
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", cases(MODELS, "tied", "buffers"))
 def test_no_choice_changes_a_bit(name: str) -> None:
     with capturing_once():

@@ -78,6 +78,7 @@ def values(slot: PhaseGraph) -> list[Any]:
     return made
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("choices", [{}, {"split_backward": True}, {"fuse_grad_accumulation": True}])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_program_computes_the_same_with_its_regions_taken_out(choices: dict[str, Any], dropout: float) -> None:

@@ -128,6 +128,7 @@ def train_with_layers(rank: int, mesh: Mesh, options: dict[str, Any]) -> Trained
     return train(compiled(made, model, **options), [mesh.replica(rank)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -76,6 +76,7 @@ def without_coalesced_gathers(rank: int, keep: int | None) -> None:
         pipe.eval(tokens, target=target)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("keep", [None, 0])
 def test_no_gather_over_gloo_is_coalesced(keep: int | None) -> None:
     run_ranks(without_coalesced_gathers, 2, keep)
@@ -226,6 +227,7 @@ def gives_weights(rank: int, keep: int | None) -> None:
         pipe.step(x, target=x)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("keep", [None, 0, 1])
 def test_outputs_may_be_parameters(keep: int | None) -> None:
     run_ranks(gives_weights, 2, keep)

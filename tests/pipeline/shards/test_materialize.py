@@ -71,6 +71,7 @@ def alone(rank: int, function: Any, seed: int | None) -> Part:
     return found, state, pipe.step(X, target=X).losses
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("mesh", "split", "function", "seed"),
     [

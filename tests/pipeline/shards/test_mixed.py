@@ -140,6 +140,7 @@ def test_a_step_has_the_bits_of_a_plain_loop(mesh: Mesh, stages: int, schedule: 
         assert differing(found, expected[mesh.replica(rank)]) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "stages", "schedule", "keep"), [(PIPE, 4, "Interleaved1F1B", 1), *further((HYBRID, 1, "auto", None))]
 )

@@ -49,6 +49,7 @@ def assert_close(found: Trained, expected: Trained) -> None:
             assert (value - other).abs().max() <= 1e-6 * max(1.0, float(other.abs().max())), name
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("mesh", "stages", "schedule", "keep"),
     [

@@ -48,6 +48,7 @@ def refused(rank: int, what: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("what", "messages"),
     [

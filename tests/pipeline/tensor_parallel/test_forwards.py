@@ -122,6 +122,7 @@ def beside_eager(rank: int, name: str) -> None:
         torch.testing.assert_close(dict(model.named_buffers())[fqn].to_local(), buffer.to_local())
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_forwards_see_the_tensors_of_eager(name: str) -> None:
     run_ranks(beside_eager, 2, name)
@@ -201,6 +202,7 @@ def refused(rank: int, what: str) -> None:
         pipe.step(torch.ones(4, 4))
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("what", REFUSED)
 def test_values_that_would_differ_between_ranks_are_refused(what: str) -> None:
     run_ranks(refused, 2, what)

@@ -61,6 +61,7 @@ def accumulated_alone(replicas: int, steps: int) -> dict[str, torch.Tensor]:
     return {fqn: each.grad for fqn, each in pipe.named_parameters()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

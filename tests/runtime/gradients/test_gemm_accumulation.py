@@ -120,6 +120,7 @@ def plain() -> dict[str, Tensor]:
     return {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("how", cases(SPLITS, "halves", "tied over two stages"))
 def test_it_is_the_plain_loop_but_for_rounding(how: str) -> None:
     with capturing_once():

@@ -62,6 +62,7 @@ _SEARCHED = [each for at, each in enumerate(CASES) if at % 52 == 0 or each.name 
 _FURTHER = [each for at, each in enumerate(CASES) if at % 52 in (13, 26, 39) or each.name in _HARD[2:]]
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("case", [*_SEARCHED, *further(*_FURTHER)], ids=lambda case: case.name)
 def test_within_two_percent_of_the_best_known_table(case: Case) -> None:
     table = case.search()
@@ -80,6 +81,7 @@ def test_every_case_has_a_stored_result() -> None:
     assert sum(each.bound == each.makespan for each in KNOWN.values()) > 0.7 * len(CASES)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("ranks", "stages", "placement"), [(2, 4, "v"), (1, 2, "loop"), *further((3, 6, "v"), (2, 4, "loop"))])
 def test_overlaps_beat_dualpipev_and_combined_1f1b(ranks: int, stages: int, placement: str) -> None:
     costs = replace(Costs.unit(stages, ranks, send=0.05), overlap=0.75)

@@ -48,6 +48,7 @@ def random_costs(random: Random, stages: int) -> Costs:
     return Costs(tuple(stage() for _ in range(stages)), *random.choice((((), ()), (sends, sends[::-1]))))
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "chunks", "cap", "bar"),
     [
@@ -186,6 +187,7 @@ def test_a_program_that_takes_much_while_it_runs_refuses_no_cap_that_another_ord
     assert simulate(schedule, costs).makespan <= best
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_with_working_bytes_the_cap_that_is_named_is_enough(seed: int) -> None:
     random = Random(seed)
