@@ -72,12 +72,12 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def sequences(*lengths: int) -> list[dict[str, Tensor]]:
-    drawn = [torch.Generator().manual_seed(at) for at in range(22)]
+def sequences(count: int, *lengths: int) -> list[dict[str, Tensor]]:
+    drawn = [torch.Generator().manual_seed(at) for at in range(count)]
     return [{"input_ids": torch.randint(64, (lengths[at % len(lengths)],), generator=each)} for at, each in enumerate(drawn)]
 
 
-ROWS, PADDED = sequences(8), sequences(6, 7, 8)
+ROWS, PADDED = sequences(24, 8), sequences(22, 6, 7, 8)
 
 
 def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def trained(kind: type, folder: Path, pipeline: dict[str, Any] | None = None, more: Any = (), **changes: Any) -> Any:
-    """A trainer after its training; the 22 rows end in a short batch."""
+    """A trainer after its training; the rows of `PADDED` end in a short batch."""
     usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "logging_steps": 1}
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     args = TrainingArguments(str(folder), **{**usual, **quiet, **changes})  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def test_refusals(tmp_path: Path, kind: type, pipeline: Any, changes: Any, more:
 
 
 def test_a_checkpoint_of_trainer_is_refused(tmp_path: Path) -> None:
-    trained(Trainer, tmp_path, save_strategy="epoch")
-    trainer = trained(PipelineTrainer, tmp_path / "own", {})
+    trained(Trainer, tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer = trained(PipelineTrainer, tmp_path / "own", {}, max_steps=1)
     with pytest.raises(graphpp.GraphPPError, match="has no folder 'graphpp', so no PipelineTrainer wrote it"):
         trainer.train(resume_from_checkpoint=str(next(tmp_path.glob("checkpoint-*"))))
