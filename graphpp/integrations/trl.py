@@ -22,7 +22,9 @@ import graphpp
 from graphpp.integrations.refusals import refuse
 from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
 from graphpp.integrations.transformers import PipelineMixin
+from graphpp.integrations.trl_head import let_capture
 
+let_capture()
 _OFFLOADING = "give pipeline={'memory': graphpp.Memory(offload=True)}"
 
 
