@@ -6,7 +6,7 @@ form replaces its Triton kernels, which no capture follows; results are equal up
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import SymInt
@@ -19,13 +19,23 @@ def let_capture() -> None:
     modules: tuple[Any, ...] = (chunked_logprob, utils)
     for module in modules:
         module._use_triton = _no_triton
-    modules[0].range = _chunks
+    modules[0].range, modules[0].min = _chunks, _smaller
 
 
 def _no_triton(device: Any) -> bool:
     return False
 
 
-def _chunks(start: int, stop: Any, step: int) -> Iterable[int]:
-    """As `range`. For a number that varies between microbatches a single chunk, if the number of the capture fits in it."""
-    return (start,) if isinstance(stop, SymInt) and start == 0 and stop <= step else range(start, stop, step)
+def _chunks(start: int, stop: Any, step: int) -> Sequence[int]:
+    """As `range`; for a number that varies between microbatches, the captured graph is for this number of chunks."""
+    if not isinstance(stop, SymInt):
+        return range(start, stop, step)
+    found = [start]
+    while found[-1] + step < stop:
+        found.append(found[-1] + step)
+    return found
+
+
+def _smaller(one: Any, other: Any) -> Any:
+    """As `min`, which a trace would keep as an expression."""
+    return one if one <= other else other
