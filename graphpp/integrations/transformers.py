@@ -32,7 +32,7 @@ from graphpp.integrations.loaders import prepared_loader, rows_of_data
 from graphpp.integrations.random_state import RandomState, generators_kept
 from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, faults_of_options, refuse, refuse_one_shot
 from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
-from graphpp.integrations.value_reads import check_loss, reads_postponed, with_outputs
+from graphpp.integrations.value_reads import read_values, reads_postponed, with_outputs
 
 _FOLDER = "graphpp"
 _OWN_OPTIONS = {
@@ -172,13 +172,6 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         with reads_postponed(self, self.reads_values):
             return self.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
 
-    def _read_values(self, parts: list[dict[str, Any]], result: graphpp.StepResult, items: Any) -> None:
-        """Call `compute_loss` for its metrics, on the actual output of each microbatch."""
-        for place, (part, output) in enumerate(zip(parts, result.output, strict=True)):
-            model = answering(self.model, output, "compute_loss")
-            with torch.no_grad():
-                check_loss(self.compute_loss(model, dict(part), num_items_in_batch=items), result.losses[place], place)
-
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep the batch; with the last one of an optimizer step, run them all. Returns the loss of the last batch."""
         self._waiting.append(inputs)
@@ -196,7 +189,7 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
             ranks: Any = "each" if self.reads_values else "last"
             result = pipe.step_microbatches(microbatches, loss_weight=weights, scaler=self.accelerator.scaler, output=ranks)
             if self.reads_values:
-                self._read_values(inputs_of_all, result, num_items_in_batch)
+                read_values(self, inputs_of_all, result, num_items_in_batch)
         weighted = iter([loss / (1 / weight) for loss, weight in zip(result.losses, weights, strict=True)])
         losses: list[Any] = [sum(next(weighted) for _ in batch) for batch in parts]
         last: torch.Tensor = losses.pop()

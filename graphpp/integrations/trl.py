@@ -2,9 +2,9 @@
 
 Contract: as `PipelineTrainer`, with TRL's data sets, collators, packing, losses and metrics.
 
-DPO: the log-probabilities of the reference enter the training step as tensors, which TRL's own `precompute_ref_log_probs` computes
-its loss of too. They come from a pipeline of their own for `ref_model`; without one, from the training's pipeline with other
-adapters. All microbatches of a step pass through the reference before the step.
+DPO: the log-probabilities of the reference are inputs of the training step, as with TRL's `precompute_ref_log_probs`. They come
+from a second pipeline, of `ref_model`, or without one from the training's pipeline with other adapters. All microbatches of a
+step pass through the reference before the step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking,
 from graphpp.integrations.transformers import PipelineMixin
 from graphpp.integrations.trl_head import let_capture
 
-let_capture()
 _OFFLOADING = "give pipeline={'memory': graphpp.Memory(offload=True)}"
+_NOT_SYNCED = "leave it out, for the ranks of the reference hold other parameters than those of the model"
+
+
+def _faults(args: Any) -> dict[str, str]:
+    return {"activation_offloading=True": _OFFLOADING * bool(getattr(args, "activation_offloading", False))}
+
+
+let_capture()
 
 
 class PipelineSFTTrainer(PipelineMixin, SFTTrainer):  # type: ignore[misc]
@@ -34,8 +41,13 @@ class PipelineSFTTrainer(PipelineMixin, SFTTrainer):  # type: ignore[misc]
     reads_values = True
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
-        refuse("PipelineSFTTrainer", {"activation_offloading=True": _OFFLOADING * bool(getattr(args, "activation_offloading", False))})
+        refuse("PipelineSFTTrainer", _faults(args))
         super().__init__(model, args, *rest, **named)
+
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        """TRL's; that of Trainer, without metrics, for losses of logits, which TRL computes in a second forward."""
+        of_logits = self.compute_loss_func is not None or self.label_smoother is not None
+        return (transformers.Trainer.compute_loss if of_logits else SFTTrainer.compute_loss)(self, *args, **named)
 
 
 class PipelineDPOTrainer(PipelineMixin, DPOTrainer):  # type: ignore[misc]
@@ -45,34 +57,31 @@ class PipelineDPOTrainer(PipelineMixin, DPOTrainer):  # type: ignore[misc]
     _reference_pipe: graphpp.Pipeline | None = None
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
-        faults = {
-            "activation_offloading=True": _OFFLOADING * bool(getattr(args, "activation_offloading", False)),
-            "sync_ref_model=True": "leave it out: model and reference are on different ranks" * bool(getattr(args, "sync_ref_model", 0)),
-        }
-        refuse("PipelineDPOTrainer", faults)
+        synced = bool(getattr(args, "sync_ref_model", False))
+        refuse("PipelineDPOTrainer", {**_faults(args), "sync_ref_model=True": _NOT_SYNCED * synced})
         super().__init__(model, ref_model, args, *rest, **named)
 
     def compute_loss(self, *args: Any, **named: Any) -> Any:
         """TRL's, with the reference's log-probabilities among the inputs."""
-        computes, self.precompute_ref_logps = self.precompute_ref_logps, True
+        precomputes, self.precompute_ref_logps = self.precompute_ref_logps, True
         try:
             return super().compute_loss(*args, **named)
         finally:
-            self.precompute_ref_logps = computes
+            self.precompute_ref_logps = precomputes
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
-        self._pipe_for(inputs)  # of the training, with the first batch
+        self._pipe_for(inputs)
         (inputs,) = self._completed([self._prepare_inputs(inputs)])
         return super().prediction_step(model, inputs, *rest, **named)
 
     def _cut(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        """Microbatches of whole pairs: a batch has its chosen rows, then its rejected ones."""
-        rows = rows_of(inputs)
-        halves = {key: value for key, value in tensors_with_rows(inputs).items() if len(value) == rows}
-        chosen, rejected = ({key: value.chunk(2)[at] for key, value in halves.items()} for at in (0, 1))
-        pairs = {key: value for key, value in tensors_with_rows(inputs).items() if 2 * len(value) == rows}
-        cut = zip(super()._cut({**inputs, **chosen}), super()._cut(rejected), strict=True)
-        return [{**one, **{key: torch.cat([one[key], two[key]]) for key in two}} for one, two in cut] if halves else [pairs]
+        """Microbatches of whole pairs: a batch has the chosen rows first, then the rejected rows in the same order."""
+        if self._pieces == 1:
+            return [inputs]
+        rows, cut = rows_of(inputs), super()._cut
+        of_rows = {key: value.chunk(2) for key, value in tensors_with_rows(inputs).items() if len(value) == rows}
+        halves = [cut({**inputs, **{key: value[at] for key, value in of_rows.items()}}) for at in (0, 1)]
+        return [{**one, **{key: torch.cat([one[key], two[key]]) for key in of_rows}} for one, two in zip(*halves, strict=True)]
 
     def _example(self, inputs: dict[str, Any]) -> dict[str, Any]:
         part = super()._example(inputs)
@@ -91,7 +100,9 @@ class PipelineDPOTrainer(PipelineMixin, DPOTrainer):  # type: ignore[misc]
         return found
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """TRL's, for `precompute_ref_log_probs`."""
+        """TRL's, for `precompute_ref_log_probs`: until there is a pipeline, each rank has the whole model, and computes alone."""
+        if self.ref_model is None and self.pipe is None:
+            return super().compute_ref_log_probs(model, inputs)
         refer = lambda *args, **kwargs: self._refer([graphpp.Microbatch(args, kwargs)])[0]  # noqa: E731
         return super().compute_ref_log_probs(StandIn(model, refer), inputs)
 

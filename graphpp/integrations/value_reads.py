@@ -3,10 +3,10 @@
 Contract
 --------
 - Such a function runs twice for a microbatch. The capture runs the function within `reads_postponed`, where a read returns a
-  placeholder: `Unread`, or True for a branch. After the step the function runs on the actual outputs of the model, and its reads
-  return the actual values; `check_loss` compares its loss with the loss of the pipeline.
+  placeholder: `Unread`, or True for a branch. After the step the function runs on the actual outputs of the model, and reads
+  return the actual values; `read_values` compares its loss with the loss of the pipeline.
 - So metrics have actual values, and no value that is read has a part in the loss. `GraphPPError` is raised by the capture where
-  a placeholder enters an operation of torch, or has to be an integer, and by `check_loss` where a branch changes the loss.
+  a placeholder enters an operation of torch, or has to be an integer, and by `read_values` where a branch changes the loss.
 - The plain attributes of the trainer (numbers, and lists and dicts of numbers) are after a capture as before.
 """
 
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 import graphpp
 from graphpp.errors import GraphPPError
+from graphpp.integrations.stand_in import answering
 
 _DATA = ("train_dataset", "eval_dataset")  # may be long lists
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
@@ -128,14 +129,23 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) in (list, tuple, set, deque) else type(value) in _ATOMS
 
 
-def check_loss(found: Any, expected: Tensor, place: int) -> None:
-    """Raise `GraphPPError` unless the loss of the microbatch at `place`, computed from its output, is the pipeline's."""
-    loss = found[0] if isinstance(found, tuple) else found
+def read_values(trainer: Any, parts: list[dict[str, Any]], result: graphpp.StepResult, items: Any) -> None:
+    """Call `compute_loss` for its metrics, on the actual output of each microbatch of a step.
+
+    Raises `GraphPPError` unless its loss is the pipeline's.
+    """
+    for place, (part, output, expected) in enumerate(zip(parts, result.output, result.losses, strict=True)):
+        model = answering(trainer.model, output, "compute_loss")
+        with torch.no_grad():
+            _check(trainer.compute_loss(model, dict(part), num_items_in_batch=items), expected, place)
+
+
+def _check(loss: Tensor, expected: Tensor, place: int) -> None:
     tolerance = _TOLERANCE.get(expected.dtype, 3e-2)
     if not torch.isclose(loss.to(expected), expected, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
         raise GraphPPError(
-            f"the loss of microbatch {place} is {float(expected)} in the captured pipeline, and {float(loss)} where compute_loss "
-            "has the actual values: a value that it reads, or a branch on one, changes the loss. Compute the loss of tensors "
+            f"the loss of microbatch {place} is {float(expected)} in the captured pipeline, and {float(loss)} where "
+            "compute_loss has the actual values: a value that it reads, or a branch on one, changes the loss. Compute the loss of tensors "
             "alone (torch.where in place of a branch), and read values for metrics only"
         )
 

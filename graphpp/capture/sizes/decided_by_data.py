@@ -44,7 +44,7 @@ def admit_numbers_of_data(joint: JointGraph, mode: Any) -> None:
 
 
 def drop_unused_numbers(module: fx.GraphModule) -> None:
-    """Erase operations without a use from an exported graph that has data-dependent sizes, such as those of a loss's metrics."""
+    """Erase operations without a use from an exported graph with data-dependent sizes, such as those of metrics."""
     values = [node.meta.get("val") for node in module.graph.nodes]
     if any(is_unknown(size) for value in values if isinstance(value, torch.Tensor) for size in value.shape):
         module.graph.eliminate_dead_code()

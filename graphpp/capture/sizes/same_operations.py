@@ -3,8 +3,8 @@
 Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without a
 guard. Contract: `difference` is None only if both graphs have the same operations equally often: operators, numbers, shapes and
 dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that do nothing, and so are
-operations without a use, and operations that compute a number, since the number is compared where an operation reads it. A size that a number of the
-microbatch decides equals no other.
+operations without a use. Operations that compute a number are ignored too, since the number is compared where an operation
+reads it. A size that a number of the microbatch decides equals no other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def _operations(joint: JointGraph, values: Values) -> dict[str, list[fx.Node]]:
         number = isinstance(node.meta["val"], (*SYMBOLIC, int, float)) or is_check(node)
         works = node.target not in _NO_WORK and not number and not is_view(node) and not _is_of_whole_slice(node, values)
         if node.op == "call_function" and works:
-            facts = [str(node.target), _described([_arguments(node), node.kwargs], values), _described(node.meta["val"], values)]
+            given, made = [_arguments(node), node.kwargs], node.meta["val"]
+            facts = [str(node.target), _described(given, values), _described(made, values)]
             found.setdefault(repr(facts), []).append(node)
     return found
 
