@@ -54,6 +54,7 @@ class PipelineDPOTrainer(PipelineMixin, DPOTrainer):  # type: ignore[misc]
     """`trl.DPOTrainer` with the argument `pipeline`: options of `graphpp.compile`, also for the reference model."""
 
     reads_values = True
+    precompute_ref_logps: bool
     _reference_pipe: graphpp.Pipeline | None = None
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
@@ -100,7 +101,7 @@ class PipelineDPOTrainer(PipelineMixin, DPOTrainer):  # type: ignore[misc]
         return found
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """TRL's, for `precompute_ref_log_probs`: until there is a pipeline, each rank has the whole model, and computes alone."""
+        """TRL's, for `precompute_ref_log_probs`. Each rank computes alone until there is a pipeline: it has the whole model."""
         if self.ref_model is None and self.pipe is None:
             return super().compute_ref_log_probs(model, inputs)
         refer = lambda *args, **kwargs: self._refer([graphpp.Microbatch(args, kwargs)])[0]  # noqa: E731

@@ -50,10 +50,10 @@ class Unread(float):
     def _no_integer(self, *_: Any) -> NoReturn:
         _refuse("as an integer")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unread  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unread
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _unread  # type: ignore[assignment]
-    __neg__ = __pos__ = __abs__ = __round__ = _unread  # type: ignore[assignment]
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _true  # type: ignore[assignment]
+    __neg__ = __pos__ = __abs__ = __round__ = _unread
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _true
     __int__ = __index__ = __trunc__ = __floor__ = __ceil__ = _no_integer  # type: ignore[assignment]
     __hash__ = float.__hash__
 
@@ -73,7 +73,7 @@ def _unread_list(tensor: Tensor) -> Any:
 
 _READS: Mapping[Any, Callable[[Tensor], Any]] = {
     Tensor.item: lambda _: Unread(),
-    Tensor.__float__: lambda _: Unread(),
+    Tensor.__float__: lambda _: math.nan,  # Python refuses a subclass of float here; nan shows in the loss
     Tensor.__bool__: lambda _: True,
     Tensor.tolist: _unread_list,
     Tensor.__int__: lambda _: _refuse("as an integer"),
@@ -145,8 +145,8 @@ def _check(loss: Tensor, expected: Tensor, place: int) -> None:
     if not torch.isclose(loss.to(expected), expected, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
         raise GraphPPError(
             f"the loss of microbatch {place} is {float(expected)} in the captured pipeline, and {float(loss)} where "
-            "compute_loss has the actual values: a value that it reads, or a branch on one, changes the loss. Compute the loss of tensors "
-            "alone (torch.where in place of a branch), and read values for metrics only"
+            "compute_loss has the actual values: a value that it reads, or a branch on one, changes the loss. Compute the loss "
+            "of tensors alone (torch.where in place of a branch), and read values for metrics only"
         )
 
 
