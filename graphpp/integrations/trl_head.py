@@ -1,7 +1,7 @@
 """TRL's fused LM head in a form that a capture follows.
 
-Contract: `let_capture` changes TRL's module for this process. On the CPU log-probabilities keep their bits. On a GPU operators of
-torch replace TRL's Triton kernels, which no capture follows; results are equal up to rounding.
+Contract: `let_capture` changes TRL's module for this process. On the CPU log-probabilities keep their bits. On a GPU operators
+of torch replace TRL's Triton kernels, which no capture follows; results are equal up to rounding.
 """
 
 from __future__ import annotations
