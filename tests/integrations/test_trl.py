@@ -73,6 +73,10 @@ QUIET = {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": Tr
          "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}  # fmt: skip
 
 
+OTHER_LOSSES = ["hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
+                "apo_down", "discopop", "sigmoid_norm"]  # fmt: skip
+
+
 def pairs() -> Any:
     from datasets import Dataset
 
@@ -114,6 +118,7 @@ def preferred(own: bool, settings: dict[str, Any], reference: str, pipeline: dic
             ({}, "adapter", {}),
             ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, "model", {}),
             ({"loss_type": "ipo", "use_weighting": True, "ld_alpha": 0.5}, "model", {}),
+            ({"loss_type": OTHER_LOSSES, "label_smoothing": 0.1}, "model", {}),
         ),
     ],
 )
