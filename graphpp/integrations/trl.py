@@ -10,19 +10,20 @@ step pass through the reference before the step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import transformers
 from trl import DPOTrainer, SFTTrainer
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 from trl.trainer.utils import use_adapter
 
 import graphpp
 from graphpp.integrations.refusals import refuse
 from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
 from graphpp.integrations.transformers import PipelineMixin
-from graphpp.integrations.trl_head import let_capture
 
 _OFFLOADING = "give pipeline={'memory': graphpp.Memory(offload=True)}"
 _NOT_SYNCED = "leave it out, for the ranks of the reference hold other parameters than those of the model"
@@ -32,7 +33,38 @@ def _faults(args: Any) -> dict[str, str]:
     return {"activation_offloading=True": _OFFLOADING * bool(getattr(args, "activation_offloading", False))}
 
 
-let_capture()
+def _let_capture() -> None:
+    """Let a capture follow TRL's fused LM head, for any number of tokens. Changes TRL's modules for this process.
+
+    On the CPU log-probabilities keep their bits. On a GPU operators of torch replace Triton kernels, which no capture follows;
+    results are equal up to rounding.
+    """
+    modules: tuple[Any, ...] = (chunked_logprob, utils)
+    for module in modules:
+        module._use_triton = _no_triton
+    modules[0].range, modules[0].min = _chunks, _smaller
+
+
+def _no_triton(device: Any) -> bool:
+    return False
+
+
+def _chunks(start: int, stop: Any, step: int) -> Sequence[int]:
+    """As `range`; for a number that varies between microbatches, the captured graph is for this number of chunks."""
+    if not isinstance(stop, torch.SymInt):
+        return range(start, stop, step)
+    found = [start]
+    while found[-1] + step < stop:
+        found.append(found[-1] + step)
+    return found
+
+
+def _smaller(one: Any, other: Any) -> Any:
+    """As `min`, which a trace would keep as an expression."""
+    return one if one <= other else other
+
+
+_let_capture()
 
 
 class PipelineSFTTrainer(PipelineMixin, SFTTrainer):  # type: ignore[misc]
