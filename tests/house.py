@@ -142,7 +142,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/verification": 1_370,
     "tests": 47_360,
 }
-MOST_FILES = 419  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 420  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ class Unread(float):
         _refuse("as an integer")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unread
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _unread  # type: ignore[assignment]
-    __neg__ = __pos__ = __abs__ = __round__ = _unread
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _unread
+    __neg__ = __pos__ = __abs__ = __round__ = _unread  # type: ignore[assignment]
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _true
-    __int__ = __index__ = __trunc__ = __floor__ = __ceil__ = _no_integer  # type: ignore[assignment]
+    __int__ = __index__ = __trunc__ = __floor__ = __ceil__ = _no_integer
     __hash__ = float.__hash__
 
 
