@@ -119,30 +119,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 50_700,
+    "graphpp": 51_080,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_360,
+    "graphpp/capture": 5_380,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_170,
-    "graphpp/integrations": 1_910,
+    "graphpp/integrations": 2_230,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_290,
     "graphpp/passes": 4_920,
-    "graphpp/pipeline": 3_310,
+    "graphpp/pipeline": 3_350,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_100,
+    "tests": 47_360,
 }
-MOST_FILES = 419  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 420  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

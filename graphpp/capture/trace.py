@@ -48,7 +48,7 @@ from graphpp.capture.inline_modes import (
 from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
 from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
-from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
+from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, drop_unused_numbers, refuse_rounding
 from graphpp.capture.source_lines import user_line
 from graphpp.capture.stacked_rnn import whole_recurrences
 from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
@@ -243,6 +243,7 @@ def _export(
     functions.restore_into(module)
     drop_value_checks(module, of_data=dims is not None and not any(wrapper.are_numbers))
     if dims is not None:
+        drop_unused_numbers(module)
         refuse_unknown_numbers(module.graph, wrapper.are_numbers)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
-from accelerate.utils import slice_tensors  # type: ignore[import-untyped]
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 
 from graphpp.integrations.refusals import refuse_shares
 
@@ -35,6 +35,7 @@ def prepared_loader(accelerator: Any, loader: Any, put_on_device: bool) -> Any:
 
 
 def rows_of_data(accelerator: Any, values: Any, **_: Any) -> Any:
-    """The values, which every rank has; of the last batch, as many rows as it has."""
+    """The values, which every rank has; of the last batch, as many rows as it has. A 0-dim tensor has no rows to cut."""
     state = accelerator.gradient_state
-    return slice_tensors(values, slice(state.remainder)) if state.end_of_dataloader and state.remainder > 0 else values
+    rows = state.remainder if state.end_of_dataloader else 0
+    return recursively_apply(lambda value: value[:rows] if value.dim() else value, values) if rows > 0 else values

@@ -7,7 +7,8 @@ Contract
   gradient norms and learning rates are those of Trainer in one process, bit for bit in float32 without dropout. With
   `pipeline={"microbatches": n}` each batch is cut into n microbatches, and the losses differ by rounding.
 - `compute_loss` is Trainer's or a subclass's own. It is called in each step, for the arguments that it gives to the model, and
-  in the capture, with the model's output. So it calls the model once, and reads no values of tensors.
+  in the capture, with the model's output. So it calls the model once. If it reads values of tensors for metrics, the class
+  says so (`reads_values`), and it is called once more after each step (`value_reads.py`).
 - An evaluation runs each batch whole; every rank gets the logits.
 - A checkpoint holds the model as `save_pretrained` writes it, and the training in the folder `graphpp`, which any number of
   ranks and any split resumes.
@@ -31,6 +32,7 @@ from graphpp.integrations.loaders import prepared_loader, rows_of_data
 from graphpp.integrations.random_state import RandomState, generators_kept
 from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, faults_of_options, refuse, refuse_one_shot
 from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
+from graphpp.integrations.value_reads import read_values, reads_postponed, with_outputs
 
 _FOLDER = "graphpp"
 _OWN_OPTIONS = {
@@ -44,8 +46,12 @@ _Trainer: Any = object  # of the subclass that this mixin is part of
 
 
 class PipelineMixin(_Trainer):  # type: ignore[misc]
-    """Puts a subclass of `transformers.Trainer` on a pipeline: `class PipelineSFT(PipelineMixin, SFTTrainer)`."""
+    """Puts a subclass of `transformers.Trainer` on a pipeline: `class PipelineSFT(PipelineMixin, SFTTrainer)`.
 
+    `reads_values`: whether `compute_loss` reads values of tensors, such as `.item()`, for its metrics.
+    """
+
+    reads_values = False
     pipe: graphpp.Pipeline | None = None
     current_flos: Any
     _counting = False  # the items of a batch
@@ -122,12 +128,22 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         if self.pipe is None or self._piped is not self.model:
             options = {"parallel": self.args.device, **self.pipeline_options}
             options["microbatches"] = self._pieces * self.args.gradient_accumulation_steps
+            if self.reads_values:
+                options["memory"] = with_outputs(options.get("memory"))
             inputs = self._prepare_inputs(batch if self.train_dataset is None else self._first_batch())
-            example = self._microbatch(self._cut(inputs)[0], self._get_num_items_in_batch([inputs], self.args.device))
+            example = self._microbatch(self._example(inputs), self._get_num_items_in_batch([inputs], self.args.device))
             self._piped = self.model
             with self.accelerator.autocast():
                 self.pipe = graphpp.compile(self.model, self._loss, example=example, gradients="sum", **options)
         return self.pipe
+
+    def _example(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The microbatch that is captured: of the first batch."""
+        return self._cut(inputs)[0]
+
+    def _completed(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Microbatches with further inputs that `compute_loss` needs, for a subclass to add."""
+        return parts
 
     @property
     def _pieces(self) -> int:
@@ -153,7 +169,8 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
     def _loss(self, output: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """The loss of one microbatch, captured with the model: `compute_loss` on the model's output."""
         model = answering(self.model, output, "compute_loss")
-        return self.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
+        with reads_postponed(self, self.reads_values):
+            return self.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep the batch; with the last one of an optimizer step, run them all. Returns the loss of the last batch."""
@@ -165,10 +182,14 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         pipe, parts = self._pipe_for(batches[0]), [self._cut(batch) for batch in batches]
-        microbatches = [self._microbatch(part, num_items_in_batch) for batch in parts for part in batch]
+        inputs_of_all = self._completed([part for batch in parts for part in batch])
+        microbatches = [self._microbatch(part, num_items_in_batch) for part in inputs_of_all]
         weights = [weight for batch in parts for weight in self._weights(batch, len(batches), num_items_in_batch)]
         with self.accelerator.autocast(), self.compute_loss_context_manager():
-            result = pipe.step_microbatches(microbatches, loss_weight=weights, scaler=self.accelerator.scaler)
+            ranks: Any = "each" if self.reads_values else "last"
+            result = pipe.step_microbatches(microbatches, loss_weight=weights, scaler=self.accelerator.scaler, output=ranks)
+            if self.reads_values:
+                read_values(self, inputs_of_all, result, num_items_in_batch)
         weighted = iter([loss / (1 / weight) for loss, weight in zip(result.losses, weights, strict=True)])
         losses: list[Any] = [sum(next(weighted) for _ in batch) for batch in parts]
         last: torch.Tensor = losses.pop()

@@ -11,31 +11,50 @@ import torch
 from torch import nn
 
 from graphpp._torch import pytree
-from graphpp.arguments import one_word
+from graphpp.arguments import one_word, require
 from graphpp.batch.batch_dims import BatchDims
 from graphpp.batch.microbatch import without_data
 from graphpp.capture.outputs import merge_outputs
-from graphpp.errors import BatchError
+from graphpp.errors import BatchError, GraphPPError
 from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.graph_cache import PreparedStep
 from graphpp.runtime.runner import GraphPPRunner
 
-OutputRanks = Literal["last", "all"]
-OUTPUT_RANKS = one_word("last", "all")
+OutputRanks = Literal["last", "all", "each"]
+OUTPUT_RANKS = one_word("last", "all", "each")
 Exchange = Callable[[Callable[[], bytes]], list[bytes]]
 
 
-def merged_output(call: StepCall, prepared: PreparedStep, dims: BatchDims) -> Any:
-    """The output of the whole batch on the rank of the last stage; None elsewhere."""
-    outputs, captured = prepared.runner.take_outputs(), prepared.lowered.graphs[0].captured
-    return None if outputs is None else merge_outputs(captured, outputs, call.parts, dims)
+def asked_with(call: str, output: OutputRanks) -> str:
+    """The name of a call, which tells ranks apart that ask for other outputs."""
+    return call if output == "last" else f"{call}, output={output}"
 
 
-def shared_output(output: Any, runner: GraphPPRunner, last: bool, exchange: Exchange) -> Any:
-    """The output of the last stage's rank on every rank. Called by all ranks.
+def require_output(output: OutputRanks, kept: bool = True) -> None:
+    """Raise `GraphPPError` for other values, and for outputs that a step does not keep; equal on all ranks."""
+    require(GraphPPError, "output", OUTPUT_RANKS, output)
+    if output != "last" and not kept:
+        raise GraphPPError(f"output={output!r}: steps keep no outputs: give memory=graphpp.Memory(outputs=True)")
+
+
+def taken_output(call: StepCall, prepared: PreparedStep, dims: BatchDims, output: OutputRanks = "last") -> Any:
+    """The output of the whole batch, or with "each" of each microbatch, on the rank of the last stage; None elsewhere."""
+    outputs, graphs = prepared.runner.take_outputs(), prepared.lowered.graphs
+    if outputs is None:
+        return None
+    if output != "each":
+        return merge_outputs(graphs[0].captured, outputs, call.parts, dims)
+    rows = zip(graphs, outputs, call.parts, strict=True)
+    return [merge_outputs(graph.captured, [own], [part], dims) for graph, own, part in rows]
+
+
+def shared_output(output: Any, ranks: OutputRanks, runner: GraphPPRunner, last: bool, exchange: Exchange) -> Any:
+    """The output of the last stage's rank on the ranks that ask for it. Called by all ranks.
 
     `last`: whether this is that rank. `exchange` sends bytes of every rank to all.
     """
+    if ranks == "last":
+        return output
     described = exchange(lambda: as_bytes(output, "output") if last else b"")
     structure = pickle.loads(next(filter(None, described)))
     leaves, spec = pytree.tree_flatten(output if last else structure)

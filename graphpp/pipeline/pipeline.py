@@ -29,10 +29,11 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.transport import connect
 from graphpp.pipeline import grad_norm as norms
+from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.calls import Calls
-from graphpp.pipeline.graph_cache import GraphCache
+from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.interfaces.methods import Interfaces
-from graphpp.pipeline.outputs import OUTPUT_RANKS, OutputRanks, eval_mode, merged_output, shared_output
+from graphpp.pipeline.outputs import OutputRanks, asked_with, eval_mode, require_output, shared_output, taken_output
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
@@ -106,17 +107,6 @@ class Pipeline(Interfaces):
         """
         self._cache.recapture()
 
-    def step_microbatches(
-        self,
-        microbatches: Sequence[Microbatch],
-        *,
-        loss_weight: LossWeight | None = None,
-        scaler: GradScaler | None = None,
-        accumulation_steps: int = 1,
-    ) -> StepResult:
-        """Like `step`, with the microbatches given one by one; each distinct shape is captured once."""
-        return self._step(OneByOne(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
-
     def eval(
         self,
         *args: Any,
@@ -129,7 +119,8 @@ class Pipeline(Interfaces):
         """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
 
         `output`: the rank of the last stage gets the output ("last"), or every rank ("all"). Tensors are joined along their
-        batch dimension (`docs/training.md`), 0-dim floating tensors averaged over the microbatches, others stacked. Every rank
+        batch dimension (`docs/training.md`), 0-dim floating tensors averaged over the microbatches, others stacked. With
+        "each" every rank gets a list with the output of each microbatch, in which nothing is joined. Every rank
         gets `loss` if a target was given, the loss function needs none, or the output has its own `.loss`. `loss_weight` and
         `loss_kwargs` as in `step`.
         """
@@ -248,9 +239,9 @@ class Pipeline(Interfaces):
             return "Pipeline(nothing captured yet: give example=, or run a step)"
         return "\n".join(filter(None, (str(first.plan), self._reader.describe())))
 
-    def _step(self, batch: Batch, weights: LossArguments) -> StepResult:
+    def _step(self, batch: Batch, weights: LossArguments, output: OutputRanks = "last") -> StepResult:
         with self._calls.watched():
-            result, hooked = self._run_step(batch, weights)
+            result, hooked = self._run_step(batch, weights, output=output)
             if hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in hooked)
             self._note(result)
@@ -261,34 +252,36 @@ class Pipeline(Interfaces):
         self._record.add(result.loss)
 
     def _run_step(
-        self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None
+        self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None, output: OutputRanks = "last"
     ) -> tuple[StepResult, Collection[str]]:
-        call, prepared = self._calls.prepare(batch, weights)
+        call, prepared = self._calls.prepare(batch, weights, asked=asked_with("step", output))
+        require_output(output, self._options.memory.outputs)
         runner = self._calls.run(call, prepared, recorder).runner
         with self._calls.exchanging():
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
-        output = merged_output(call, prepared, self._request.batch_dims) if self._options.memory.outputs else None
+        found = self._output(call, prepared, output) if self._options.memory.outputs else None
         of_step = call.weighting
-        return StepResult(of_step.step_loss(wide(losses)), losses, of_step.means(metrics), output, metrics), runner.hooked
+        return StepResult(of_step.step_loss(wide(losses)), losses, of_step.means(metrics), found, metrics), runner.hooked
 
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
-        asked = "eval" if output == "last" else f"eval, output={output}"
         with self._calls.watched(), eval_mode(self._model):
-            call, prepared = self._calls.prepare(batch, weights, training=False, asked=asked)
-            require(GraphPPError, "output", OUTPUT_RANKS, output)  # equal on all ranks
+            call, prepared = self._calls.prepare(batch, weights, training=False, asked=asked_with("eval", output))
+            require_output(output)
             self._calls.run(call, prepared)
             runner = prepared.runner
             with self._calls.exchanging(training=False):
                 losses = runner.losses() if runner.program.loss is not None else None
                 metrics = runner.metrics()
-            merged = merged_output(call, prepared, self._request.batch_dims)
-            if output == "all":
-                with self._calls.exchanging(training=False):
-                    merged = shared_output(merged, runner, self.is_last, self._calls.bytes_of_all)
+            found = self._output(call, prepared, output)
         loss = None if losses is None else call.weighting.step_loss(wide(losses))
-        return EvalResult(merged, loss, losses, call.weighting.means(metrics), metrics)
+        return EvalResult(found, loss, losses, call.weighting.means(metrics), metrics)
+
+    def _output(self, call: StepCall, prepared: PreparedStep, output: OutputRanks) -> Any:
+        taken = taken_output(call, prepared, self._request.batch_dims, output)
+        with self._calls.exchanging(call.training):
+            return shared_output(taken, output, prepared.runner, self.is_last, self._calls.bytes_of_all)
 
     def _gradients(self) -> norms.RankGradients:
         owners = self._cache.ownership.ranks_of_parameter

@@ -28,7 +28,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of an evaluation. `output`: of the whole batch, on the last stage's rank, or on all (`output="all"`).
+    """The result of an evaluation. `output`: of the whole batch, on the last stage's rank, or on all (`output="all"`); with
+    `output="each"` a list with that of each microbatch, on all ranks.
 
     `loss`, `losses`, `metrics`, `metric_values`: as in `StepResult`, on every rank; `loss` and `losses` are None if the loss
     lacks its target.

@@ -206,3 +206,30 @@ def test_a_stage_may_start_at_a_module_that_evaluation_leaves_out() -> None:
     out = pipe.eval(x)
     model.eval()
     assert torch.equal(out.output, torch.cat([model(part) for part in x.chunk(4)]))
+
+
+def outputs_of_each(rank: int) -> list[Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    parts = [graphpp.Microbatch((torch.ones(rows, 4),), target=torch.zeros(rows, 4)) for rows in (1, 3)]
+    memory = graphpp.Memory(outputs=True)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, split=["2"], memory=memory, example=parts[0], microbatches=2)
+    with pytest.raises(graphpp.GraphPPError, match="output: take 'last' or 'all' or 'each'"):
+        pipe.step_microbatches(parts, output="first")  # type: ignore[arg-type]
+    whole = pipe.step_microbatches(parts, output="all").output
+    found = pipe.step_microbatches(parts, output="each").output
+    assert torch.equal(torch.cat(found), whole)
+    evaluated = pipe.eval_microbatches(parts, output="each").output
+    assert [*map(torch.equal, found, evaluated)] == [True, True]
+    return [each.tolist() for each in found]
+
+
+def test_every_rank_gets_the_output_of_each_microbatch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    expected = [model(torch.ones(rows, 4)).tolist() for rows in (1, 3)]
+    assert run_ranks(outputs_of_each, 2) == [expected, expected]
+    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=1)
+    with pytest.raises(graphpp.GraphPPError, match=r"steps keep no outputs: give memory=graphpp.Memory\(outputs=True\)"):
+        pipe.step_microbatches([graphpp.Microbatch((torch.ones(1, 4),), target=torch.zeros(1, 4))], output="each")

@@ -416,3 +416,24 @@ def test_the_option(dynamic: bool) -> None:
     assert len(made) == (2 if dynamic else 3)
     with pytest.raises(graphpp.GraphPPError, match=r"debug\.dynamic"):
         graphpp.compile(model, loss, debug=Debug(dynamic="yes"))  # type: ignore[arg-type]
+
+
+def noting_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """A loss with a slice that is the whole, and with an operation that no result needs and only the data sizes."""
+    logits[target > 3].sum()
+    return loss(logits[:, -target.shape[1] :], target)
+
+
+@pytest.mark.usefixtures("shared_captures")
+def test_operations_without_a_use_leave_sizes_open_and_outputs_are_kept() -> None:
+    model = Model()
+    twin = copy.deepcopy(model)
+    pipe = graphpp.compile(model, noting_loss, split=["blocks.1"], microbatches=1, memory=Memory(outputs=True))
+    with internals.captures() as made:
+        for length in (5, 9, 7):
+            x = tokens(2, length)
+            logits = twin(x)
+            found = pipe.step(x, target=x)
+            assert torch.equal(found.losses, eager(twin, [(x, x)])) and torch.equal(found.output, logits)
+            assert_same_state(model, twin, {"head.weight"})
+    assert [graph.joint.symbols is not None for graph in made] == [False, False, True]

@@ -43,6 +43,14 @@ def admit_numbers_of_data(joint: JointGraph, mode: Any) -> None:
         node.meta["val"] = as_constant(node.meta["val"])
 
 
+def drop_unused_numbers(module: fx.GraphModule) -> None:
+    """Erase operations without a use from an exported graph with data-dependent sizes, such as those of metrics."""
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    if any(is_unknown(size) for value in values if isinstance(value, torch.Tensor) for size in value.shape):
+        module.graph.eliminate_dead_code()
+        module.recompile()
+
+
 def _refuse(node: fx.Node) -> None:
     if isinstance(node.target, aot.HigherOrderOperator):
         raise CaptureError(

@@ -3,13 +3,14 @@
 Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without a
 guard. Contract: `difference` is None only if both graphs have the same operations equally often: operators, numbers, shapes and
 dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that do nothing, and so are
-operations that compute a number, since the number is compared where an operation reads it. A size that a number of the
-microbatch decides equals no other.
+operations without a use. Operations that compute a number are ignored too, since the number is compared where an operation
+reads it. A size that a number of the microbatch decides equals no other.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node, is_check
 
 aten = torch.ops.aten
+_START = 3  # the place of the start in aten.slice_scatter
 _NO_WORK = {operator.getitem, aten._unsafe_view.default, aten.lift_fresh_copy.default, aten.clone.default}
 
 
@@ -35,22 +37,39 @@ def difference(several: JointGraph, values: Values, one: JointGraph, of_one: Val
 
 def _operations(joint: JointGraph, values: Values) -> dict[str, list[fx.Node]]:
     found: dict[str, list[fx.Node]] = {}
-    for node in joint.computed():
+    needed = _needed(joint.graph)
+    for node in filter(needed.__contains__, joint.computed()):
         number = isinstance(node.meta["val"], (*SYMBOLIC, int, float)) or is_check(node)
-        works = node.target not in _NO_WORK and not number and not is_view(node) and not _is_of_whole_slice(node)
+        works = node.target not in _NO_WORK and not number and not is_view(node) and not _is_of_whole_slice(node, values)
         if node.op == "call_function" and works:
-            facts = [str(node.target), _described([node.args, node.kwargs], values), _described(node.meta["val"], values)]
+            given, made = [_arguments(node), node.kwargs], node.meta["val"]
+            facts = [str(node.target), _described(given, values), _described(made, values)]
             found.setdefault(repr(facts), []).append(node)
     return found
 
 
-def _is_of_whole_slice(node: fx.Node) -> bool:
-    """Whether a node is the backward of, or an assignment to, `x[:]`, which does nothing."""
+def _needed(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that an output or an operation with an effect needs; a trace with symbols lacks others."""
+    found = set[fx.Node]()
+    for node in reversed(graph.nodes):
+        if node in found or node.op == "output" or (node.is_impure() and not is_check(node)):
+            found.update((node, *node.all_input_nodes))
+    return found
+
+
+def _arguments(node: fx.Node) -> Sequence[Any]:
+    """The arguments, with 0 for the start of a slice that begins at None."""
+    starts = node.target == aten.slice_scatter.default
+    return [0 if starts and at == _START and each is None else each for at, each in enumerate(node.args)]
+
+
+def _is_of_whole_slice(node: fx.Node, values: Values) -> bool:
+    """Whether a node is the backward of, or an assignment to, a slice that is all of `x` at these sizes: it does nothing."""
     places = {aten.slice_backward.default: 0, aten.slice_scatter.default: 1}
     if node.target not in places:
         return False
     part: Any = node.args[places[node.target]]
-    return [*map(formula, part.meta["val"].shape)] == [*map(formula, node.meta["val"].shape)]
+    return bool(_described(part, values) == _described(node, values))
 
 
 def _described(value: Any, values: Values) -> Any:

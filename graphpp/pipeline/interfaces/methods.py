@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch.amp import GradScaler
 
 from graphpp.arguments import FLAG, NUMBER, Accepted, checked, or_none
 from graphpp.batch.loss_weights import LossArguments, LossWeight
@@ -101,6 +102,22 @@ class Interfaces(RankPart):
             raise BatchError("no rank was given microbatches: give them on one rank at least")
         return [Microbatch(**each) for each in found]
 
+    def step_microbatches(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        loss_weight: LossWeight | None = None,
+        scaler: GradScaler | None = None,
+        accumulation_steps: int = 1,
+        output: OutputRanks = "last",
+    ) -> StepResult:
+        """Like `step`, with the microbatches given one by one; each distinct shape is captured once.
+
+        `output`: the ranks and the form of `StepResult.output`, as in `eval`. Raises `GraphPPError` for "all" and "each" if the
+        pipeline lacks `memory.outputs`.
+        """
+        return self._step(OneByOne(microbatches), LossArguments(loss_weight, scaler, accumulation_steps), output)
+
     def eval_microbatches(
         self, microbatches: Sequence[Microbatch], *, loss_weight: LossWeight | None = None, output: OutputRanks = "last"
     ) -> EvalResult:
@@ -111,6 +128,9 @@ class Interfaces(RankPart):
         raise NotImplementedError
 
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
+        raise NotImplementedError
+
+    def _step(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> StepResult:
         raise NotImplementedError
 
     def _step_apart(self, batch: Microbatch, weights: LossArguments) -> tuple[StepResult, StepGradients]:
