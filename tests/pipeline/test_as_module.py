@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -278,6 +279,39 @@ def test_loss_kwargs_reach_the_loss() -> None:
     module = pipe.as_module()
     expected = [pipe.eval(X[0], target=Y[0], loss_kwargs={"scale": scale}).loss for scale in (2.0, 3.0)]
     assert [module(X[0], target=Y[0], loss_kwargs={"scale": scale}).loss.detach() for scale in (2.0, 3.0)] == expected
+
+
+@dataclasses.dataclass
+class Named:
+    logits: Tensor
+    more: Tensor | None = None
+
+
+torch.export.register_dataclass(Named)
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    more: Any = None
+
+
+class Returns(nn.Linear):
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__(8, 8)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [Named, Pair, lambda logits: {"logits": logits, "more": None}])
+def test_the_fields_of_an_output_are_those_of_the_result(kind: Callable[[Tensor], Any]) -> None:
+    loss = lambda output, target: F.mse_loss(output["logits"] if isinstance(output, dict) else output.logits, target)  # noqa: E731
+    pipe = graphpp.compile(Returns(kind), loss, example=graphpp.Microbatch((X[0],), target=Y[0]), microbatches=1)
+    found = pipe.as_module().eval()(X[0], target=Y[0])
+    assert torch.equal(F.mse_loss(found.logits, Y[0]), found.loss) and found["more"] is None
+    with pytest.raises(KeyError, match="and no 0 on this rank: the model's own output is `output`"):
+        found[0]
 
 
 def backward_twice(module: nn.Module) -> None:

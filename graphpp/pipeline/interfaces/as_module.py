@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 from graphpp._torch import pytree
 from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch, whole_each
+from graphpp.capture.outputs import Unseen
 from graphpp.errors import GraphPPError
 from graphpp.pipeline.interfaces.step_gradients import StepGradients
 from graphpp.pipeline.rank_part import RankPart
@@ -51,8 +53,11 @@ class ModuleOutput(dict[str, Any]):
     """The results of a call, by key and by attribute.
 
     `loss`, `losses`, `metrics`, `output`: as in `StepResult` and `EvalResult`, and the fields of an output that is a mapping,
-    such as `logits`.
+    a dataclass or a named tuple, such as `logits`.
     """
+
+    def __missing__(self, key: object) -> NoReturn:
+        raise KeyError(f"the output has {', '.join(self)}, and no {key!r} on this rank: the model's own output is `output`")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -257,9 +262,17 @@ def _part_of(original: nn.Module) -> _Part:
 
 
 def _output(result: StepResult | EvalResult, loss: torch.Tensor | None) -> ModuleOutput:
-    fields = result.output if isinstance(result.output, Mapping) else {}
     of_call = {"loss": loss, "losses": result.losses, "metrics": result.metrics, "output": result.output}
-    return ModuleOutput({**fields, **of_call})
+    return ModuleOutput({**_fields(result.output), **of_call})
+
+
+def _fields(output: Any) -> dict[str, Any]:
+    """The fields of an output that has names for them; those of Hugging Face's classes are mappings without None."""
+    if is_dataclass(output) and not isinstance(output, Unseen):
+        own = {each.name: getattr(output, each.name) for each in fields(output)}
+    else:
+        own = {name: getattr(output, name) for name in getattr(output, "_fields", ()) if isinstance(output, tuple)}
+    return {**own, **output} if isinstance(output, Mapping) else own
 
 
 def _refuse_backward(gradient: float) -> NoReturn:
