@@ -240,11 +240,19 @@ def containers(rank: int) -> list[list[Tensor]]:
     assert list(module.named) == list("ab"[rank]) and len(module.named) == 1
     assert isinstance(module.named, nn.ModuleDict) and list(module.named.items()) == [("ab"[rank], module.named["ab"[rank]])]
     assert [id(layer.weight) for layer in layers] == [id(each) for each in pipe.parameters() if each.dim() == 2]
+    assert module.listed[0].weight.shape == module.listed[-1:][0].weight.shape == module.named["b"].weight.shape == (8, 8)
+    module.named["a"].requires_grad_(False)  # of the first rank
+    batch, target = X[:2].flatten(0, 1), Y[:2].flatten(0, 1)
+    module(batch, target=target).loss.backward()
+    assert [layer.weight.grad is None for layer in layers] == [not rank] * len(layers)
+    module.requires_grad_(True)
+    module(batch, target=target).loss.backward()
+    assert all(layer.weight.grad is not None for layer in layers)
     return [[layer.weight.detach() for layer in layers]]
 
 
 def test_containers_have_the_modules_of_the_rank() -> None:
-    """torchtitan's load balancing of experts goes over the layers of a part and changes their buffers."""
+    """torchtitan's load balancing of experts goes over the layers of a part; loops freeze layers of all ranks by their index."""
     assert [len(found[0]) for found in run_ranks(containers, 2)] == [1, 2]
 
 
@@ -310,7 +318,7 @@ def test_the_fields_of_an_output_are_those_of_the_result(kind: Callable[[Tensor]
     pipe = graphpp.compile(Returns(kind), loss, example=graphpp.Microbatch((X[0],), target=Y[0]), microbatches=1)
     found = pipe.as_module().eval()(X[0], target=Y[0])
     assert torch.equal(F.mse_loss(found.logits, Y[0]), found.loss) and found["more"] is None
-    with pytest.raises(KeyError, match="and no 0 on this rank: the model's own output is `output`"):
+    with pytest.raises(KeyError, match="and no 0 on this rank: `output` is the model's own"):
         found[0]
 
 

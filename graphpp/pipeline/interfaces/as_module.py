@@ -9,8 +9,8 @@ Contract
   round as in a loop that scales its loss; the step before the first backward has the factor `loss_scale`.
 - In train mode without gradients (`torch.no_grad`) the gradients of the step are dropped. In eval mode the module runs
   `pipe.eval`; the backward of its loss raises `GraphPPError`.
-- The module holds this rank's parameters and buffers under their FQNs in the model. `train` and `eval` set the flags of the
-  model; `state_dict` and `load_state_dict` are the pipeline's; a change of device or dtype raises `GraphPPError`; other
+- The module holds this rank's parameters and buffers under their FQNs in the model. `train`, `eval` and `requires_grad_` set
+  the flags of the model; `state_dict` and `load_state_dict` are the pipeline's; a change of device or dtype raises `GraphPPError`; other
   attributes, such as `config`, are the model's.
 - All ranks call the module and the backward alike; an overflow of one rank is every rank's once a loss was scaled up.
 """
@@ -57,13 +57,19 @@ class ModuleOutput(dict[str, Any]):
     """
 
     def __missing__(self, key: object) -> NoReturn:
-        raise KeyError(f"the output has {', '.join(self)}, and no {key!r} on this rank: the model's own output is `output`")
+        raise KeyError(self._lacks(key))
+
+    def _lacks(self, key: object) -> str:
+        return (
+            f"the output has {', '.join(self)}, and no {key!r} on this rank: `output` is the model's own, on the rank of the "
+            "last stage, and in train mode with memory=graphpp.Memory(outputs=True)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"the output has {', '.join(self)}, and no {name!r} on this rank") from None
+            raise AttributeError(self._lacks(name)) from None
 
 
 class _Result(torch.autograd.Function):
@@ -114,6 +120,10 @@ class _Tree(nn.Module):
         self.__dict__["_original"].train(mode)
         return super().train(mode)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.__dict__["_original"].requires_grad_(requires_grad)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -130,11 +140,18 @@ class _Part(_Tree):
 
 
 class _DictPart(_Part, nn.ModuleDict):
-    """A part whose `keys`, `values` and `items` are those of this rank."""
+    """A part whose `keys`, `values` and `items` are those of this rank; a key of another rank gives the model's module."""
+
+    def __getitem__(self, key: str) -> nn.Module:
+        return getattr(self, key)  # type: ignore[no-any-return]
 
 
 class _ListPart(_Part, nn.ModuleList):
-    """A part that iterates over the modules of this rank."""
+    """A part that iterates over the modules of this rank; an index of another rank gives the model's module."""
+
+    def __getitem__(self, index: Any) -> Any:
+        names = [name for name, _ in self.__dict__["_original"].named_children()][index]
+        return [getattr(self, name) for name in names] if isinstance(index, slice) else getattr(self, names)
 
 
 class PipelineModule(_Tree):
