@@ -33,7 +33,8 @@ def state_bytes(request: CompileRequest, joint: JointGraph, stages: Sequence[Sta
 def kept_outputs(joint: JointGraph, stages: Sequence[StageProgram], microbatches: int) -> StateBytes:
     """The model's outputs of a step, which the last stage keeps under `memory.outputs` until the step ends."""
     outputs = (node.meta["val"] for role, node in joint.outputs() if isinstance(role, Output))
-    return StateBytes((len(stages) - 1,), buffers=microbatches * sum(hint(each.nbytes) for each in outputs))
+    kept = sum(hint(each.numel()) * each.element_size() for each in outputs)  # `nbytes` of symbolic sizes raises
+    return StateBytes((len(stages) - 1,), buffers=microbatches * kept)
 
 
 def held_by_rank(

@@ -322,6 +322,12 @@ def test_the_fields_of_an_output_are_those_of_the_result(kind: Callable[[Tensor]
         found[0]
 
 
+def test_outputs_are_kept_for_batches_of_other_sizes() -> None:
+    """A second size is traced for all sizes, whose outputs have bytes too."""
+    pipe = graphpp.compile(nn.Linear(8, 8), F.mse_loss, microbatches=1, memory=graphpp.Memory(outputs=True))
+    assert [len(pipe.step(X[0][:rows], target=Y[0][:rows]).output) for rows in (8, 6, 4)] == [8, 6, 4]
+
+
 def backward_twice(module: nn.Module) -> None:
     loss = module(x=X[0], labels=Y[0]).loss
     loss.backward(retain_graph=True)
