@@ -35,7 +35,14 @@ import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.integrations.lightning_steps import Steps, loss_of_step
 from graphpp.integrations.random_state import RandomState, generators_kept
-from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, refuse, refuse_one_shot, refuse_shares, unknown_options
+from graphpp.integrations.refusals import (
+    PLAN_OPTION,
+    faults_of_model,
+    refuse,
+    refuse_one_shot,
+    refuse_shares,
+    unknown_options,
+)
 
 _SUFFIX = ".graphpp"
 _OWNER = "PipelineStrategy"

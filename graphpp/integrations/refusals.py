@@ -47,7 +47,8 @@ def faults_of_options(options: Mapping[str, Any], own: Mapping[str, str]) -> dic
 def unknown_options(options: Mapping[str, Any]) -> dict[str, str]:
     """The names that are no options of `graphpp.compile`, and the remedy."""
     known = [each.name for each in inspect.signature(graphpp.compile).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    return {name: f"it is no option of graphpp.compile; take one of {', '.join(known)}" for name in options if name not in known}
+    remedy = f"it is no option of graphpp.compile; take one of {', '.join(known)}"
+    return {name: remedy for name in options if name not in known}
 
 
 def refuse_shares(loader: Any) -> None:

@@ -43,7 +43,7 @@ _SAME_CALLS = (
 _SAME_DATA = (
     "All ranks of a pipeline read the same batches: seed the ranks alike, and leave out samplers that give each rank its share."
 )
-_SAME_MODEL = "All ranks build and change the whole model alike: set requires_grad on the compiled model, not on one rank's part."
+_SAME_MODEL = "All ranks change the whole model alike: set requires_grad on the compiled model, not on one rank's part."
 _LEAST = -(2**63)  # of int64
 
 

@@ -166,8 +166,8 @@ class CallsNone(PipelineMixin, Trainer):
     ("kind", "pipeline", "changes", "more", "words"),
     [
         (PipelineTrainer, {"gradients": "mean"}, {}, (), "pipeline\\['gradients'\\] does not go with PipelineTrainer"),
-        (PipelineTrainer, {"schedul": "1F1B"}, {}, (), "pipeline\\['schedul'\\] does not .* it is no option of graphpp.compile"),
-        (PipelineTrainer, {"microbatches": 0}, {}, (), "pipeline\\['microbatches'\\] does not .* number of parts of each batch"),
+        (PipelineTrainer, {"schedul": "1F1B"}, {}, (), "pipeline\\['schedul'\\] does not .* no option of graphpp.compile"),
+        (PipelineTrainer, {"microbatches": 0}, {}, (), "pipeline\\['microbatches'\\] does not .* number of parts of each"),
         (PipelineTrainer, {}, {"torch_compile": True}, (), 'give pipeline={"backend": "inductor"}'),
         (PipelineTrainer, {}, {}, (("optimizers", (torch.optim.SGD(model().parameters()), None)),), "give optimizer_cls_and"),
         (PipelineTrainer, {}, {"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "steps",

@@ -252,7 +252,7 @@ def containers(rank: int) -> list[list[Tensor]]:
 
 
 def test_containers_have_the_modules_of_the_rank() -> None:
-    """torchtitan's load balancing of experts goes over the layers of a part; loops freeze layers of all ranks by their index."""
+    """torchtitan's load balancing of experts goes over the layers of a part; loops freeze layers by their index."""
     assert [len(found[0]) for found in run_ranks(containers, 2)] == [1, 2]
 
 
@@ -314,7 +314,9 @@ class Returns(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Named, Pair, lambda logits: {"logits": logits, "more": None}])
 def test_the_fields_of_an_output_are_those_of_the_result(kind: Callable[[Tensor], Any]) -> None:
-    loss = lambda output, target: F.mse_loss(output["logits"] if isinstance(output, dict) else output.logits, target)  # noqa: E731
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return F.mse_loss(output["logits"] if isinstance(output, dict) else output.logits, target)
+
     pipe = graphpp.compile(Returns(kind), loss, example=graphpp.Microbatch((X[0],), target=Y[0]), microbatches=1)
     found = pipe.as_module().eval()(X[0], target=Y[0])
     assert torch.equal(F.mse_loss(found.logits, Y[0]), found.loss) and found["more"] is None

@@ -10,8 +10,8 @@ Contract
 - In train mode without gradients (`torch.no_grad`) the gradients of the step are dropped. In eval mode the module runs
   `pipe.eval`; the backward of its loss raises `GraphPPError`.
 - The module holds this rank's parameters and buffers under their FQNs in the model. `train`, `eval` and `requires_grad_` set
-  the flags of the model; `state_dict` and `load_state_dict` are the pipeline's; a change of device or dtype raises `GraphPPError`; other
-  attributes, such as `config`, are the model's.
+  the flags of the model; `state_dict` and `load_state_dict` are the pipeline's; a change of device or dtype raises
+  `GraphPPError`; other attributes, such as `config`, are the model's.
 - All ranks call the module and the backward alike; an overflow of one rank is every rank's once a loss was scaled up.
 """
 
