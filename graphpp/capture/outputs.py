@@ -69,11 +69,16 @@ def joined_dims(
         pairs = zip(each, parts, strict=True)
         along = {dims.of_output(path, shape, part.rows, parts[0].dim) for shape, part in pairs}
         found.append(along.pop() if len(along) == 1 else None)
-        if found[-1] is None and len(set(each)) > 1:
+        shown, dim = " and ".join(map(str, dict.fromkeys(each))), found[-1]
+        if dim is None and len(set(each)) > 1:
             raise BatchError(
-                f"the model's {path} has the shapes {' and '.join(map(str, dict.fromkeys(each)))} for the microbatches, and "
-                "no batch dimension in front or named in microbatches.batch_dims: it cannot be put together. Evaluate a batch "
-                "that divides evenly."
+                f"the model's {path} has the shapes {shown} for the microbatches, and no batch dimension in front or named in "
+                "microbatches.batch_dims: it cannot be put together. Evaluate a batch that divides evenly."
+            )
+        if dim is not None and len({shape[:dim] + shape[dim + 1 :] for shape in each}) > 1:
+            raise BatchError(
+                f"the model's {path} has the shapes {shown} for the microbatches: it cannot be put together. Pad them alike, "
+                "evaluate each by itself, or leave memory.outputs out."
             )
     return found
 

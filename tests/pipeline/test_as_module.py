@@ -328,6 +328,9 @@ def test_outputs_are_kept_for_batches_of_other_sizes() -> None:
     """A second size is traced for all sizes, whose outputs have bytes too."""
     pipe = graphpp.compile(nn.Linear(8, 8), F.mse_loss, microbatches=1, memory=graphpp.Memory(outputs=True))
     assert [len(pipe.step(X[0][:rows], target=Y[0][:rows]).output) for rows in (8, 6, 4)] == [8, 6, 4]
+    lengths = [graphpp.Microbatch((X[:2, :length],), target=Y[:2, :length]) for length in (8, 6)]
+    with pytest.raises(graphpp.BatchError, match=r"\(2, 8, 8\) and \(2, 6, 8\) .* cannot be put together. Pad them alike"):
+        pipe.step_microbatches(lengths)
 
 
 def backward_twice(module: nn.Module) -> None:
