@@ -119,12 +119,12 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 50_780,
+    "graphpp": 50_770,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_360,
+    "graphpp/capture": 5_370,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
@@ -140,7 +140,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_230,
+    "tests": 47_210,
 }
 MOST_FILES = 419  # Python files of graphpp/, `__init__.py` included
 
