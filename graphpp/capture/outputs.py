@@ -16,6 +16,10 @@ from graphpp.errors import BatchError, CaptureError
 from graphpp.runtime import program
 
 
+class _UnseenError(CaptureError, AttributeError):
+    """So `hasattr` of an unseen object is False: trainers ask each value of an output for its dtype."""
+
+
 @dataclass(frozen=True)
 class Unseen:
     """Takes the place of an object in the output that hides tensors from torch's pytree; its use raises `CaptureError`."""
@@ -27,7 +31,7 @@ class Unseen:
             remedy = "Hugging Face models leave it out with use_cache=False, as an argument or in model.config."
         else:
             remedy = "Return the tensors in a tuple, list or dict, or register its class with torch.export.register_dataclass."
-        raise CaptureError(f"the model's output holds a {self.kind}, and torch cannot see what is in it. {remedy}")
+        raise _UnseenError(f"the model's output holds a {self.kind}, and torch cannot see what is in it. {remedy}")
 
     __getitem__ = __iter__ = __len__ = __call__ = refuse
 
@@ -38,13 +42,14 @@ class Unseen:
 
 
 def with_unseen(captured: CapturedGraph) -> CapturedGraph:
-    """The graph with `Unseen` objects in the output. Raises `CaptureError` if it has one, and no loss to evaluate."""
+    """The graph with `Unseen` objects in the output. Raises `CaptureError` if it has one, and neither a tensor nor a loss."""
     leaves = [
         leaf if leaf is TENSOR_LEAF or is_plain_data(leaf) else Unseen(type(leaf).__qualname__)
         for leaf in captured.output_leaves
     ]
     unseen = next((leaf for leaf in leaves if isinstance(leaf, Unseen)), None)
-    if unseen is not None and not any(isinstance(role, program.Loss) for role, _ in captured.joint.outputs()):
+    seen = any(leaf is TENSOR_LEAF for leaf in leaves)
+    if unseen is not None and not seen and not any(isinstance(role, program.Loss) for role, _ in captured.joint.outputs()):
         unseen.refuse()
     return replace(captured, output_leaves=tuple(leaves))
 
@@ -64,11 +69,16 @@ def joined_dims(
         pairs = zip(each, parts, strict=True)
         along = {dims.of_output(path, shape, part.rows, parts[0].dim) for shape, part in pairs}
         found.append(along.pop() if len(along) == 1 else None)
-        if found[-1] is None and len(set(each)) > 1:
+        shown, dim = " and ".join(map(str, dict.fromkeys(each))), found[-1]
+        if dim is None and len(set(each)) > 1:
             raise BatchError(
-                f"the model's {path} has the shapes {' and '.join(map(str, dict.fromkeys(each)))} for the microbatches, and "
-                "no batch dimension in front or named in microbatches.batch_dims: it cannot be put together. Evaluate a batch "
-                "that divides evenly."
+                f"the model's {path} has the shapes {shown} for the microbatches, and no batch dimension in front or named in "
+                "microbatches.batch_dims: it cannot be put together. Evaluate a batch that divides evenly."
+            )
+        if dim is not None and len({shape[:dim] + shape[dim + 1 :] for shape in each}) > 1:
+            raise BatchError(
+                f"the model's {path} has the shapes {shown} for the microbatches: it cannot be put together. Pad them alike, "
+                "evaluate each by itself, or leave memory.outputs out."
             )
     return found
 

@@ -146,8 +146,9 @@ def check_homes(first: CompiledGraph, graph: CompiledGraph) -> None:
             if isinstance(role, Parameter | Buffer) and rank not in homes.get(role.fqn, {rank}):
                 raise GraphPPError(
                     f"{role.fqn} is kept on rank {min(homes[role.fqn])}, but for this batch, or in this mode, stage "
-                    f"{stage.index} on rank {rank} reads it, where it is never updated. Choose a split that keeps its "
-                    "users together, or make the pipeline with an example of the call that trains it."
+                    f"{stage.index} on rank {rank} reads it, where it is never updated. Call the module once, "
+                    "choose a split that keeps its users together, or make the pipeline with an example of the call that "
+                    "trains it."
                 )
 
 

@@ -51,15 +51,15 @@ class LateModule(nn.Module):
         """
         if self.pipe is None:
             return
-        own = set(map(id, self.pipe.parameters()))
-        held = [each for group in optimizer.param_groups for each in group["params"]]
-        foreign = [each for each in held if id(each) not in own and self._before.get(id(each), lambda: None)() is not each]
+        own, whole = set(map(id, self.pipe.parameters())), set(map(id, self.original.parameters()))
+        held = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+        foreign = [each for each in held if id(each) not in whole and self._before.get(id(each), lambda: None)() is not each]
         if foreign:
             raise GraphPPError(
                 f"the optimizer holds {len(foreign)} parameters that are not the model's, the first of shape "
                 f"{list(foreign[0].shape)}: make the optimizer of model.parameters() alone"
             )
-        self.pipe.let_optimizers_drop((), [optimizer])
+        self.pipe.let_optimizers_drop(held, [optimizer])
 
     @property
     def _showing(self) -> nn.Module:
@@ -69,6 +69,10 @@ class LateModule(nn.Module):
     def train(self, mode: bool = True) -> Self:
         self._showing.train(mode)
         vars(self)["training"] = mode
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._showing.requires_grad_(requires_grad)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

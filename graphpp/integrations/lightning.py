@@ -35,7 +35,14 @@ import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.integrations.lightning_steps import Steps, loss_of_step
 from graphpp.integrations.random_state import RandomState, generators_kept
-from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, refuse, refuse_one_shot, refuse_shares
+from graphpp.integrations.refusals import (
+    PLAN_OPTION,
+    faults_of_model,
+    refuse,
+    refuse_one_shot,
+    refuse_shares,
+    unknown_options,
+)
 
 _SUFFIX = ".graphpp"
 _OWNER = "PipelineStrategy"
@@ -51,7 +58,8 @@ class PipelineStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def __init__(self, *, process_group_backend: str | None = None, **options: Any) -> None:
         super().__init__()
-        refuse(_OWNER, {f"{name}=": reason for name, reason in _OWN_OPTIONS.items() if name in options})
+        own = {name: reason for name, reason in _OWN_OPTIONS.items() if name in options}
+        refuse(_OWNER, {f"{name}=": reason for name, reason in {**own, **unknown_options(options)}.items()})
         self._options, self._backend, self.num_nodes = options, process_group_backend, 1
         self.pipe: graphpp.Pipeline | None = None
         self._steps: Steps | None = None

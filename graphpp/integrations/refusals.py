@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+import graphpp
 from graphpp.errors import GraphPPError
 
 PLAN_OPTION = "give the plan's options one by one"
@@ -31,14 +33,22 @@ def faults_of_model(model: Any) -> dict[str, str]:
 
 
 def faults_of_options(options: Mapping[str, Any], own: Mapping[str, str]) -> dict[str, str]:
-    """The options of `graphpp.compile` that an adapter sets itself (`own`, with the reasons), and meshes with replicas."""
+    """Options that an adapter sets itself (`own`, with the reasons), unknown ones, and meshes with replicas."""
     mesh = options.get("mesh")
     names = getattr(mesh, "mesh_dim_names", None) or ()
     replicas = [name for name in names if name.startswith("dp_") and mesh[name].size() > 1]  # type: ignore[index]
     return {
         **{f"pipeline[{name!r}]": reason for name, reason in own.items() if name in options},
+        **{f"pipeline[{name!r}]": reason for name, reason in unknown_options(options).items()},
         "pipeline['mesh'] with " + ", ".join(replicas): "its replicas would read the same batches" if replicas else "",
     }
+
+
+def unknown_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """The names that are no options of `graphpp.compile`, and the remedy."""
+    known = [each.name for each in inspect.signature(graphpp.compile).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    remedy = f"it is no option of graphpp.compile; take one of {', '.join(known)}"
+    return {name: remedy for name in options if name not in known}
 
 
 def refuse_shares(loader: Any) -> None:

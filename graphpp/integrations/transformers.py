@@ -292,7 +292,15 @@ def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
         **faults_of_model(trainer.model),
         "torch_compile": 'give pipeline={"backend": "inductor"} in its place' if args.torch_compile else "",
         "save_only_model": "load_best_model_at_end needs whole ones" * (args.save_only_model and args.load_best_model_at_end),
+        "predict_with_generate=True": "leave it out, and generate after the training with the saved model, by from_pretrained"
+        * bool(getattr(args, "predict_with_generate", False)),
         "nn.DataParallel": "start one process per GPU, by torchrun" if args.n_gpu > 1 else "",
+        "pipeline['microbatches']": "give the number of parts of each batch, 1 or more" * (not _is_count(options)),
         **faults_of_options(options, _OWN_OPTIONS),
     }
     refuse("PipelineTrainer", faults)
+
+
+def _is_count(options: Mapping[str, Any]) -> bool:
+    count = options.get("microbatches", 1)
+    return isinstance(count, int) and count > 0

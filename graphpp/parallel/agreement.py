@@ -43,6 +43,7 @@ _SAME_CALLS = (
 _SAME_DATA = (
     "All ranks of a pipeline read the same batches: seed the ranks alike, and leave out samplers that give each rank its share."
 )
+_SAME_MODEL = "All ranks change the whole model alike: set requires_grad on the compiled model, not on one rank's part."
 _LEAST = -(2**63)  # of int64
 
 
@@ -244,10 +245,9 @@ def _is_data(name: str) -> bool:
 
 
 def _remedies(names: Collection[str]) -> list[str]:
-    """The lines that say what to change where ranks make other calls, or were given other data."""
+    """The lines that say what to change where ranks make other calls, or were given other data or models."""
     calls = any(name in (_CALL, "the number of the call") for name in names)
-    data = any(map(_is_data, names))
-    return [_SAME_CALLS] * calls + [_SAME_DATA] * data
+    return [_SAME_CALLS] * calls + [_SAME_DATA] * any(map(_is_data, names)) + [_SAME_MODEL] * ("the model" in names)
 
 
 def _refuse_other_calls(by_rank: Mapping[str, Lines]) -> None:

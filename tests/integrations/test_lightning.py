@@ -234,3 +234,5 @@ def test_a_checkpoint_of_lightning_is_refused(tmp_path: Path) -> None:
         trainer.fit(Classifier(), loader(32, 8), ckpt_path=tmp_path / "one.ckpt")
     with pytest.raises(GraphPPError, match="mesh= does not go with PipelineStrategy"):
         PipelineStrategy(mesh=None)
+    with pytest.raises(GraphPPError, match=r"schedul= does not .* it is no option of graphpp.compile; take one of example"):
+        PipelineStrategy(schedul="1F1B")

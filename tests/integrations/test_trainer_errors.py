@@ -101,6 +101,14 @@ def waits_or_evaluates(accelerator: PipelineAccelerator, net: nn.Module) -> None
     accelerator.wait_for_everyone() if accelerator.is_main_process else evaluate(accelerator, net)
 
 
+def optimizes_the_unwrapped(accelerator: PipelineAccelerator, net: nn.Module) -> None:
+    """An optimizer of the original model, which has stand-ins for the parameters of other ranks by now, keeps this rank's."""
+    made = torch.optim.SGD(accelerator.unwrap_model(net).parameters(), 0.1)
+    held = accelerator.prepare(made).param_groups[0]["params"]
+    assert [id(each) for each in held] == [id(each) for each in net.parameters()]
+    net.requires_grad_(False).requires_grad_(True)
+
+
 def shares(rank: int) -> Any:
     return torch.utils.data.DistributedSampler(range(16), 2, rank)  # type: ignore[arg-type]
 
@@ -117,6 +125,7 @@ def faults(rank: int, folder: Path) -> list[str]:
         lambda: loop(rank, None, waits_or_evaluates),
         lambda: loop(rank, None, lambda accelerator, net: accelerator.clip_grad_norm_(net.original[0].parameters(), 1.0)),
         lambda: loop(rank, None, lambda _, net: DistributedDataParallel(net)),
+        lambda: loop(rank, None, optimizes_the_unwrapped),
         lambda: loop(rank, shares(rank)),
         lambda: loop(rank, Every2nd(rank)),
         lambda: train(rank, folder, lambda trainer: trainer.save_model()),
@@ -145,6 +154,7 @@ EXPECTED = [
     ("differs in the call: it has eval, output=all, the others have accelerator.wait_for_everyone", CALL),
     ("clip_grad_norm_: the parameters lack 3.weight", "give model.parameters(), all of them"),
     ("DistributedDataParallel around a pipeline", "use the prepared model as it is"),
+    ("nothing",),
     ("the loader's DistributedSampler gives each of 2 ranks another share", "leave the sampler out"),
     ("rank 1 differs in the values of args[0] of microbatch 0", "leave out samplers that give each rank its share"),
     ("has the logging of Trainer, the others have gather", CALL),

@@ -10,7 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import graphpp
 from graphpp.integrations.transformers import PipelineMixin, PipelineTrainer
@@ -167,6 +175,8 @@ class CallsNone(PipelineMixin, Trainer):
     ("kind", "pipeline", "changes", "more", "words"),
     [
         (PipelineTrainer, {"gradients": "mean"}, {}, (), "pipeline\\['gradients'\\] does not go with PipelineTrainer"),
+        (PipelineTrainer, {"schedul": "1F1B"}, {}, (), "pipeline\\['schedul'\\] does not .* no option of graphpp.compile"),
+        (PipelineTrainer, {"microbatches": 0}, {}, (), "pipeline\\['microbatches'\\] does not .* number of parts of each"),
         (PipelineTrainer, {}, {"torch_compile": True}, (), 'give pipeline={"backend": "inductor"}'),
         (PipelineTrainer, {}, {}, (("optimizers", (torch.optim.SGD(model().parameters()), None)),), "give optimizer_cls_and"),
         (PipelineTrainer, {}, {"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "steps",
@@ -179,6 +189,16 @@ class CallsNone(PipelineMixin, Trainer):
 def test_refusals(tmp_path: Path, kind: type, pipeline: Any, changes: Any, more: Any, words: str) -> None:
     with pytest.raises(graphpp.GraphPPError, match=words):
         trained(kind, tmp_path, pipeline, more, **changes)
+
+
+class Generates(PipelineMixin, Seq2SeqTrainer):
+    pass
+
+
+def test_generation_in_an_evaluation_is_refused(tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments(str(tmp_path), report_to="none", use_cpu=True, predict_with_generate=True)
+    with pytest.raises(graphpp.GraphPPError, match="predict_with_generate=True does not go with PipelineTrainer: leave it out"):
+        Generates(model(), args, pipeline={})
 
 
 def test_a_checkpoint_of_trainer_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -239,11 +240,19 @@ def containers(rank: int) -> list[list[Tensor]]:
     assert list(module.named) == list("ab"[rank]) and len(module.named) == 1
     assert isinstance(module.named, nn.ModuleDict) and list(module.named.items()) == [("ab"[rank], module.named["ab"[rank]])]
     assert [id(layer.weight) for layer in layers] == [id(each) for each in pipe.parameters() if each.dim() == 2]
+    assert module.listed[0].weight.shape == module.listed[-1:][0].weight.shape == module.named["b"].weight.shape == (8, 8)
+    module.named["a"].requires_grad_(False)  # of the first rank
+    batch, target = X[:2].flatten(0, 1), Y[:2].flatten(0, 1)
+    module(batch, target=target).loss.backward()
+    assert [layer.weight.grad is None for layer in layers] == [not rank] * len(layers)
+    module.requires_grad_(True)
+    module(batch, target=target).loss.backward()
+    assert all(layer.weight.grad is not None for layer in layers)
     return [[layer.weight.detach() for layer in layers]]
 
 
 def test_containers_have_the_modules_of_the_rank() -> None:
-    """torchtitan's load balancing of experts goes over the layers of a part and changes their buffers."""
+    """torchtitan's load balancing of experts goes over the layers of a part; loops freeze layers by their index."""
     assert [len(found[0]) for found in run_ranks(containers, 2)] == [1, 2]
 
 
@@ -278,6 +287,50 @@ def test_loss_kwargs_reach_the_loss() -> None:
     module = pipe.as_module()
     expected = [pipe.eval(X[0], target=Y[0], loss_kwargs={"scale": scale}).loss for scale in (2.0, 3.0)]
     assert [module(X[0], target=Y[0], loss_kwargs={"scale": scale}).loss.detach() for scale in (2.0, 3.0)] == expected
+
+
+@dataclasses.dataclass
+class Named:
+    logits: Tensor
+    more: Tensor | None = None
+
+
+torch.export.register_dataclass(Named)
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    more: Any = None
+
+
+class Returns(nn.Linear):
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__(8, 8)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [Named, Pair, lambda logits: {"logits": logits, "more": None}])
+def test_the_fields_of_an_output_are_those_of_the_result(kind: Callable[[Tensor], Any]) -> None:
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return F.mse_loss(output["logits"] if isinstance(output, dict) else output.logits, target)
+
+    pipe = graphpp.compile(Returns(kind), loss, example=graphpp.Microbatch((X[0],), target=Y[0]), microbatches=1)
+    found = pipe.as_module().eval()(X[0], target=Y[0])
+    assert torch.equal(F.mse_loss(found.logits, Y[0]), found.loss) and found["more"] is None
+    with pytest.raises(KeyError, match="and no 0 on this rank: `output` is the model's own"):
+        found[0]
+
+
+def test_outputs_are_kept_for_batches_of_other_sizes() -> None:
+    """A second size is traced for all sizes, whose outputs have bytes too."""
+    pipe = graphpp.compile(nn.Linear(8, 8), F.mse_loss, microbatches=1, memory=graphpp.Memory(outputs=True))
+    assert [len(pipe.step(X[0][:rows], target=Y[0][:rows]).output) for rows in (8, 6, 4)] == [8, 6, 4]
+    lengths = [graphpp.Microbatch((X[:2, :length],), target=Y[:2, :length]) for length in (8, 6)]
+    with pytest.raises(graphpp.BatchError, match=r"\(2, 8, 8\) and \(2, 6, 8\) .* cannot be put together. Pad them alike"):
+        pipe.step_microbatches(lengths)
 
 
 def backward_twice(module: nn.Module) -> None:

@@ -82,13 +82,33 @@ def test_outputs_of_hugging_face_keep_their_class() -> None:
     assert torch.equal(result.output.loss, losses.mean())
 
 
-def test_a_cache_in_the_output_is_named() -> None:
+def test_a_cache_in_the_output_is_named_where_it_is_used() -> None:
     case = CASES["hf_gpt2"]()
     case.model.config.use_cache = True
     pipe = compiled(case, microbatches=4)
+    output = pipe.eval(**case.batch.kwargs).output
+    assert torch.equal(output.logits, pipe.eval(**case.batch.kwargs, use_cache=False).output.logits)
+    assert not hasattr(output.past_key_values, "dtype")
     with pytest.raises(graphpp.CaptureError, match=r"output holds a DynamicCache.*use_cache=False"):
-        pipe.eval(**case.batch.kwargs)
-    assert pipe.eval(**case.batch.kwargs, use_cache=False).output is not None
+        output.past_key_values.get_seq_length()
+
+
+class Hidden:
+    """An output that torch's pytree does not know."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Hides(nn.Linear):
+    def forward(self, x: Tensor) -> Hidden:  # type: ignore[override]
+        return Hidden(super().forward(x))
+
+
+def test_an_output_without_a_tensor_that_torch_sees_is_refused() -> None:
+    pipe = graphpp.compile(Hides(4, 4), lambda output, target: output.logits.sum() + target.sum(), microbatches=1)
+    with pytest.raises(graphpp.CaptureError, match=r"output holds a Hidden, .*register_dataclass"):
+        pipe.eval(torch.zeros(2, 4))
 
 
 def evaluates_a_cache(rank: int) -> tuple[Tensor, Tensor | None]:

@@ -9,9 +9,9 @@ Contract
   round as in a loop that scales its loss; the step before the first backward has the factor `loss_scale`.
 - In train mode without gradients (`torch.no_grad`) the gradients of the step are dropped. In eval mode the module runs
   `pipe.eval`; the backward of its loss raises `GraphPPError`.
-- The module holds this rank's parameters and buffers under their FQNs in the model. `train` and `eval` set the flags of the
-  model; `state_dict` and `load_state_dict` are the pipeline's; a change of device or dtype raises `GraphPPError`; other
-  attributes, such as `config`, are the model's.
+- The module holds this rank's parameters and buffers under their FQNs in the model. `train`, `eval` and `requires_grad_` set
+  the flags of the model; `state_dict` and `load_state_dict` are the pipeline's; a change of device or dtype raises
+  `GraphPPError`; other attributes, such as `config`, are the model's.
 - All ranks call the module and the backward alike; an overflow of one rank is every rank's once a loss was scaled up.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 from graphpp._torch import pytree
 from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import Microbatch, whole_each
+from graphpp.capture.outputs import Unseen
 from graphpp.errors import GraphPPError
 from graphpp.pipeline.interfaces.step_gradients import StepGradients
 from graphpp.pipeline.rank_part import RankPart
@@ -51,14 +53,23 @@ class ModuleOutput(dict[str, Any]):
     """The results of a call, by key and by attribute.
 
     `loss`, `losses`, `metrics`, `output`: as in `StepResult` and `EvalResult`, and the fields of an output that is a mapping,
-    such as `logits`.
+    a dataclass or a named tuple, such as `logits`.
     """
+
+    def __missing__(self, key: object) -> NoReturn:
+        raise KeyError(self._lacks(key))
+
+    def _lacks(self, key: object) -> str:
+        return (
+            f"the output has {', '.join(self)}, and no {key!r} on this rank: `output` is the model's own, on the rank of the "
+            "last stage, and in train mode with memory=graphpp.Memory(outputs=True)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"the output has {', '.join(self)}, and no {name!r} on this rank") from None
+            raise AttributeError(self._lacks(name)) from None
 
 
 class _Result(torch.autograd.Function):
@@ -109,6 +120,10 @@ class _Tree(nn.Module):
         self.__dict__["_original"].train(mode)
         return super().train(mode)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.__dict__["_original"].requires_grad_(requires_grad)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -125,11 +140,18 @@ class _Part(_Tree):
 
 
 class _DictPart(_Part, nn.ModuleDict):
-    """A part whose `keys`, `values` and `items` are those of this rank."""
+    """A part whose `keys`, `values` and `items` are those of this rank; a key of another rank gives the model's module."""
+
+    def __getitem__(self, key: str) -> nn.Module:
+        return getattr(self, key)  # type: ignore[no-any-return]
 
 
 class _ListPart(_Part, nn.ModuleList):
-    """A part that iterates over the modules of this rank."""
+    """A part that iterates over the modules of this rank; an index of another rank gives the model's module."""
+
+    def __getitem__(self, index: Any) -> Any:
+        names = [name for name, _ in self.__dict__["_original"].named_children()][index]
+        return [getattr(self, name) for name in names] if isinstance(index, slice) else getattr(self, names)
 
 
 class PipelineModule(_Tree):
@@ -257,9 +279,17 @@ def _part_of(original: nn.Module) -> _Part:
 
 
 def _output(result: StepResult | EvalResult, loss: torch.Tensor | None) -> ModuleOutput:
-    fields = result.output if isinstance(result.output, Mapping) else {}
     of_call = {"loss": loss, "losses": result.losses, "metrics": result.metrics, "output": result.output}
-    return ModuleOutput({**fields, **of_call})
+    return ModuleOutput({**_fields(result.output), **of_call})
+
+
+def _fields(output: Any) -> dict[str, Any]:
+    """The fields of an output that has names for them; those of Hugging Face's classes are mappings without None."""
+    if is_dataclass(output) and not isinstance(output, Unseen):
+        own = {each.name: getattr(output, each.name) for each in fields(output)}
+    else:
+        own = {name: getattr(output, name) for name in getattr(output, "_fields", ()) if isinstance(output, tuple)}
+    return {**own, **output} if isinstance(output, Mapping) else own
 
 
 def _refuse_backward(gradient: float) -> NoReturn:
