@@ -360,6 +360,27 @@ def _triangle(keeps: Callable[[Any, Any], bool]) -> Rule:
     return rule
 
 
+def _difference(call: _Call) -> Formula | None:
+    """`diff` of neighbours along a dimension of a line; elements put before the first must continue the line."""
+    known, at, before = call.formula(call.argument(0, "self")), call.argument(2, "dim", -1), call.argument(3, "prepend")
+    line = known and _line(known)
+    if line is None or call.argument(1, "n", 1) != 1 or call.argument(4, "append") is not None:
+        return None
+    if before is not None:
+        dims, step = list(line.along), line.along[at]
+        dims[at] = 0
+        added = call.formula(before)
+        if not _is_one(before.meta["val"].shape[at]) or (added and _line(added)) != Line(tuple(dims), line.start - step):
+            return None
+    return Steps((0,) * len(line.along), (), (line.along[at],))
+
+
+def _running_sum(call: _Call) -> Formula | None:
+    """`cumsum` of zeros."""
+    known = call.formula(call.argument(0, "self"))
+    return known if isinstance(known, Steps) and not any(known.values) else None
+
+
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.detach, aten.alias), _same),
     aten.unsqueeze: _with_dims(_unsqueezed),
@@ -389,4 +410,6 @@ _RULES: dict[Any, Rule] = {
     aten.index: _indexed,
     aten.tril: _triangle(operator.le),
     aten.triu: _triangle(operator.ge),
+    aten.diff: _difference,
+    aten.cumsum: _running_sum,
 }
