@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp.passes.forward.positions import Formula, Steps, positions
+from graphpp.passes.forward.formulas import Formula, Steps
+from graphpp.passes.forward.positions import positions
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _NAMES = tuple(each.name for each in _ATTENTION._schema.arguments)

@@ -1,0 +1,116 @@
+"""Formulas for the elements of tensors that depend on positions alone, and their algebra.
+
+With l = the sum of `along[d] * index[d]` over the dimensions d, an element is l + start (`Line`: indices, their sums and
+differences), or `values[n]` with n the number of `cuts` that are at most l (`Steps`: comparisons of lines, logic and selection
+over comparisons). A constant is `Steps` without cuts. A size that is symbolic stands for every size: a formula holds for all.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+Number = int | float | bool
+_SMALL = 16  # every dtype represents the integers up to this one
+
+
+@dataclass(frozen=True)
+class Line:
+    """The element at `index` is the sum of `along[d] * index[d]`, plus `start`; all are integers."""
+
+    along: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The element at `index` is one of `values`: the n-th, if n of the ascending `cuts` are at most sum(along * index)."""
+
+    along: tuple[int, ...]
+    cuts: tuple[int, ...]
+    values: tuple[Number, ...]
+
+
+Formula = Line | Steps
+
+
+def simplified(formula: Formula, shape: Sequence[Any]) -> Formula:
+    """The same elements in one form: no part along a dimension of size 1, no cut that no element reaches, cuts that differ."""
+    sizes = [size if isinstance(size, int) else math.inf for size in shape]  # a symbolic size may be as large as one likes
+    along = tuple(0 if size == 1 else each for each, size in zip(formula.along, sizes, strict=True))
+    if isinstance(formula, Line):
+        return replace(formula, along=along) if any(along) else Steps(along, (), (formula.start,))
+    low = sum(each * (size - 1) for each, size in zip(along, sizes, strict=True) if each < 0)
+    high = sum(each * (size - 1) for each, size in zip(along, sizes, strict=True) if each > 0)
+    cuts, values = list[int](), [formula.values[bisect_right(formula.cuts, low)]]
+    for cut, value in zip(formula.cuts, formula.values[1:], strict=True):
+        if low < cut <= high and value != values[-1]:
+            cuts.append(cut)
+            values.append(value)
+    return Steps(along if cuts else (0,) * len(along), tuple(cuts), tuple(values))
+
+
+def converted(formula: Formula, dtype: torch.dtype) -> Formula | None:
+    """The formula with values of a dtype; None if the dtype might round one of them, or for lines of other than integers."""
+    if isinstance(formula, Line):
+        return formula if dtype in (torch.int32, torch.int64) else None
+    if dtype is torch.bool:
+        return replace(formula, values=tuple(map(bool, formula.values)))
+    exact = {math.inf, -math.inf, *((torch.finfo(dtype).min, torch.finfo(dtype).max) if dtype.is_floating_point else ())}
+    if not dtype.is_floating_point and any(isinstance(each, float) for each in formula.values):
+        return None
+    most = math.inf if dtype is torch.int64 else _SMALL
+    whole = all(each in exact or (math.isfinite(each) and each == int(each) and abs(each) <= most) for each in formula.values)
+    kind = float if dtype.is_floating_point else int
+    return replace(formula, values=tuple(map(kind, formula.values))) if whole else None
+
+
+def moved_by(formula: Formula, along: Sequence[int], distance: int) -> Formula:
+    """The formula whose l is the sum of `along` times the indices, plus `distance`."""
+    if isinstance(formula, Steps):
+        return Steps(tuple(along), tuple(cut - distance for cut in formula.cuts), formula.values)
+    return Line(tuple(along), formula.start + distance)
+
+
+def as_steps(formula: Formula) -> Steps | None:
+    return formula if isinstance(formula, Steps) else None
+
+
+def as_line(formula: Formula) -> Line | None:
+    """A line, or an integer constant as a line."""
+    if isinstance(formula, Line):
+        return formula
+    return Line(formula.along, int(formula.values[0])) if not formula.cuts and type(formula.values[0]) is int else None
+
+
+def combined(function: Callable[..., Number], known: Sequence[Formula]) -> Steps | None:
+    """`function` of the elements at each index; None if one formula is a line, or if two vary along different directions."""
+    parts = [as_steps(each) for each in known]
+    steps = [each for each in parts if each is not None]
+    directions = {each.along for each in steps if each.cuts}
+    if len(steps) < len(parts) or len(directions) > 1:
+        return None
+    cuts = sorted({cut for each in steps for cut in each.cuts})
+    regions = [None, *cuts]  # the region before the first cut, and the regions that begin with a cut
+    picked = [[each.values[0 if at is None else bisect_right(each.cuts, at)] for each in steps] for at in regions]
+    along = directions.pop() if directions else steps[0].along
+    return Steps(along, tuple(cuts), tuple(function(*values) for values in picked))
+
+
+def sign(along: tuple[int, ...], start: int, function: Callable[[Any, Any], bool]) -> Steps:
+    """The steps of `function(l + start, 0)`, with `along` divided by its common factor and its first number positive."""
+    values = tuple(function(each, 0) for each in (-1, 0, 1))
+    factor = math.gcd(*along)
+    if not factor:
+        return Steps(along, (), (function(start, 0),))
+    if next(each for each in along if each) < 0:  # l + start = -(-l - start)
+        along, start, values = tuple(-each for each in along), -start, values[::-1]
+    cuts = -(start // factor), (-start) // factor + 1  # the first l / factor at which l + start >= 0, and > 0
+    if cuts[0] == cuts[1]:
+        return Steps(tuple(each // factor for each in along), cuts[:1], (values[0], values[2]))
+    return Steps(tuple(each // factor for each in along), cuts, values)
