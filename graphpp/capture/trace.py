@@ -55,6 +55,7 @@ from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.errors import CaptureError
+from graphpp.passes.forward.causal_attention import causal_attention
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
@@ -246,4 +247,5 @@ def _export(
         drop_unused_numbers(module)
         refuse_unknown_numbers(module.graph, wrapper.are_numbers)
     refuse_generators(module.graph)
+    causal_attention(module)
     return Exported(module, functions, wrapper.found, inputs)

@@ -3,6 +3,7 @@
 Folders, each of which imports only the folders listed before it:
 
     graph       the forms of a graph, and questions about one: aliases, collectives, costs, lifetimes
+    forward     passes over the exported forward, before its backward is traced
     joint       passes over the joint graph of one microbatch
     recompute   passes that let the backward recompute activations, and the choice of activations
     text        graphs printed as Python

@@ -40,19 +40,27 @@ Formula = Line | Steps
 
 
 def simplified(formula: Formula, shape: Sequence[Any]) -> Formula:
-    """The same elements in one form: no part along a dimension of size 1, no cut that no element reaches, cuts that differ."""
+    """The same elements in one form.
+
+    `along` is 0 in dimensions of size 1; that of steps has no common factor, and its first number is positive. Some element
+    reaches each cut, and the values on its two sides differ.
+    """
     sizes = [size if isinstance(size, int) else math.inf for size in shape]  # a symbolic size may be as large as one likes
     along = tuple(0 if size == 1 else each for each, size in zip(formula.along, sizes, strict=True))
     if isinstance(formula, Line):
         return replace(formula, along=along) if any(along) else Steps(along, (), (formula.start,))
+    cuts, values = formula.cuts, formula.values
+    if next((each for each in along if each), 0) < 0:
+        along, cuts, values = tuple(-each for each in along), tuple(1 - cut for cut in reversed(cuts)), values[::-1]
+    factor = math.gcd(*along) or 1
+    along = tuple(each // factor for each in along)
     low = sum(each * (size - 1) for each, size in zip(along, sizes, strict=True) if each < 0)
     high = sum(each * (size - 1) for each, size in zip(along, sizes, strict=True) if each > 0)
-    cuts, values = list[int](), [formula.values[bisect_right(formula.cuts, low)]]
-    for cut, value in zip(formula.cuts, formula.values[1:], strict=True):
-        if low < cut <= high and value != values[-1]:
-            cuts.append(cut)
-            values.append(value)
-    return Steps(along if cuts else (0,) * len(along), tuple(cuts), tuple(values))
+    begin = {-math.inf: values[0]} | {-(-cut // factor): value for cut, value in zip(cuts, values[1:], strict=True)}
+    first = max(cut for cut in begin if cut <= low)
+    kept = [(cut, value) for cut, value in begin.items() if first <= cut <= high]
+    steps = [each for at, each in enumerate(kept) if at == 0 or each[1] != kept[at - 1][1]]
+    return Steps(along if steps[1:] else (0,) * len(along), tuple(int(cut) for cut, _ in steps[1:]), tuple(v for _, v in steps))
 
 
 def converted(formula: Formula, dtype: torch.dtype) -> Formula | None:
@@ -103,14 +111,5 @@ def combined(function: Callable[..., Number], known: Sequence[Formula]) -> Steps
 
 
 def sign(along: tuple[int, ...], start: int, function: Callable[[Any, Any], bool]) -> Steps:
-    """The steps of `function(l + start, 0)`, with `along` divided by its common factor and its first number positive."""
-    values = tuple(function(each, 0) for each in (-1, 0, 1))
-    factor = math.gcd(*along)
-    if not factor:
-        return Steps(along, (), (function(start, 0),))
-    if next(each for each in along if each) < 0:  # l + start = -(-l - start)
-        along, start, values = tuple(-each for each in along), -start, values[::-1]
-    cuts = -(start // factor), (-start) // factor + 1  # the first l / factor at which l + start >= 0, and > 0
-    if cuts[0] == cuts[1]:
-        return Steps(tuple(each // factor for each in along), cuts[:1], (values[0], values[2]))
-    return Steps(tuple(each // factor for each in along), cuts, values)
+    """The steps of `function(l + start, 0)`, which depends on the sign alone."""
+    return Steps(along, (-start, 1 - start), tuple(function(each, 0) for each in (-1, 0, 1)))

@@ -68,7 +68,7 @@ def _expanded(call: Call, along: list[int]) -> list[int]:
 
 
 def _transposed(call: Call, along: list[int]) -> list[int]:
-    one, other = call.argument(1, "dim0"), call.argument(2, "dim1")
+    one, other = call.argument(1, "dim0", -2), call.argument(2, "dim1", -1)
     along[one], along[other] = along[other], along[one]
     return along
 
@@ -121,7 +121,7 @@ def _indexed(call: Call) -> Formula | None:
         return None
     if not all(isinstance(each, fx.Node) and each.meta["val"].dtype is not torch.bool for each in indices):
         return None
-    lines = [formula and as_line(formula) for formula in map(call.formula, indices)]
+    lines = [None if formula is None else as_line(formula) for formula in map(call.formula, indices)]
     along, start = [0] * len(call.shape), 0
     for each, line in zip(known.along, lines, strict=True):
         if each and (line is None or line.start < 0 or min(line.along) < 0):  # a negative index counts from the end
@@ -136,7 +136,7 @@ MOVES: dict[Any, Rule] = {
     aten.unsqueeze: _with_dims(_unsqueezed),
     **dict.fromkeys((aten.expand, aten.expand_as, aten.broadcast_to), _with_dims(_expanded)),
     **dict.fromkeys((aten.view, aten.reshape, aten.squeeze, aten._unsafe_view), _with_dims(_reshaped)),
-    aten.transpose: _with_dims(_transposed),
+    **dict.fromkeys((aten.transpose, aten.t, aten.mT), _with_dims(_transposed)),
     aten.permute: _with_dims(_permuted),
     **dict.fromkeys((aten.slice, aten.select), _sliced),
     aten.index: _indexed,

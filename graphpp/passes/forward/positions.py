@@ -141,7 +141,7 @@ def _triangle(keeps: Callable[[Any, Any], bool]) -> Rule:
         known, diagonal = call.formula(call.argument(0, "self")), call.argument(1, "diagonal", 0)
         if known is None or not isinstance(diagonal, int):
             return None
-        kept = sign((*(0,) * (len(call.shape) - 2), -1, 1), -diagonal, keeps)
+        kept = simplified(sign((*(0,) * (len(call.shape) - 2), -1, 1), -diagonal, keeps), call.shape)
         return combined(lambda value, stays: value if stays else type(value)(0), [known, kept])
 
     return rule
