@@ -120,30 +120,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 51_080,
+    "graphpp": 51_680,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_380,
+    "graphpp/capture": 5_400,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_170,
-    "graphpp/integrations": 2_230,
+    "graphpp/integrations": 2_260,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_290,
-    "graphpp/passes": 4_920,
-    "graphpp/pipeline": 3_350,
+    "graphpp/passes": 5_450,
+    "graphpp/pipeline": 3_380,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_360,
+    "tests": 47_780,
 }
-MOST_FILES = 420  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 425  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
