@@ -1,0 +1,94 @@
+"""Optimizers whose update of a matrix needs the whole matrix, in groups chosen by name: Muon beside AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import graphpp
+from tests.distributed import run_ranks
+
+MICROBATCHES, STEPS = 4, 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2)))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x))).flatten(0, 1)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target.flatten())
+
+
+TOKENS = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(1))
+
+
+def optimizers(named: Iterable[tuple[str, Tensor]]) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, if the rank has any, and AdamW for the others."""
+    parameters = dict(named)
+    matrices = {name for name, each in parameters.items() if name.startswith("layers.") and each.dim() == 2}
+    others = [each for name, each in parameters.items() if name not in matrices]
+    muon = [torch.optim.Muon([parameters[name] for name in sorted(matrices)], lr=0.02)] if matrices else []
+    return [*muon, torch.optim.AdamW(others, lr=1e-2)]
+
+
+def plain() -> dict[str, Tensor]:
+    model = Net()
+    used = optimizers(model.named_parameters())
+    for _ in range(STEPS):
+        for rows in TOKENS.chunk(MICROBATCHES):
+            (loss(model(rows), rows) / MICROBATCHES).backward()
+        for each in used:
+            each.step()
+            each.zero_grad()
+    return {name: each.detach() for name, each in model.named_parameters()}
+
+
+def trained(rank: int, options: dict[str, Any], wide: bool) -> dict[str, Tensor]:
+    """The rank's parameters after some steps. `wide`: Muon computes in float32 in place of bfloat16."""
+    given = {**options}
+    if mesh := given.pop("mesh", None):
+        given["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=(mesh,))
+    with pytest.MonkeyPatch.context() as patch:
+        if wide:
+            patch.setattr(Tensor, "bfloat16", lambda self: self)
+        pipe = graphpp.compile(Net(), loss, example=graphpp.Microbatch((TOKENS[:2],), target=TOKENS[:2]), **given)
+        used = optimizers(pipe.named_parameters())
+        for _ in range(STEPS):
+            pipe.step(TOKENS, target=TOKENS)
+            for each in used:
+                each.step()
+                each.zero_grad()
+    whole = ((name, each.full_tensor() if mesh == "dp_shard" else each) for name, each in pipe.named_parameters())  # type: ignore[attr-defined]
+    return {name: each.detach().clone() for name, each in whole}
+
+
+def test_ranks_with_groups_of_their_own_train_as_one_process() -> None:
+    """The rank of the last stage has no matrix for Muon."""
+    options = {"split": ["head"], "schedule": "1F1B", "microbatches": MICROBATCHES}
+    first, second = run_ranks(trained, 2, options, False)
+    expected = plain()
+    assert set(second) == {"head.weight", "head.bias"} and (first | second).keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in (first | second).items())
+
+
+def test_shards_of_a_matrix_are_updated_as_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon's products run in bfloat16, where a sum over shards rounds otherwise; in float32 they differ by its rounding."""
+    monkeypatch.setattr(Tensor, "bfloat16", lambda self: self)
+    expected = plain()
+    found = run_ranks(trained, 2, {"mesh": "dp_shard", "microbatches": MICROBATCHES // 2}, True)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-6)
