@@ -41,14 +41,12 @@ class Steps:
 Formula = Line | Steps
 
 
-def simplified(formula: Formula, shape: Sequence[Any]) -> Formula:
-    """The same elements in one form.
+def simplified(formula: Formula, sizes: Sequence[float]) -> Formula:
+    """The same elements in one form, for tensors of at most these sizes, each 1 or more.
 
     `along` is 0 in dimensions of size 1; that of steps has no common factor, and its first number is positive. Some element
     reaches each cut, and the values on its two sides differ.
     """
-    # A symbolic size may be as large as one likes; a tensor without elements takes the formula of one with elements.
-    sizes = [max(size, 1) if isinstance(size, int) else math.inf for size in shape]
     along = tuple(0 if size == 1 else each for each, size in zip(formula.along, sizes, strict=True))
     if isinstance(formula, Line):
         return replace(formula, along=along) if any(along) else Steps(along, (), (formula.start,))

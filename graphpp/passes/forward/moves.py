@@ -19,10 +19,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Call:
-    """One node for its rule: the shape of its result, and the formulas of its arguments."""
+    """One node for its rule: the shape of its result, what its sizes may grow to, and the formulas of its arguments."""
 
     node: fx.Node
     shape: Sequence[Any]
+    sizes: Sequence[float]
     found: dict[fx.Node, Formula]
 
     def argument(self, at: int, name: str, default: Any = None) -> Any:

@@ -8,6 +8,7 @@ Contract of `positions`
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,18 +22,27 @@ from graphpp.passes.forward.moves import MOVES, Call, Rule, is_one
 aten = torch.ops.aten
 
 
-def positions(graph: fx.Graph) -> dict[fx.Node, Formula]:
-    """The formulas of the nodes that depend on positions alone. Nodes need their tensor in `meta["val"]`."""
+def positions(graph: fx.Graph, any_size: bool = False) -> dict[fx.Node, Formula]:
+    """The formulas of the nodes that depend on positions alone. Nodes need their tensor in `meta["val"]`.
+
+    `any_size`: the formulas hold for all sizes in place of those above 1.
+    """
     written, found = _written(graph), dict[fx.Node, Formula]()
     for node in graph.nodes:
         rule, value = _RULES.get(getattr(node.target, "overloadpacket", node.target)), node.meta.get("val")
         if rule is None or not isinstance(value, torch.Tensor) or node in written:
             continue
-        formula = rule(Call(node, value.shape, found))
+        sizes = [_greatest(size, any_size) for size in value.shape]
+        formula = rule(Call(node, value.shape, sizes, found))
         exact = formula and converted(formula, value.dtype)
         if exact is not None:
-            found[node] = simplified(exact, value.shape)
+            found[node] = simplified(exact, sizes)
     return found
+
+
+def _greatest(size: Any, any_size: bool) -> float:
+    """How large a size may be; a tensor without elements takes the formula of one with elements."""
+    return math.inf if not isinstance(size, int) or (any_size and size > 1) else max(size, 1)
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -156,7 +166,7 @@ def _triangle(keeps: Callable[[Any, Any], bool]) -> Rule:
         known, diagonal = call.formula(call.argument(0, "self")), call.argument(1, "diagonal", 0)
         if known is None or not isinstance(diagonal, int):
             return None
-        kept = simplified(sign((*(0,) * (len(call.shape) - 2), -1, 1), -diagonal, keeps), call.shape)
+        kept = simplified(sign((*(0,) * (len(call.shape) - 2), -1, 1), -diagonal, keeps), call.sizes)
         return combined(lambda value, stays: value if stays else type(value)(0), [known, kept])
 
     return rule
