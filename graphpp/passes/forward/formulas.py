@@ -65,7 +65,7 @@ def simplified(formula: Formula, sizes: Sequence[float]) -> Formula:
 
 
 def converted(formula: Formula, dtype: torch.dtype) -> Formula | None:
-    """The formula with values of a dtype; None if the dtype might round or wrap one of them, or for lines of other than integers."""
+    """The formula with values of a dtype; None if the dtype may change one of them, or for lines of other than integers."""
     if isinstance(formula, Line):
         near = all(abs(each) <= _STEEPEST for each in formula.along) and abs(formula.start) <= _FARTHEST
         return formula if near and dtype in (torch.int32, torch.int64) else None
