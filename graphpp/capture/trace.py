@@ -103,8 +103,8 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     change the exported forward before the joint trace (not called for `DTensor` models). `varying`: the dynamic dimensions by
     path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension, the
     model gets the Python number, of any value. `param_dtype`: the dtype of floating-point parameters (None: their own).
-    `outputs`: whether a training graph has the output too. `any_size`: no choice depends on a size (`causal_attention`). Raises `CaptureError` with the user's source line if the model
-    cannot be captured.
+    `outputs`: whether a training graph has the output too. `any_size`: no choice depends on a size (`causal_attention`). Raises
+    `CaptureError` with the user's source line if the model cannot be captured.
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 

@@ -45,9 +45,11 @@ class Call:
     def operands(self) -> list[Formula] | None:
         """The formulas of two arguments in their common dtype, in which torch computes; None if one is unknown."""
         known = self.formulas(2)
-        dtype = torch.result_type(*(each.meta["val"] if isinstance(each, fx.Node) else each for each in self.node.args[:2]))
-        common = [converted(each, dtype) for each in known or ()]
-        return None if known is None or None in common else [each for each in common if each is not None]
+        if known is None:
+            return None
+        values: list[Any] = [each.meta["val"] if isinstance(each, fx.Node) else each for each in self.node.args[:2]]
+        common = [converted(each, torch.result_type(*values)) for each in known]
+        return None if None in common else [each for each in common if each is not None]
 
 
 Rule = Callable[[Call], Formula | None]

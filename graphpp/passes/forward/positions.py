@@ -143,7 +143,7 @@ def _arange(call: Call) -> Formula | None:
     start = 0 if call.node.target is aten.arange.default else call.argument(0, "start")
     step = call.argument(2, "step", 1) if call.node.target is aten.arange.start_step else 1
     integer = isinstance(start, int) and isinstance(step, int) and not call.node.meta["val"].is_floating_point()
-    return Line((step,), start) if integer else None  # type: ignore[arg-type]
+    return Line((step,), start) if integer else None
 
 
 def _constant(at: int, name: str, default: Number | None = None) -> Rule:

@@ -227,3 +227,9 @@ def test_transformers_llama_takes_the_kernel_without_a_mask(varying: Any) -> Non
         )
         found.append((call.args[4:5], call.kwargs.get("attn_mask") is None))
     assert found == [((True,), True), ((), False)]
+
+
+def test_where_sizes_vary_no_choice_depends_on_one() -> None:
+    module, _ = exported(CAUSAL["long window"], symbolic=False)
+    assert causal_attention(module, any_size=True) == 0
+    assert causal_attention(module) == 1
