@@ -33,10 +33,10 @@ def examples(count: int) -> int:
 
 
 def mark_further_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of a test after its `first_cases(n)` first ones as exhaustive."""
+    """Mark the cases of a test after its `first_cases(n)` first ones as exhaustive; cases marked already do not count."""
     seen: Counter[str] = Counter()
     for item in items:
-        if marker := item.get_closest_marker("first_cases"):
+        if (marker := item.get_closest_marker("first_cases")) and not item.get_closest_marker("exhaustive"):
             test = item.nodeid.partition("[")[0]
             seen[test] += 1
             if seen[test] > marker.args[0]:

@@ -95,6 +95,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     varying: Mapping[str, Collection[int]] | None = None,
     param_dtype: torch.dtype | None = None,
     outputs: bool = False,
+    any_size: bool = False,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
@@ -102,8 +103,8 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     change the exported forward before the joint trace (not called for `DTensor` models). `varying`: the dynamic dimensions by
     path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension, the
     model gets the Python number, of any value. `param_dtype`: the dtype of floating-point parameters (None: their own).
-    `outputs`: whether a training graph has the output too. Raises `CaptureError` with the user's source line if the model
-    cannot be captured.
+    `outputs`: whether a training graph has the output too. `any_size`: no choice depends on a size (`causal_attention`). Raises
+    `CaptureError` with the user's source line if the model cannot be captured.
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 
@@ -131,7 +132,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
             wrapper.objects = used
             if direct:
                 return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
-            return as_eager_first(partial(_export, wrapper, given, dims, mode, updates), contextlib.nullcontext)
+            return as_eager_first(partial(_export, wrapper, given, dims, mode, updates, any_size), contextlib.nullcontext)
 
         return with_objects_first(exported_with, objects.with_attributes_alone() if direct else objects)
 
@@ -222,6 +223,7 @@ def _export(
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
     updates: Iterable[NumberUpdate],
+    any_size: bool,
     answering: Answering,
 ) -> Exported:
     """Export a call that begins with `updates`, within the context `answering()`."""
@@ -247,5 +249,5 @@ def _export(
         drop_unused_numbers(module)
         refuse_unknown_numbers(module.graph, wrapper.are_numbers)
     refuse_generators(module.graph)
-    causal_attention(module)
+    causal_attention(module, any_size)
     return Exported(module, functions, wrapper.found, inputs)

@@ -54,6 +54,7 @@ def capture_graph(
         model, loss, device = request.model, request.loss, request.place.device
         param_dtype, outputs = request.options.parallel.param_dtype, request.options.memory.outputs
         run = partial(capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs)
+        run = partial(run, any_size=bool(open_sizes))
         captured = with_unseen(run(example.with_numbers(frozenset()).microbatch(), device))
         reason, numbers = "", dict.fromkeys(example.numbers, ())
         if open_sizes:

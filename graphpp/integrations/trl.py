@@ -34,19 +34,23 @@ def _faults(args: Any) -> dict[str, str]:
 
 
 def _let_capture() -> None:
-    """Let a capture follow TRL's fused LM head, for any number of tokens. Changes TRL's modules for this process.
+    """Let a capture follow TRL's fused LM head, for any number of tokens. Outside of captures TRL computes as before.
 
     On the CPU log-probabilities keep their bits. On a GPU operators of torch replace Triton kernels, which no capture follows;
     results are equal up to rounding.
     """
     modules: tuple[Any, ...] = (chunked_logprob, utils)
     for module in modules:
-        module._use_triton = _no_triton
+        module._use_triton = _triton_outside_captures
     modules[0].range, modules[0].min = _chunks, _smaller
 
 
-def _no_triton(device: Any) -> bool:
-    return False
+_use_triton = chunked_logprob._use_triton
+
+
+def _triton_outside_captures(device: Any) -> bool:
+    captured = type(torch.empty(0)) is not torch.Tensor  # a capture makes tensors without data
+    return not captured and _use_triton(device)
 
 
 def _chunks(start: int, stop: Any, step: int) -> Sequence[int]:

@@ -128,10 +128,10 @@ def context(rank: int, shape: dict[str, int], schedule: str) -> None:
     ("working", "fn", "args"),
     [
         ((PAIR, GROUP), pipeline, ("ZBVZeroBubble", "skip", False, {})),
-        ((PAIR, GROUP, MOVER), pipeline, ("GPipe", "skip", False, {"memory": OFFLOAD})),
         ((GROUP, MOVER, RECORDER), pipeline, ("GPipe", "skip", True, {"memory": OFFLOAD, "backend": GRAPHS})),
-        ((PAIR, GROUP, RECORDER), evaluation, ({"schedule": "1F1B", "backend": GRAPHS},)),
         ((GROUP,), sharded, (SHARDS, 2, "LoopedBFS", 1)),
+        ((PAIR, GROUP, RECORDER), evaluation, ({"schedule": "1F1B", "backend": GRAPHS},)),
+        ((PAIR, GROUP, MOVER), pipeline, ("GPipe", "skip", False, {"memory": OFFLOAD})),
         *further(
             ((PAIR, GROUP), pipeline, ("1F1B", "skip", False, {})),
             ((PAIR, GROUP), pipeline, ("DualPipeV", "tied", False, {})),
@@ -216,9 +216,9 @@ REUSED = r"written in the place of memory .*, which was freed, by .*"
     ("target", "name", "text", "race"),
     [
         (Recorder, "join", "receive", rf"read by .*does not wait for receive from \d .*: {COMPUTE} must wait for rank"),
+        (FakeStream, "wait_event", "", rf"{REUSED}, .* wait for copy_ .*: {COMPUTE} must wait for {MOVER}"),
         (Recorder, "join", "send", rf"{REUSED}, which does not wait for send to .*: .* must wait for rank"),
         *further((Recorder, "join", "allgather", rf"read by .*does not wait for .*allgather.*: {COMPUTE} must wait for rank")),
-        (FakeStream, "wait_event", "", rf"{REUSED}, .* wait for copy_ .*: {COMPUTE} must wait for {MOVER}"),
         (FakeStream, "wait_stream", "", rf"read by copy_ .*: {MOVER} must wait for {COMPUTE}"),
     ],
 )

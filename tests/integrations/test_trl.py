@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
+import graphpp
 from graphpp.errors import GraphPPError
 from tests.exhaustive import further
 from tests.integrations.examples import run_example
@@ -145,3 +146,17 @@ def test_settings_that_a_pipeline_cannot_follow_are_refused(kind: str, setting: 
     args = getattr(trl, f"{kind}Config")(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **{setting: True})
     with pytest.raises(GraphPPError, match=f"{setting}=True does not go with Pipeline{kind}Trainer"):
         getattr(own, f"Pipeline{kind}Trainer")(model(), args=args, train_dataset=pairs(), processing_class=tokenizer())
+
+
+def test_trl_keeps_its_kernels_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    import graphpp.integrations.trl as adapter
+
+    monkeypatch.setattr(adapter, "_use_triton", lambda device: True)
+    cpu, asked = torch.device("cpu"), []
+    model = torch.nn.Linear(2, 1)
+    model.register_forward_hook(lambda module, args, output: asked.append(chunked_logprob._use_triton(cpu)))
+    graphpp.compile(model, lambda output: output.sum(), microbatches=1, example=graphpp.Microbatch((torch.ones(2, 2),)))
+    assert asked and not any(asked) and utils._use_triton(cpu)

@@ -165,7 +165,7 @@ def both(rank: int, name: str, scale_grads: bool) -> tuple[list[Any], list[Any]]
     return run(Theirs, rank, name, scale_grads), run(Ours, rank, name, scale_grads)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("name", "scale_grads"), [("1F1B", True), ("ZBVZeroBubble", False), *further(("Interleaved1F1B", True), ("1F1B", False))]
 )

@@ -76,11 +76,11 @@ def trained(rank: int, update: str, split: list[str] | None, schedule: str) -> l
 @pytest.mark.parametrize(
     ("update", "split", "schedule", "ranks"),
     [
-        ("before", ["student.2"], "1F1B", 1),
-        ("data", ["teacher.0"], "GPipe", 1),
-        ("after", ["teacher.0"], "1F1B", 1),
         ("before", ["student.2"], "1F1B", 2),
+        ("data", ["teacher.0"], "GPipe", 1),
         ("after", ["teacher.0"], "ZBVZeroBubble", 1),
+        ("before", ["student.2"], "1F1B", 1),
+        ("after", ["teacher.0"], "1F1B", 1),
         ("after", ["student.2"], "GPipe", 2),
     ],
 )

@@ -352,9 +352,9 @@ def by_hand() -> dict[str, Tensor]:
 
 
 @pytest.mark.first_cases(2)
-@pytest.mark.parametrize("before", [True, False], ids=["before compile", "after compile"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_optimizer_in_the_backward_trains(before: bool, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "before"), [(1, True), (2, False), (1, False), (2, True)])
+def test_an_optimizer_in_the_backward_trains(ranks: int, before: bool) -> None:
+    """`before`: whether the optimizers are hooked in before `compile`."""
     found: dict[str, Tensor] = {}
     for each in [trained(0, before)] if ranks == 1 else run_ranks(trained, ranks, before):
         found |= each

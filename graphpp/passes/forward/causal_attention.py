@@ -23,10 +23,13 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _NAMES = tuple(each.name for each in _ATTENTION._schema.arguments)
 
 
-def causal_attention(module: fx.GraphModule) -> int:
-    """Rewrite the calls of an exported forward, in place; how many were rewritten. The caller recompiles the module."""
+def causal_attention(module: fx.GraphModule, any_size: bool = False) -> int:
+    """Rewrite the calls of an exported forward, in place; how many were rewritten. The caller recompiles the module.
+
+    `any_size`: only calls for which that is right at all sizes, so graphs for a size and for open sizes have the same calls.
+    """
     masked = [node for node in module.graph.nodes if node.target is _ATTENTION and _mask(node) is not None]
-    found = positions(module.graph) if masked else {}
+    found = positions(module.graph, any_size) if masked else {}
     rewritten = 0
     for node in masked:
         mask, given = _mask(node), dict(zip(_NAMES, node.args, strict=False)) | node.kwargs

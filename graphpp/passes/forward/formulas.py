@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 Number = int | float | bool
-_SMALL = 16  # every dtype represents the integers up to this one
+_SMALL = 16  # each of _FLOATS represents the integers up to this one
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the others lack infinity
+_STEEPEST, _FARTHEST = 2**8, 2**29  # of a line; int32 then holds its elements at positions below 2**20
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,12 @@ class Steps:
 Formula = Line | Steps
 
 
-def simplified(formula: Formula, shape: Sequence[Any]) -> Formula:
-    """The same elements in one form.
+def simplified(formula: Formula, sizes: Sequence[float]) -> Formula:
+    """The same elements in one form, for tensors of at most these sizes, each 1 or more.
 
     `along` is 0 in dimensions of size 1; that of steps has no common factor, and its first number is positive. Some element
     reaches each cut, and the values on its two sides differ.
     """
-    sizes = [size if isinstance(size, int) else math.inf for size in shape]  # a symbolic size may be as large as one likes
     along = tuple(0 if size == 1 else each for each, size in zip(formula.along, sizes, strict=True))
     if isinstance(formula, Line):
         return replace(formula, along=along) if any(along) else Steps(along, (), (formula.start,))
@@ -64,18 +65,20 @@ def simplified(formula: Formula, shape: Sequence[Any]) -> Formula:
 
 
 def converted(formula: Formula, dtype: torch.dtype) -> Formula | None:
-    """The formula with values of a dtype; None if the dtype might round one of them, or for lines of other than integers."""
+    """The formula with values of a dtype; None if the dtype may change one of them, or for lines of other than integers."""
     if isinstance(formula, Line):
-        return formula if dtype in (torch.int32, torch.int64) else None
+        near = all(abs(each) <= _STEEPEST for each in formula.along) and abs(formula.start) <= _FARTHEST
+        return formula if near and dtype in (torch.int32, torch.int64) else None
     if dtype is torch.bool:
         return replace(formula, values=tuple(map(bool, formula.values)))
-    exact = {math.inf, -math.inf, *((torch.finfo(dtype).min, torch.finfo(dtype).max) if dtype.is_floating_point else ())}
-    if not dtype.is_floating_point and any(isinstance(each, float) for each in formula.values):
+    if dtype in _FLOATS:
+        exact = (-math.inf, math.inf, torch.finfo(dtype).min, torch.finfo(dtype).max)
+        fits = all(each in exact or (abs(each) <= _SMALL and each == int(each)) for each in formula.values)
+        return replace(formula, values=tuple(map(float, formula.values))) if fits else None
+    if dtype.is_floating_point or dtype.is_complex or any(isinstance(each, float) for each in formula.values):
         return None
-    most = math.inf if dtype is torch.int64 else _SMALL
-    whole = all(each in exact or (math.isfinite(each) and each == int(each) and abs(each) <= most) for each in formula.values)
-    kind = float if dtype.is_floating_point else int
-    return replace(formula, values=tuple(map(kind, formula.values))) if whole else None
+    fits = all(torch.iinfo(dtype).min <= each <= torch.iinfo(dtype).max for each in formula.values)
+    return replace(formula, values=tuple(map(int, formula.values))) if fits else None
 
 
 def moved_by(formula: Formula, along: Sequence[int], distance: int) -> Formula:

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp.passes.forward.formulas import Formula, Steps, as_line, moved_by
+from graphpp.passes.forward.formulas import Formula, Steps, as_line, converted, moved_by
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Call:
-    """One node for its rule: the shape of its result, and the formulas of its arguments."""
+    """One node for its rule: the shape of its result, what its sizes may grow to, and the formulas of its arguments."""
 
     node: fx.Node
     shape: Sequence[Any]
+    sizes: Sequence[float]
     found: dict[fx.Node, Formula]
 
     def argument(self, at: int, name: str, default: Any = None) -> Any:
@@ -41,6 +42,15 @@ class Call:
         known = [self.formula(value) for value in self.node.args[:count]]
         return None if len(known) < count or None in known else [each for each in known if each is not None]
 
+    def operands(self) -> list[Formula] | None:
+        """The formulas of two arguments in their common dtype, in which torch computes; None if one is unknown."""
+        known = self.formulas(2)
+        if known is None:
+            return None
+        values: list[Any] = [each.meta["val"] if isinstance(each, fx.Node) else each for each in self.node.args[:2]]
+        common = [converted(each, torch.result_type(*values)) for each in known]
+        return None if None in common else [each for each in common if each is not None]
+
 
 Rule = Callable[[Call], Formula | None]
 
@@ -51,8 +61,10 @@ def _with_dims(change: Callable[[Call, list[int]], list[int] | None]) -> Rule:
     def rule(call: Call) -> Formula | None:
         source = call.argument(0, "self")
         known = call.found.get(source) if isinstance(source, fx.Node) else None
-        along = None if known is None else change(call, list(known.along))
-        return None if known is None or along is None else replace(known, along=tuple(along))
+        if known is None or source.meta["val"].dtype != call.node.meta["val"].dtype:  # `view(dtype)` keeps the bits
+            return None
+        along = change(call, list(known.along))
+        return None if along is None else replace(known, along=tuple(along))
 
     return rule
 
@@ -69,7 +81,8 @@ def _expanded(call: Call, along: list[int]) -> list[int]:
 
 def _transposed(call: Call, along: list[int]) -> list[int]:
     one, other = call.argument(1, "dim0", -2), call.argument(2, "dim1", -1)
-    along[one], along[other] = along[other], along[one]
+    if len(along) > 1:  # otherwise the operation does nothing
+        along[one], along[other] = along[other], along[one]
     return along
 
 

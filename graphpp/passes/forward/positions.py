@@ -8,6 +8,7 @@ Contract of `positions`
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,33 +22,57 @@ from graphpp.passes.forward.moves import MOVES, Call, Rule, is_one
 aten = torch.ops.aten
 
 
-def positions(graph: fx.Graph) -> dict[fx.Node, Formula]:
-    """The formulas of the nodes that depend on positions alone. Nodes need their tensor in `meta["val"]`."""
+def positions(graph: fx.Graph, any_size: bool = False) -> dict[fx.Node, Formula]:
+    """The formulas of the nodes that depend on positions alone. Nodes need their tensor in `meta["val"]`.
+
+    `any_size`: the formulas hold for all sizes in place of those above 1.
+    """
     written, found = _written(graph), dict[fx.Node, Formula]()
     for node in graph.nodes:
         rule, value = _RULES.get(getattr(node.target, "overloadpacket", node.target)), node.meta.get("val")
         if rule is None or not isinstance(value, torch.Tensor) or node in written:
             continue
-        formula = rule(Call(node, value.shape, found))
+        sizes = [_greatest(size, any_size) for size in value.shape]
+        formula = rule(Call(node, value.shape, sizes, found))
         exact = formula and converted(formula, value.dtype)
         if exact is not None:
-            found[node] = simplified(exact, value.shape)
+            found[node] = simplified(exact, sizes)
     return found
 
 
+def _greatest(size: Any, any_size: bool) -> float:
+    """How large a size may be; a tensor without elements takes the formula of one with elements."""
+    return math.inf if not isinstance(size, int) or (any_size and size > 1) else max(size, 1)
+
+
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose memory an in-place operation of the graph writes."""
-    root, written = dict[fx.Node, fx.Node](), set[fx.Node]()
+    """The nodes whose memory an operation of the graph writes."""
+    memory, written = dict[fx.Node, set[fx.Node]](), set[fx.Node]()
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        shares = node.target is operator.getitem or (schema is not None and any(each.alias_info for each in schema.returns))
-        root[node] = root[first] if first is not None and shares else node
-        if schema is not None and schema.is_mutable and node.target is not aten.detach_.default:
-            given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
-            writes = (given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write)
-            written |= {root[value] for value in writes if isinstance(value, fx.Node)}
-    return {node for node in graph.nodes if root[node] in written}
+        memory[node] = set[fx.Node]().union(*(memory[each] for each in _may_share(node))) or {node}
+        fx.node.map_arg(_writes(node), lambda each: written.update(memory[each]))
+    return {node for node in graph.nodes if memory[node] & written}
+
+
+def _may_share(node: fx.Node) -> list[fx.Node]:
+    """The arguments in whose memory the result may lie: the first. Composite operations such as `dropout` do not declare it."""
+    first, schema = list[fx.Node](), getattr(node.target, "_schema", None)
+    declared = schema is not None and any(each.alias_info for each in schema.returns)
+    composite = schema is not None and node.target.has_kernel_for_dispatch_key("CompositeImplicitAutograd")  # type: ignore[union-attr]
+    if declared or composite or node.target is operator.getitem:
+        fx.node.map_arg(node.args[:1], first.append)
+    return first
+
+
+def _writes(node: fx.Node) -> Any:
+    """The arguments that an operation writes; one without a schema, such as a Triton kernel, may write all."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [] if node.target is operator.getitem or node.op == "output" else node.all_input_nodes
+    if not schema.is_mutable or node.target is aten.detach_.default:
+        return []
+    given = dict(zip((each.name for each in schema.arguments), node.args, strict=False)) | node.kwargs
+    return [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
 
 
 def _pointwise(function: Callable[..., Number], count: int) -> Rule:
@@ -64,7 +89,7 @@ def _compared(function: Callable[[Any, Any], bool]) -> Rule:
     """The rule of a comparison of two lines, or of steps with a number."""
 
     def rule(call: Call) -> Formula | None:
-        known = call.formulas(2)
+        known = call.operands()
         if known is None:
             return None
         lines = [as_line(each) for each in known]
@@ -81,7 +106,7 @@ def _sum(sign: int) -> Rule:
     """The rule of a sum or difference of lines, or of constants."""
 
     def rule(call: Call) -> Formula | None:
-        known = call.formulas(2)
+        known = call.operands()
         if known is None or call.argument(2, "alpha", 1) != 1:
             return None
         lines = [as_line(each) for each in known]
@@ -94,7 +119,7 @@ def _sum(sign: int) -> Rule:
 
 
 def _product(call: Call) -> Formula | None:
-    known = call.formulas(2)
+    known = call.operands()
     if known is None:
         return None
     for one, other in (known, known[::-1]):
@@ -115,10 +140,10 @@ def _filled(call: Call) -> Formula | None:
 
 
 def _arange(call: Call) -> Formula | None:
-    overload, arguments = call.node.target._overloadname, call.node.args  # type: ignore[union-attr]
-    start, step = (0 if overload == "default" else arguments[0]), (arguments[2] if overload == "start_step" else 1)
+    start = 0 if call.node.target is aten.arange.default else call.argument(0, "start")
+    step = call.argument(2, "step", 1) if call.node.target is aten.arange.start_step else 1
     integer = isinstance(start, int) and isinstance(step, int) and not call.node.meta["val"].is_floating_point()
-    return Line((step,), start) if integer else None  # type: ignore[arg-type]
+    return Line((step,), start) if integer else None
 
 
 def _constant(at: int, name: str, default: Number | None = None) -> Rule:
@@ -141,7 +166,7 @@ def _triangle(keeps: Callable[[Any, Any], bool]) -> Rule:
         known, diagonal = call.formula(call.argument(0, "self")), call.argument(1, "diagonal", 0)
         if known is None or not isinstance(diagonal, int):
             return None
-        kept = simplified(sign((*(0,) * (len(call.shape) - 2), -1, 1), -diagonal, keeps), call.shape)
+        kept = simplified(sign((*(0,) * (len(call.shape) - 2), -1, 1), -diagonal, keeps), call.sizes)
         return combined(lambda value, stays: value if stays else type(value)(0), [known, kept])
 
     return rule

@@ -109,6 +109,39 @@ def test_a_mask_that_hides_later_positions_leaves_the_graph(name: str, symbolic:
     assert (call.kwargs.get("is_causal"), call.kwargs.get("attn_mask", *call.args[3:4]) is None) == (causal, causal is not None)
 
 
+def kept_in(dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Mask:
+    return lambda size: change(lower(size).to(dtype))
+
+
+def steep(size: int) -> Tensor:
+    at = torch.arange(size, dtype=torch.int32) * 2**30
+    return at[None] <= at[:, None]
+
+
+def written(change: Callable[[Tensor], Any]) -> Mask:
+    def mask(size: int) -> Tensor:
+        found = lower(size).float()
+        change(found)
+        return found > 0
+
+    return mask
+
+
+PITFALLS: dict[str, Mask] = {
+    "a number that rounds to 1": kept_in(torch.float16, lambda mask: mask > 0.9999),
+    "a number that rounds in float32": kept_in(torch.float32, lambda mask: ~(mask < 1.00000001)),
+    "a number beyond int32": lambda size: columns(size).int() < 2**40,
+    "bytes are positive": kept_in(torch.uint8, lambda mask: ~mask < 255),
+    "wraps": kept_in(torch.int64, lambda mask: mask * 2**62 * 4 > 0),
+    "wraps along the rows": steep,
+    "bits of another dtype": kept_in(torch.int32, lambda mask: mask.view(torch.float32) >= 1),
+    "written through dropout": written(lambda mask: F.dropout(mask, 0.5, training=False)[0].fill_(1.0)),
+    "written through a part": written(lambda mask: mask.unbind(0)[0].fill_(1.0)),
+    "written in a list": written(lambda mask: torch._foreach_mul_([mask], 0.0)),
+    "transposed of one dimension": lambda size: torch.arange(size).t()[None] <= rows(size),
+    "arange of three": lambda size: torch.arange(0, size, 1)[None] <= rows(size),
+    "no elements": lambda size: lower(size) & (~((rows(size)[:0] <= columns(size)) & (rows(size)[:0] >= 0))).all(),
+}
 NUMBERS = st.integers(-3, 6)
 COMPARISONS = [torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne]
 
@@ -157,15 +190,25 @@ class Values(fx.Interpreter):
 
 @given(masks())
 def test_a_formula_gives_every_element(mask: Mask) -> None:
-    module, x = exported(lambda size: torch.where(mask(size), 0.0, -1.0), symbolic=False)
+    assert check_formulas(lambda size: torch.where(mask(size), 0.0, -1.0)) > 2
+
+
+@pytest.mark.parametrize("name", PITFALLS)
+def test_a_formula_holds_for_dtypes_that_round_and_memory_that_is_written(name: str) -> None:
+    assert check_formulas(PITFALLS[name])
+
+
+def check_formulas(mask: Mask) -> int:
+    """Compare the formulas of an exported call with the elements of its tensors; how many there are."""
+    module, x = exported(mask, symbolic=False)
     values = Values(module)
     values.run(x)
     found = positions(module.graph)
-    assert len(found) > 2
     for node, formula in found.items():
         tensor = values.copies[node]
         for index in product(*map(range, tensor.shape)):
             assert tensor[index].item() == element(formula, index), (node.format_node(), formula, index)
+    return len(found)
 
 
 @pytest.mark.parametrize("varying", [None, {"kwargs['input_ids']": [1], "kwargs['labels']": [1]}])
@@ -184,3 +227,9 @@ def test_transformers_llama_takes_the_kernel_without_a_mask(varying: Any) -> Non
         )
         found.append((call.args[4:5], call.kwargs.get("attn_mask") is None))
     assert found == [((True,), True), ((), False)]
+
+
+def test_where_sizes_vary_no_choice_depends_on_one() -> None:
+    module, _ = exported(CAUSAL["long window"], symbolic=False)
+    assert causal_attention(module, any_size=True) == 0
+    assert causal_attention(module) == 1

@@ -79,8 +79,17 @@ def values(slot: PhaseGraph) -> list[Any]:
 
 
 @pytest.mark.first_cases(3)
-@pytest.mark.parametrize("choices", [{}, {"split_backward": True}, {"fuse_grad_accumulation": True}])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("choices", "dropout"),
+    [
+        ({}, 0.0),
+        ({"split_backward": True}, 0.3),
+        ({"fuse_grad_accumulation": True}, 0.0),
+        ({}, 0.3),
+        ({"split_backward": True}, 0.0),
+        ({"fuse_grad_accumulation": True}, 0.3),
+    ],
+)
 def test_a_program_computes_the_same_with_its_regions_taken_out(choices: dict[str, Any], dropout: float) -> None:
     found, layer = slots(Net(4, dropout), 2, **choices)
     for slot in found:
