@@ -123,7 +123,8 @@ class PipelineDPOTrainer(PipelineMixin, DPOTrainer):  # type: ignore[misc]
     def _example(self, inputs: dict[str, Any]) -> dict[str, Any]:
         part = super()._example(inputs)
         zeros = torch.zeros(rows_of(part) // 2, device=self.args.device)
-        return {"ref_chosen_logps": zeros, "ref_rejected_logps": zeros.clone(), **part}
+        missing = [name for name in ("ref_chosen_logps", "ref_rejected_logps") if name not in part]
+        return {**part, **{name: zeros.clone() for name in missing}}  # in the order of _completed: another is another capture
 
     def _completed(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if all("ref_chosen_logps" in part for part in parts):

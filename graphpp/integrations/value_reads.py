@@ -7,7 +7,8 @@ Contract
   return the actual values; `read_values` compares its loss with the loss of the pipeline.
 - So metrics have actual values, and no value that is read has a part in the loss. `GraphPPError` is raised by the capture where
   a placeholder enters an operation of torch, or has to be an integer, and by `read_values` where a branch changes the loss.
-- The plain attributes of the trainer (numbers, and lists and dicts of numbers) are after a capture as before.
+- The plain attributes of the trainer (numbers, and lists and dicts of numbers) are after a capture as before. `log` of the
+  trainer logs nothing in a capture, and raises `GraphPPError` where reads are not postponed.
 """
 
 from __future__ import annotations
@@ -114,13 +115,27 @@ def reads_postponed(trainer: Any, postponed: bool) -> Iterator[None]:
     """A context for the capture of a trainer's loss. Where reads are not `postponed`, a read raises `GraphPPError`."""
     before = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if name not in _DATA and _is_plain(value)}
     names = set(vars(trainer))
+    own = vars(trainer).get("log")
+    vars(trainer)["log"] = _no_log if postponed else _refused_log
     try:
         with _Reads(postponed):
             yield
     finally:
+        vars(trainer).update({} if own is None else {"log": own})
         for name in vars(trainer).keys() - names:
             delattr(trainer, name)
         vars(trainer).update(before)
+
+
+def _no_log(*_: Any, **__: Any) -> None:
+    """`log` of a capture: the call of `read_values` logs."""
+
+
+def _refused_log(*_: Any, **__: Any) -> NoReturn:
+    raise GraphPPError(
+        "compute_loss calls self.log, and a captured loss runs once and has no values: set reads_values = True in the class of "
+        "the trainer, and compute_loss runs once more after each step, on the outputs of the model"
+    )
 
 
 def _is_plain(value: Any) -> bool:

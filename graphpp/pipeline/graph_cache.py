@@ -19,7 +19,6 @@ import torch
 
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.outputs import joined_dims
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
@@ -253,16 +252,14 @@ class GraphCache:
         return call, graphs, table_for(len(graph.program.stages))
 
     def _lower(self, call: StepCall, graphs: Mapping[GraphKey, CompiledGraph], table: CheckedTable) -> Lowered:
-        place, memory = self._request.place, self._request.options.memory
+        place = self._request.place
         each = [graphs[key] for key in call.key]
         check_same_results(each)
         check_same_updates([graph.captured.updates for graph in each])
-        if memory.outputs or not call.training:
-            joined_dims(each[0].captured, [graph.output_shapes for graph in each], call.parts, self._request.batch_dims)
         self.ownership.check_copies(self.first or each[0])
         for graph in graphs.values():
             self._state.check_memory([*graph.parameters(place.rank), *graph.buffers(place.rank)])
-        cap = memory.caps(place.ranks) if call.training else None
+        cap = self._request.options.memory.caps(place.ranks) if call.training else None
         return lowered(self._request, each, table, self._assembly.regions, cap)
 
     def _compiled(

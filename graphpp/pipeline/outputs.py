@@ -14,7 +14,7 @@ from graphpp._torch import pytree
 from graphpp.arguments import one_word, require
 from graphpp.batch.batch_dims import BatchDims
 from graphpp.batch.microbatch import without_data
-from graphpp.capture.outputs import merge_outputs
+from graphpp.capture.outputs import joined_dims, merge_outputs
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.graph_cache import PreparedStep
@@ -30,11 +30,17 @@ def asked_with(call: str, output: OutputRanks) -> str:
     return call if output == "last" else f"{call}, output={output}"
 
 
-def require_output(output: OutputRanks, kept: bool = True) -> None:
-    """Raise `GraphPPError` for other values, and for outputs that a step does not keep; equal on all ranks."""
+def require_output(output: OutputRanks, call: StepCall, prepared: PreparedStep, dims: BatchDims, kept: bool = True) -> None:
+    """Raise `GraphPPError` for other values, and for outputs that a step does not keep or that cannot be joined.
+
+    Equal on all ranks, before anything runs.
+    """
     require(GraphPPError, "output", OUTPUT_RANKS, output)
     if output != "last" and not kept:
         raise GraphPPError(f"output={output!r}: steps keep no outputs: give memory=graphpp.Memory(outputs=True)")
+    if kept and output != "each":
+        graphs = prepared.lowered.graphs
+        joined_dims(graphs[0].captured, [graph.output_shapes for graph in graphs], call.parts, dims)
 
 
 def taken_output(call: StepCall, prepared: PreparedStep, dims: BatchDims, output: OutputRanks = "last") -> Any:

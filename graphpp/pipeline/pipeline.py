@@ -255,7 +255,7 @@ class Pipeline(Interfaces):
         self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None, output: OutputRanks = "last"
     ) -> tuple[StepResult, Collection[str]]:
         call, prepared = self._calls.prepare(batch, weights, asked=asked_with("step", output))
-        require_output(output, self._options.memory.outputs)
+        require_output(output, call, prepared, self._request.batch_dims, self._options.memory.outputs)
         runner = self._calls.run(call, prepared, recorder).runner
         with self._calls.exchanging():
             losses, metrics = runner.losses(), runner.metrics()
@@ -268,7 +268,7 @@ class Pipeline(Interfaces):
     def _evaluate(self, batch: Batch, weights: LossArguments, output: OutputRanks) -> EvalResult:
         with self._calls.watched(), eval_mode(self._model):
             call, prepared = self._calls.prepare(batch, weights, training=False, asked=asked_with("eval", output))
-            require_output(output)
+            require_output(output, call, prepared, self._request.batch_dims)
             self._calls.run(call, prepared)
             runner = prepared.runner
             with self._calls.exchanging(training=False):

@@ -21,7 +21,7 @@ from graphpp.integrations.accelerate import PipelineAccelerator
 from tests.distributed import run_ranks
 from tests.integrations.examples import as_process, run_example
 
-IDS = [torch.randint(64, (6,), generator=torch.Generator().manual_seed(at)) for at in range(22)]
+IDS = [torch.randint(64, (6,), generator=torch.Generator().manual_seed(at)) for at in range(20)]
 ROWS = [{"input_ids": ids, "labels": ids} for ids in IDS]
 
 

@@ -20,6 +20,8 @@ from tests.integrations.examples import run_example
 trl = pytest.importorskip("trl")
 
 TIMES = ("runtime", "per_second", "preparation_time")
+SHORT_SFT = {"layers=4": "layers=2", "max_steps=3": "max_steps=2", "eval_steps=3": "eval_steps=2", "steps=4": "steps=2"}
+SHORT_DPO = {"accumulation_steps=4": "accumulation_steps=2", "max_steps=2": "max_steps=1", "eval_steps=2": "eval_steps=1"}
 LORA = {'own = {"ref_model": copy.deepcopy(model)}': "own = {'peft_config': __import__('peft').LoraConfig(r=4)}"}
 
 
@@ -39,9 +41,13 @@ def timeless(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("script", "changes", "metric", "tensors"),
     [
-        ("trl_sft.py", {}, "mean_token_accuracy", 16),
-        ("trl_dpo.py", {}, "rewards/margins", 21),
-        *further(("trl_dpo.py", LORA, "rewards/margins", 8)),
+        ("trl_sft.py", SHORT_SFT, "mean_token_accuracy", 8),
+        ("trl_dpo.py", SHORT_DPO, "rewards/margins", 21),
+        *further(
+            ("trl_sft.py", {}, "mean_token_accuracy", 16),
+            ("trl_dpo.py", {}, "rewards/margins", 21),
+            ("trl_dpo.py", LORA, "rewards/margins", 8),
+        ),
     ],
 )
 def test_an_example_logs_and_saves_what_one_process_does(

@@ -32,6 +32,7 @@ class Notes(Trainer):
         self.notes["accuracy"].append((right.sum() / valid.sum()).item() if valid.sum() > 0 else 0.0)
         self.notes["counts"] += valid.sum(-1)[:2].tolist()
         self.tokens += valid.sum().item() // 1
+        self.log({"rows": float(len(valid)), "tokens": self.tokens})
         loss = self.loss_of(output, float(output.logits.detach().mean()))
         return (loss, output) if return_outputs else loss
 
@@ -48,6 +49,13 @@ class Undeclared(PipelineMixin, Notes):
     pass
 
 
+class LogsOnce(PipelineMixin, Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        output = model(**inputs)
+        self.log({"own": output.loss})
+        return (output.loss, output) if return_outputs else output.loss
+
+
 class Scales(Own):
     def loss_of(self, output: Any, mean: float) -> Tensor:
         return super().loss_of(output, mean) * mean
@@ -59,6 +67,7 @@ class Branches(Own):
 
 
 SHORT = {"max_steps": 2, "per_device_train_batch_size": 2}
+TIMES = dict.fromkeys(("train_runtime", "train_samples_per_second", "train_steps_per_second"))
 ONE_LENGTH = (("train_dataset", [{"input_ids": torch.arange(6) + at} for at in range(8)]),)
 
 
@@ -67,13 +76,15 @@ def test_metrics_are_those_of_one_process(tmp_path: Path) -> None:
     theirs = trained(Notes, tmp_path, None, ONE_LENGTH, **SHORT)
     assert mine.notes == theirs.notes and len(mine.notes["accuracy"]) == 4
     assert mine.tokens == theirs.tokens == 48
-    assert mine.state.log_history[0]["loss"] == theirs.state.log_history[0]["loss"]
+    for found, expected in zip(mine.state.log_history, theirs.state.log_history, strict=True):
+        assert {**found, **TIMES} == {**expected, **TIMES}
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (Undeclared, "reads the value of a tensor, by __bool__.*set reads_values = True"),
+        (LogsOnce, "compute_loss calls self.log.*set reads_values = True"),
         (Branches, "a branch on one, changes the loss"),
         *further((Scales, "is nan in the captured pipeline")),
     ],

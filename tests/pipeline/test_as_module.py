@@ -331,6 +331,7 @@ def test_outputs_are_kept_for_batches_of_other_sizes() -> None:
     lengths = [graphpp.Microbatch((X[:2, :length],), target=Y[:2, :length]) for length in (8, 6)]
     with pytest.raises(graphpp.BatchError, match=r"\(2, 8, 8\) and \(2, 6, 8\) .* cannot be put together. Pad them alike"):
         pipe.step_microbatches(lengths)
+    assert [each.shape for each in pipe.step_microbatches(lengths, output="each").output] == [(2, 8, 8), (2, 6, 8)]
 
 
 def backward_twice(module: nn.Module) -> None:
