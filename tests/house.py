@@ -120,7 +120,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 51_680,
+    "graphpp": 51_750,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 690,
@@ -130,18 +130,18 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_170,
-    "graphpp/integrations": 2_260,
+    "graphpp/integrations": 2_280,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_290,
-    "graphpp/passes": 5_450,
+    "graphpp/passes": 5_500,
     "graphpp/pipeline": 3_380,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_880,
+    "tests": 47_960,
 }
 MOST_FILES = 425  # Python files of graphpp/, `__init__.py` included
 
