@@ -126,6 +126,7 @@ class Last(nn.Module):
         return mapped
 
 
+@pytest.mark.exhaustive
 def test_one_graph_serves_every_length() -> None:
     for same, graphs in in_lengths():
         assert len(same) == 3 * 9 and all(same)

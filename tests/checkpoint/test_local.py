@@ -330,6 +330,7 @@ def replicas_in_mesh(rank: int, folder: Path, shape: tuple[tuple[str, int], ...]
     return train(rank, folder, machine, dict(shape)["pp"], until, mesh=mesh)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("shape", "machine", "ranks", "lost"),
     [

@@ -72,6 +72,7 @@ def test_two_plans_stand_side_by_side_with_their_differences(model: str, tmp_pat
     assert f"the file has plans 1 to {len(plans)}" in refusal("compare", str(file), f"{file}:99")
 
 
+@pytest.mark.exhaustive
 def test_options_of_the_search_reach_it(model: str) -> None:
     asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--rows", "2", "--schedules", "auto,1F1B"
     plain, other = document(*asked, "--pp", "2"), document(*asked, "--pp", "2", "--recompute", "full", "--optimizer", "sgd")

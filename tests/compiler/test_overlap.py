@@ -161,6 +161,7 @@ def fused(rank: int) -> list[str]:
     return missing + [fqn for fqn in expected if not torch.allclose(made[fqn], expected[fqn], rtol=1e-4, atol=1e-6)]
 
 
+@pytest.mark.exhaustive
 def test_woven_programs_hand_out_products() -> None:
     assert run_ranks(fused, 2) == [[], []]
 

@@ -123,6 +123,7 @@ def test_frozen_stages_under_a_split_backward(frozen: int) -> None:
         assert grad is None or torch.equal(parameter.grad, grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_what_recompute_takes() -> None:
     case = MODELS["llama"]()
     for wrong in ("all", 3, [1], 0, 0.0, -0.5, 1.1, float("nan"), True):
@@ -143,6 +144,7 @@ def test_what_is_recomputed_stands_in_the_text(pairs: Any, tmp_path: Path) -> No
     assert ("recompute" in str(table)) == (pairs is not None)
 
 
+@pytest.mark.exhaustive
 def test_verify_knows_halves_and_recomputation() -> None:
     case = MODELS["llama"]()
     example = graphpp.Microbatch(*case.batch.microbatches(MICROBATCHES)[0])

@@ -62,6 +62,7 @@ def _loss(model: nn.Module, row: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(row).flatten(0, 1), row.flatten()).detach()
 
 
+@pytest.mark.exhaustive
 def test_a_seed_gives_each_module_values_of_its_own() -> None:
     before = torch.get_rng_state()
     torch.manual_seed(5)

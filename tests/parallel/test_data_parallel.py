@@ -206,6 +206,7 @@ def experts(rank: int) -> None:
     graphpp.compile(model, F.cross_entropy, mesh=mesh, microbatches=3).step(x, target=y)
 
 
+@pytest.mark.exhaustive
 def test_experts_are_not_averaged_with_other_experts() -> None:
     with pytest.raises(graphpp.GraphPPError, match="exchanges values with rank"):
         run_ranks(experts, 2)

@@ -139,6 +139,7 @@ def reads_the_student_s_layer(rank: int, split: list[str]) -> str:
     return "" if output is None else str(output.tolist())
 
 
+@pytest.mark.exhaustive
 def test_a_trained_module_of_both_is_on_one_rank_or_refused() -> None:
     alone = reads_the_student_s_layer(0, ["layers.2"])
     assert run_ranks(reads_the_student_s_layer, 2, ["layers.2"]) == ["", alone]

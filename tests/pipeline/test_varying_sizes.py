@@ -104,6 +104,7 @@ OPTIONS: list[dict[str, Any]] = [
 LENGTHS = [(4, 5), (4, 9), (4, 7), (6, 12), (8, 30), (4, 2), (4, 64)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("options", [OPTIONS[0], *further(*OPTIONS[1:])])
 def test_one_graph_serves_all_sizes(options: dict[str, Any]) -> None:

@@ -99,5 +99,6 @@ def refused(rank: int) -> None:
         graphpp.compile(model, loss, mesh=mesh, microbatches=2).step(input_ids=tokens, target=tokens)
 
 
+@pytest.mark.exhaustive
 def test_hooks_that_a_plan_sets_in_the_forward_are_refused_with_the_style_to_take() -> None:
     run_ranks(refused, 2)

@@ -245,6 +245,7 @@ def steps_of_swin(rank: int, ranks: int) -> list[Any]:
     return [losses, {fqn: parameter.grad for fqn, parameter in own.items()}, sizes]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, *further(2)])
 def test_swin_clamps_its_windows(ranks: int) -> None:
     losses, grads, sizes = steps_of_swin(0, 0)

@@ -32,6 +32,7 @@ def accumulated(rank: int, mesh: Mesh) -> None:
         torch.testing.assert_close(whole_tensor(parameter.grad), 2 * once[fqn])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh",), [(REPLICAS,), *further((PIPE,), (Mesh((2, 2), ("dp_shard", "ep")),))])
 def test_gradients_of_two_steps_add_up(mesh: Mesh) -> None:
     run_ranks(accumulated, mesh.ranks, mesh)

@@ -135,6 +135,7 @@ def resumed(rank: int, mesh: Mesh, flat: bool, folder: Path) -> dict[str, Tensor
     return values(pipe)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"), [((PIPE, True), (SHARD3, False)), *further(((SHARD3, False), (PIPE, True)))]
 )

@@ -168,6 +168,7 @@ def measured(rank: int, more: dict[str, Any], dtypes: Dtypes) -> None:
     assert f"single layers are gathered {foretold.gathers:g} times" in str(pipe)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("more", "dtypes"),
     [

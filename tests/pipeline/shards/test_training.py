@@ -123,6 +123,7 @@ def test_whole_parameters_have_the_bits_of_the_loop_too(mesh: Mesh) -> None:
         assert differing(found, expected[rank]) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "keep"),
     [

@@ -53,6 +53,7 @@ def filled(rank: int, mesh: Mesh, tied: bool, file: Path | None) -> None:
         theirs.step()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "tied"), [(TENSOR, False), *further((SHARDS, False), (PIPE, True), (PIPE, False))])
 def test_code_gives_the_values_of_one_process(mesh: Mesh, tied: bool) -> None:
     run_ranks(filled, mesh.ranks, mesh, tied, None)

@@ -62,6 +62,7 @@ def gradients_beside_eager(rank: int, mesh: Mesh, sequence: bool, tied: bool, op
     return unlike
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "sequence", "tied", "stages", "schedule"),
     [

@@ -156,6 +156,7 @@ def test_bfloat16_adds_up_in_float32() -> None:
     assert_near(wide, unfused, 2**-8)  # rounded once, at the end
 
 
+@pytest.mark.exhaustive
 def test_autocast_adds_narrow_products_into_wide_sums() -> None:
     def run(fused: bool) -> dict[str, Tensor]:
         with torch.autocast("cpu", torch.bfloat16), capturing_once():
@@ -285,6 +286,7 @@ def on_two_ranks(rank: int, schedule: str) -> dict[str, Tensor]:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_parameter_tied_over_ranks() -> None:
     first, second = run_ranks(on_two_ranks, 2, "1F1B")
     assert torch.equal(first["embed.weight"], second["embed.weight"])

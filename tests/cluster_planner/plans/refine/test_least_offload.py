@@ -97,6 +97,7 @@ def trained_on_a_device(rank: int, plan: TrainingPlan) -> dict[str, Any]:
         return trained(rank, plan)
 
 
+@pytest.mark.exhaustive
 def test_offload_takes_as_many_bytes_from_a_pipeline_as_from_its_prediction() -> None:
     """Values that wait in messages are predicted by an upper bound, with and without offload alike."""
     best = plans(FAST, memory_cap=round(0.8 * predicted(None).peak), recompute=[None]).best

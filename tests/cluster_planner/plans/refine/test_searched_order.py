@@ -48,6 +48,7 @@ def test_long_steps_and_single_ranks_and_little_memory_have_no_order() -> None:
     assert searched_order(request_of(), predicted(SETTING), 1000) is None
 
 
+@pytest.mark.exhaustive
 def test_the_best_plan_may_have_an_order_that_comes_back_from_json_and_runs() -> None:
     named = plans(**OPTIONS, schedules=["1F1B"]).best
     found = plans(**OPTIONS, schedules=["1F1B", ORDER])
