@@ -1,7 +1,7 @@
 """Seeded combinations of model, mesh, schedule and options on 1, 2 and 4 ranks train as one process does, or are refused.
 
-Four combinations by default; under `GRAPHPP_FUZZ=2000` 1,000. A failure is shrunk and printed as Python (`GRAPHPP_FUZZ_SHRINK=0`
-leaves the shrinking out): `outcome(combination(seed))`, or `outcome(Combination(...))` as printed.
+Four combinations by default; under `GRAPHPP_FUZZ=2000` 1,000. A failure is shrunk and printed as Python, which
+`GRAPHPP_FUZZ_SHRINK=0` leaves out: `outcome(combination(seed))`, or `outcome(Combination(...))` as printed.
 """
 
 from __future__ import annotations

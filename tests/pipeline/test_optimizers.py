@@ -45,33 +45,37 @@ def optimizers(named: Iterable[tuple[str, Tensor]]) -> list[torch.optim.Optimize
     return [*muon, torch.optim.AdamW(others, lr=1e-2)]
 
 
-def plain() -> dict[str, Tensor]:
+def update(used: Iterable[torch.optim.Optimizer], wide: bool) -> None:
+    """One step of each optimizer. `wide`: Muon computes in float32 in place of bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wide:
+            patch.setattr(Tensor, "bfloat16", lambda self: self)  # of torch before 2.15
+            patch.setattr(torch, "bfloat16", torch.float32)
+        for each in used:
+            each.step()
+            each.zero_grad()
+
+
+def plain(wide: bool) -> dict[str, Tensor]:
     model = Net()
     used = optimizers(model.named_parameters())
     for _ in range(STEPS):
         for rows in TOKENS.chunk(MICROBATCHES):
             (loss(model(rows), rows) / MICROBATCHES).backward()
-        for each in used:
-            each.step()
-            each.zero_grad()
+        update(used, wide)
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
 def trained(rank: int, options: dict[str, Any], wide: bool) -> dict[str, Tensor]:
-    """The rank's parameters after some steps. `wide`: Muon computes in float32 in place of bfloat16."""
+    """The rank's parameters after some steps."""
     given = {**options}
     if mesh := given.pop("mesh", None):
         given["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=(mesh,))
-    with pytest.MonkeyPatch.context() as patch:
-        if wide:
-            patch.setattr(Tensor, "bfloat16", lambda self: self)
-        pipe = graphpp.compile(Net(), loss, example=graphpp.Microbatch((TOKENS[:2],), target=TOKENS[:2]), **given)
-        used = optimizers(pipe.named_parameters())
-        for _ in range(STEPS):
-            pipe.step(TOKENS, target=TOKENS)
-            for each in used:
-                each.step()
-                each.zero_grad()
+    pipe = graphpp.compile(Net(), loss, example=graphpp.Microbatch((TOKENS[:2],), target=TOKENS[:2]), **given)
+    used = optimizers(pipe.named_parameters())
+    for _ in range(STEPS):
+        pipe.step(TOKENS, target=TOKENS)
+        update(used, wide)
     whole = ((name, each.full_tensor() if mesh == "dp_shard" else each) for name, each in pipe.named_parameters())  # type: ignore[attr-defined]
     return {name: each.detach().clone() for name, each in whole}
 
@@ -80,15 +84,14 @@ def test_ranks_with_groups_of_their_own_train_as_one_process() -> None:
     """The rank of the last stage has no matrix for Muon."""
     options = {"split": ["head"], "schedule": "1F1B", "microbatches": MICROBATCHES}
     first, second = run_ranks(trained, 2, options, False)
-    expected = plain()
+    expected = plain(wide=False)
     assert set(second) == {"head.weight", "head.bias"} and (first | second).keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in (first | second).items())
 
 
-def test_shards_of_a_matrix_are_updated_as_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_a_matrix_are_updated_as_the_whole_matrix() -> None:
     """Muon's products run in bfloat16, where a sum over shards rounds otherwise; in float32 they differ by its rounding."""
-    monkeypatch.setattr(Tensor, "bfloat16", lambda self: self)
-    expected = plain()
+    expected = plain(wide=True)
     found = run_ranks(trained, 2, {"mesh": "dp_shard", "microbatches": MICROBATCHES // 2}, True)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-6)
