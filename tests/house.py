@@ -120,7 +120,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 51_750,
+    "graphpp": 51_740,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 690,
@@ -130,11 +130,11 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/cli": 1_470,
     "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_170,
-    "graphpp/integrations": 2_280,
+    "graphpp/integrations": 2_270,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_290,
-    "graphpp/passes": 5_500,
+    "graphpp/passes": 5_490,
     "graphpp/pipeline": 3_380,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,

@@ -27,7 +27,7 @@ import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.integrations.late_module import LateModule
 from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, faults_of_options, refuse
-from graphpp.integrations.stand_in import ModelCall, answering, asking
+from graphpp.integrations.stand_in import answering, call_of
 
 ForwardStep = Callable[..., Any]
 _OWNER = "forward_backward_func"
@@ -161,16 +161,13 @@ class _Draws:
 def _microbatch(function: ForwardStep, data: Iterator[Any], model: nn.Module) -> graphpp.Microbatch:
     """The model's arguments, and the data that the function took as the target."""
     draws = _Draws(data)
-    try:
-        function(draws, asking(model))
-    except ModelCall as call:
-        if not draws.drawn:
-            raise GraphPPError(
-                "forward_step_func took nothing from data_iterator, so its data would be constants of the captured loss: take "
-                "them from data_iterator"
-            ) from None
-        return graphpp.Microbatch(call.args, call.kwargs, tuple(draws.drawn))
-    raise GraphPPError("forward_step_func does not call the model, so there is nothing to run")
+    args, kwargs = call_of(model, "forward_step_func", lambda model: function(draws, model))
+    if not draws.drawn:
+        raise GraphPPError(
+            "forward_step_func took nothing from data_iterator, so its data would be constants of the captured loss: take "
+            "them from data_iterator"
+        )
+    return graphpp.Microbatch(args, kwargs, tuple(draws.drawn))
 
 
 def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ import torch
 from graphpp.errors import GraphPPError
 
 
-class ModelCall(BaseException):
+class _ModelCall(BaseException):
     """The arguments that a trainer's function gives to the model; no `except Exception` catches it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -31,13 +31,20 @@ class StandIn:
         return getattr(self.__dict__["_model"], name)
 
 
-def asking(model: Any) -> StandIn:
-    """A stand-in whose call raises `ModelCall`."""
+def call_of(model: Any, name: str, function: Callable[[StandIn], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and named arguments of the first call of the model in `function(model)`, which ends there.
+
+    Raises `GraphPPError`, which names the function `name`, if it does not call the model.
+    """
 
     def ask(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ModelCall(args, kwargs)
+        raise _ModelCall(args, kwargs)
 
-    return StandIn(model, ask)
+    try:
+        function(StandIn(model, ask))
+    except _ModelCall as call:
+        return call.args, call.kwargs
+    raise GraphPPError(f"{name} does not call the model, so there is nothing to run")
 
 
 def answering(model: Any, output: Any, name: str) -> StandIn:

@@ -31,7 +31,7 @@ from graphpp.errors import GraphPPError
 from graphpp.integrations.loaders import prepared_loader, rows_of_data
 from graphpp.integrations.random_state import RandomState, generators_kept
 from graphpp.integrations.refusals import PLAN_OPTION, faults_of_model, faults_of_options, refuse, refuse_one_shot
-from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
+from graphpp.integrations.stand_in import StandIn, answering, call_of, rows_of, tensors_with_rows
 from graphpp.integrations.value_reads import read_values, reads_postponed, with_outputs
 
 _FOLDER = "graphpp"
@@ -159,12 +159,9 @@ class PipelineMixin(_Trainer):  # type: ignore[misc]
         return [part for part in parts if all(len(part[key]) for key in cut)]
 
     def _microbatch(self, inputs: dict[str, Any], items: Any) -> graphpp.Microbatch:
-        try:
-            self.compute_loss(asking(self.model), dict(inputs), num_items_in_batch=items)
-        except ModelCall as call:
-            loss_kwargs = {} if items is None else {"num_items_in_batch": items}
-            return graphpp.Microbatch(call.args, call.kwargs, dict(inputs), loss_kwargs)
-        raise GraphPPError("compute_loss does not call the model, so there is nothing to train")
+        loss = lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=items)  # noqa: E731
+        args, kwargs = call_of(self.model, "compute_loss", loss)
+        return graphpp.Microbatch(args, kwargs, dict(inputs), {} if items is None else {"num_items_in_batch": items})
 
     def _loss(self, output: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """The loss of one microbatch, captured with the model: `compute_loss` on the model's output."""
@@ -285,7 +282,8 @@ class PipelineTrainer(PipelineMixin, transformers.Trainer):
 
 def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
     """Raise `GraphPPError` for settings of Trainer that a pipeline cannot follow."""
-    args = trainer.args
+    args, count = trainer.args, options.get("microbatches", 1)
+    counts = isinstance(count, int) and count > 0
     faults = {
         "DeepSpeed": "leave deepspeed= out: the pipeline shards by mesh=" if trainer.is_deepspeed_enabled else "",
         "FSDP": "leave fsdp= out: the pipeline shards by mesh=" if args.fsdp or trainer.is_fsdp_enabled else "",
@@ -295,12 +293,7 @@ def _refuse_settings(trainer: Any, options: Mapping[str, Any]) -> None:
         "predict_with_generate=True": "leave it out, and generate after the training with the saved model, by from_pretrained"
         * bool(getattr(args, "predict_with_generate", False)),
         "nn.DataParallel": "start one process per GPU, by torchrun" if args.n_gpu > 1 else "",
-        "pipeline['microbatches']": "give the number of parts of each batch, 1 or more" * (not _is_count(options)),
+        "pipeline['microbatches']": "give the number of parts of each batch, 1 or more" * (not counts),
         **faults_of_options(options, _OWN_OPTIONS),
     }
     refuse("PipelineTrainer", faults)
-
-
-def _is_count(options: Mapping[str, Any]) -> bool:
-    count = options.get("microbatches", 1)
-    return isinstance(count, int) and count > 0

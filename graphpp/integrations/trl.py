@@ -22,7 +22,7 @@ from trl.trainer.utils import use_adapter
 
 import graphpp
 from graphpp.integrations.refusals import refuse
-from graphpp.integrations.stand_in import ModelCall, StandIn, answering, asking, rows_of, tensors_with_rows
+from graphpp.integrations.stand_in import StandIn, answering, call_of, rows_of, tensors_with_rows
 from graphpp.integrations.transformers import PipelineMixin
 
 _OFFLOADING = "give pipeline={'memory': graphpp.Memory(offload=True)}"
@@ -145,11 +145,9 @@ class PipelineDPOTrainer(PipelineMixin, DPOTrainer):  # type: ignore[misc]
         return super().compute_ref_log_probs(StandIn(model, refer), inputs)
 
     def _reference_call(self, part: dict[str, Any]) -> graphpp.Microbatch:
-        try:
-            super().compute_ref_log_probs(asking(self.ref_model or self.model), part)
-        except ModelCall as call:
-            return graphpp.Microbatch(call.args, call.kwargs)
-        raise AssertionError
+        log_probs = super().compute_ref_log_probs
+        model = self.ref_model or self.model
+        return graphpp.Microbatch(*call_of(model, "compute_ref_log_probs", lambda model: log_probs(model, part)))
 
     def _refer(self, calls: list[graphpp.Microbatch]) -> list[Any]:
         """The output of the reference for each call."""

@@ -5,8 +5,9 @@ Contract
 - Such a function runs twice for a microbatch. The capture runs the function within `reads_postponed`, where a read returns a
   placeholder: `Unread`, or True for a branch. After the step the function runs on the actual outputs of the model, and reads
   return the actual values; `read_values` compares its loss with the loss of the pipeline.
-- So metrics have actual values, and no value that is read has a part in the loss. `GraphPPError` is raised by the capture where
-  a placeholder enters an operation of torch, or has to be an integer, and by `read_values` where a branch changes the loss.
+- So metrics have actual values, and no value that is read moves the loss by more than `_TOLERANCE`. `GraphPPError` is raised
+  by the capture where a placeholder enters an operation of torch, or has to be an integer, and by `read_values` where a branch
+  changes the loss.
 - The plain attributes of the trainer (numbers, and lists and dicts of numbers) are after a capture as before. `log` of the
   trainer logs nothing in a capture, and raises `GraphPPError` where reads are not postponed.
 """

@@ -32,12 +32,7 @@ def as_process(rank: int, ranks: int) -> None:
 
 
 def run_example(
-    script: str,
-    output: Path,
-    *more: str,
-    ranks: int = 1,
-    changes: Mapping[str, str] | None = None,
-    launched: bool = False,
+    script: str, output: Path, *more: str, ranks: int = 1, changes: Mapping[str, str] | None = None, launched: bool = False
 ) -> str:
     """The output of the first rank of `script OUTPUT MORE..`. `changes`: texts -> new ones.
 
@@ -65,9 +60,7 @@ def run_example(
 def _run(rank: int, ranks: int, path: Path, arguments: list[str]) -> str:
     """Run a script as the main module of this rank; its output."""
     as_process(rank, ranks)
-    paths, printed = [str(ROOT / "examples"), *sys.path], io.StringIO()
-    with patch.object(sys, "argv", [str(path), *arguments]), patch.object(sys, "path", paths), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(path), run_name="__main__")
+    changed = patch.multiple(sys, argv=[str(path), *arguments], path=[str(ROOT / "examples"), *sys.path])
+    with changed, warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()

@@ -1,8 +1,10 @@
-"""Optimizers whose update of a matrix needs the whole matrix, in groups chosen by name: Muon beside AdamW."""
+"""Optimizers of torch over stages and shards; Muon, which updates whole matrices, beside AdamW in groups chosen by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ from torch.nn import functional as F
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 MICROBATCHES, STEPS = 4, 3
+STAGES = {"split": ["head"], "schedule": "1F1B", "microbatches": MICROBATCHES}
+SHARDS = {"mesh": "dp_shard", "microbatches": MICROBATCHES // 2}
 
 
 class Net(nn.Module):
@@ -36,7 +41,16 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 TOKENS = torch.randint(16, (8, 6), generator=torch.Generator().manual_seed(1))
 
 
-def optimizers(named: Iterable[tuple[str, Tensor]]) -> list[torch.optim.Optimizer]:
+Optimizers = Callable[[Iterable[tuple[str, Tensor]]], list[torch.optim.Optimizer]]
+
+
+def of_all(name: str, named: Iterable[tuple[str, Tensor]]) -> list[torch.optim.Optimizer]:
+    """An optimizer of torch for all parameters; "fused " in front of its name makes it fused."""
+    kind, fused = getattr(torch.optim, name.removeprefix("fused ")), name.startswith("fused ")
+    return [kind([each for _, each in named], lr=1e-3, **({"fused": True} if fused else {}))]
+
+
+def muon_and_adamw(named: Iterable[tuple[str, Tensor]]) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of layers, if the rank has any, and AdamW for the others."""
     parameters = dict(named)
     matrices = {name for name, each in parameters.items() if name.startswith("layers.") and each.dim() == 2}
@@ -56,9 +70,9 @@ def update(used: Iterable[torch.optim.Optimizer], wide: bool) -> None:
             each.zero_grad()
 
 
-def plain(wide: bool) -> dict[str, Tensor]:
+def plain(wide: bool, make: Optimizers = muon_and_adamw) -> dict[str, Tensor]:
     model = Net()
-    used = optimizers(model.named_parameters())
+    used = make(model.named_parameters())
     for _ in range(STEPS):
         for rows in TOKENS.chunk(MICROBATCHES):
             (loss(model(rows), rows) / MICROBATCHES).backward()
@@ -66,13 +80,11 @@ def plain(wide: bool) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
-def trained(rank: int, options: dict[str, Any], wide: bool) -> dict[str, Tensor]:
-    """The rank's parameters after some steps."""
-    given = {**options}
-    if mesh := given.pop("mesh", None):
-        given["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=(mesh,))
+def trained(rank: int, options: dict[str, Any], wide: bool, make: Optimizers = muon_and_adamw) -> dict[str, Tensor]:
+    mesh = options.get("mesh")
+    given = {**options, **({"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=(mesh,))} if mesh else {})}
     pipe = graphpp.compile(Net(), loss, example=graphpp.Microbatch((TOKENS[:2],), target=TOKENS[:2]), **given)
-    used = optimizers(pipe.named_parameters())
+    used = make(pipe.named_parameters())
     for _ in range(STEPS):
         pipe.step(TOKENS, target=TOKENS)
         update(used, wide)
@@ -82,8 +94,7 @@ def trained(rank: int, options: dict[str, Any], wide: bool) -> dict[str, Tensor]
 
 def test_ranks_with_groups_of_their_own_train_as_one_process() -> None:
     """The rank of the last stage has no matrix for Muon."""
-    options = {"split": ["head"], "schedule": "1F1B", "microbatches": MICROBATCHES}
-    first, second = run_ranks(trained, 2, options, False)
+    first, second = run_ranks(trained, 2, STAGES, False)
     expected = plain(wide=False)
     assert set(second) == {"head.weight", "head.bias"} and (first | second).keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in (first | second).items())
@@ -92,6 +103,16 @@ def test_ranks_with_groups_of_their_own_train_as_one_process() -> None:
 def test_shards_of_a_matrix_are_updated_as_the_whole_matrix() -> None:
     """Muon's products run in bfloat16, where a sum over shards rounds otherwise; in float32 they differ by its rounding."""
     expected = plain(wide=True)
-    found = run_ranks(trained, 2, {"mesh": "dp_shard", "microbatches": MICROBATCHES // 2}, True)[0]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-6)
+    found = run_ranks(trained, 2, SHARDS, True)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", further("AdamW", "fused AdamW", "NAdam", "Adagrad", "RMSprop", "Adafactor"))
+def test_other_optimizers_train_as_one_process(name: str) -> None:
+    """Over stages bit-equal; over shards up to the order of the sum over replicas. Torch refuses Adafactor over shards."""
+    make = partial(of_all, name)
+    expected = plain(False, make)
+    first, second = run_ranks(trained, 2, STAGES, False, make)
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in (first | second).items())
+    with pytest.raises(RuntimeError, match="placement changes") if name == "Adafactor" else nullcontext():
+        torch.testing.assert_close(run_ranks(trained, 2, SHARDS, False, make)[0], expected, rtol=0.0, atol=1e-6)

@@ -88,10 +88,6 @@ def moved_by(formula: Formula, along: Sequence[int], distance: int) -> Formula:
     return Line(tuple(along), formula.start + distance)
 
 
-def as_steps(formula: Formula) -> Steps | None:
-    return formula if isinstance(formula, Steps) else None
-
-
 def as_line(formula: Formula) -> Line | None:
     """A line, or an integer constant as a line."""
     if isinstance(formula, Line):
@@ -101,10 +97,9 @@ def as_line(formula: Formula) -> Line | None:
 
 def combined(function: Callable[..., Number], known: Sequence[Formula]) -> Steps | None:
     """`function` of the elements at each index; None if one formula is a line, or if two vary along different directions."""
-    parts = [as_steps(each) for each in known]
-    steps = [each for each in parts if each is not None]
+    steps = [each for each in known if isinstance(each, Steps)]
     directions = {each.along for each in steps if each.cuts}
-    if len(steps) < len(parts) or len(directions) > 1:
+    if len(steps) < len(known) or len(directions) > 1:
         return None
     cuts = sorted({cut for each in steps for cut in each.cuts})
     regions = [None, *cuts]  # the region before the first cut, and the regions that begin with a cut

@@ -29,9 +29,9 @@ class Call:
     def argument(self, at: int, name: str, default: Any = None) -> Any:
         return self.node.args[at] if at < len(self.node.args) else self.node.kwargs.get(name, default)
 
-    def formula(self, value: Any, dims: int | None = None) -> Formula | None:
-        """The formula of an argument, a number included, for a result of `dims` dimensions to which the argument broadcasts."""
-        dims = len(self.shape) if dims is None else dims
+    def formula(self, value: Any) -> Formula | None:
+        """The formula of an argument, a number included, broadcast to the dimensions of the result."""
+        dims = len(self.shape)
         if isinstance(value, bool | int | float):
             return Steps((0,) * dims, (), (value,))
         known = self.found.get(value) if isinstance(value, fx.Node) else None

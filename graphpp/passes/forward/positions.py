@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def positions(graph: fx.Graph, any_size: bool = False) -> dict[fx.Node, Formula]:
     """The formulas of the nodes that depend on positions alone. Nodes need their tensor in `meta["val"]`.
 
-    `any_size`: the formulas hold for all sizes in place of those above 1.
+    `any_size`: a size above 1 may have any value, as if it were symbolic.
     """
     written, found = _written(graph), dict[fx.Node, Formula]()
     for node in graph.nodes:

@@ -154,21 +154,18 @@ def masks(draw: Any, depth: int = 3) -> Mask:
         return lambda size: compare(a * rows(size) + b * columns(size), c)
     one, other = draw(masks(depth - 1)), draw(masks(depth - 1))
     diagonal, begin = draw(NUMBERS), draw(st.integers(0, 2))
-    return draw(
-        st.sampled_from(
-            [
-                lambda size: one(size) & other(size),
-                lambda size: one(size) | ~other(size),
-                lambda size: torch.where(one(size), other(size), one(size)),
-                lambda size: one(size).tril(diagonal),
-                lambda size: one(size).mT,
-                lambda size: one(size + begin)[begin:, begin:],
-                lambda size: one(2 * size)[::2, 1::2],
-                lambda size: one(size)[rows(size), columns(size) // 1 if begin else columns(size)],
-                lambda size: one(size).float().masked_fill(other(size), -math.inf) == 0,
-            ]
-        )
-    )
+    forms: list[Mask] = [
+        lambda size: one(size) & other(size),
+        lambda size: one(size) | ~other(size),
+        lambda size: torch.where(one(size), other(size), one(size)),
+        lambda size: one(size).tril(diagonal),
+        lambda size: one(size).mT,
+        lambda size: one(size + begin)[begin:, begin:],
+        lambda size: one(2 * size)[::2, 1::2],
+        lambda size: one(size)[rows(size), columns(size) // 1 if begin else columns(size)],
+        lambda size: one(size).float().masked_fill(other(size), -math.inf) == 0,
+    ]
+    return draw(st.sampled_from(forms))  # type: ignore[no-any-return]
 
 
 def element(formula: Formula, index: tuple[int, ...]) -> float:
@@ -178,9 +175,6 @@ def element(formula: Formula, index: tuple[int, ...]) -> float:
 
 class Values(fx.Interpreter):
     """The tensor of each node, copied as the node has computed it."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -201,7 +195,7 @@ def test_a_formula_holds_for_dtypes_that_round_and_memory_that_is_written(name: 
 def check_formulas(mask: Mask) -> int:
     """Compare the formulas of an exported call with the elements of its tensors; how many there are."""
     module, x = exported(mask, symbolic=False)
-    values = Values(module)
+    values = Values(module, garbage_collect_values=False)
     values.run(x)
     found = positions(module.graph)
     for node, formula in found.items():
