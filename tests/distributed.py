@@ -1,10 +1,13 @@
-"""Runs one function on N processes joined by gloo, and hands back what each returned.
+"""Runs one function on N processes joined by gloo or by NCCL, and hands back what each returned.
 
 Contract: `run_ranks(fn, ranks, *args)` calls `fn(rank, *args)` in `ranks` processes, with the default process group
 initialised over loopback, and returns the values in order of rank. `fn` is a top-level function of an importable
-module; arguments and values are pickled. The caller's warning filters hold on the ranks too. Environment variables that
+module; arguments and values are pickled, tensors of values as tensors of the CPU. The caller's warning filters hold on the ranks too. Environment variables that
 `fn` sets are gone after the call. A rank's exception is raised here with its own type, and with the rank and its traceback
 as a note.
+
+`GRAPHPP_TEST_DEVICE=cuda` joins the ranks by NCCL, all of them on the first GPU or each on its own (`DEVICE`); tests with the mark
+`nccl` hold there too. Several ranks share a GPU since NCCL 2.30, with `NCCL_MULTI_RANK_GPU_ENABLE=1`.
 
 Importing torch takes seconds, so the processes stay for the next call: rank r of every call runs in worker r, each
 time in a fresh group. A call that dies or runs late costs its workers, and the next call starts new ones. Workers end
@@ -39,7 +42,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
+DEVICE = torch.device(os.environ.get("GRAPHPP_TEST_DEVICE", "cpu"))  # type of the device on which ranks train
+BACKEND = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl"
 GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
 PATIENCE = 600.0  # seconds that a call may take, on a machine that is ten times slower than this one or as busy
 PRELOADED = [  # what the process that workers are forked from imports: also what a first capture would import on each rank
@@ -140,6 +146,11 @@ def rank_outcomes(
     if any(isinstance(outcome.error, WorkerDied | WorkerLate) for outcome in outcomes):
         close_workers()
     return outcomes
+
+
+def on_cpu(value: Any) -> Any:
+    """The value with its tensors on the CPU; tensors of the CPU are the same objects."""
+    return value if DEVICE.type == "cpu" else tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
 
 
 @cache
@@ -283,7 +294,7 @@ def _answer(message: bytes, before: float) -> bytes:
         with _group(task), warnings.catch_warnings(), _environment():
             warnings.filters[:] = task.filters
             answer = _attempt(task)
-        return pickle.dumps(replace(answer, cpu_seconds=cpu_seconds() - before))
+        return pickle.dumps(replace(answer, value=on_cpu(answer.value), cpu_seconds=cpu_seconds() - before))
     except BaseException as error:
         return pickle.dumps(_failed(error))
 
@@ -291,9 +302,11 @@ def _answer(message: bytes, before: float) -> bytes:
 @contextmanager
 def _group(task: Task) -> Iterator[None]:
     """The default process group of one task; when it ends, ranks that wait for this one are woken by an error."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(task.rank % torch.cuda.device_count())
     with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):  # a rank that ends at once would fail those that still connect
         dist.init_process_group(
-            "gloo",
+            BACKEND,
             init_method=f"file://{task.store}",
             rank=task.rank,
             world_size=task.ranks,

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphpp
 from graphpp.runtime.dtensors import whole_tensor
-from tests.distributed import run_ranks
+from tests.distributed import DEVICE, on_cpu, run_ranks
 from tests.saved_graphs import GRAPHS
 
 DATA = ("dp_replicate", "dp_shard", "ep", "cp")
@@ -113,7 +113,7 @@ class Mesh(NamedTuple):
         return found
 
     def made(self) -> DeviceMesh:
-        return init_device_mesh("cpu", self.sizes, mesh_dim_names=self.names)
+        return init_device_mesh(DEVICE.type, self.sizes, mesh_dim_names=self.names)
 
 
 class Trained(NamedTuple):
@@ -166,7 +166,7 @@ def train_on_mesh(
         optimizer.step()
         optimizer.zero_grad()
     found.params.update({fqn: whole_tensor(parameter).clone() for fqn, parameter in pipe.named_parameters()})
-    return found
+    return on_cpu(found)
 
 
 @cache
@@ -196,7 +196,7 @@ def train_alone(replicas: int, tied: bool = False, max_norm: float | None = None
         optimizer.zero_grad()
     for each in found:
         each.params.update({fqn: parameter.detach().clone() for fqn, parameter in pipe.named_parameters()})
-    return found
+    return on_cpu(found)
 
 
 def resumed(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphpp
 from graphpp.runtime.dtensors import whole_tensor
+from tests.distributed import on_cpu
 from tests.sharding import Mesh
 
 VOCAB, WIDTH, LENGTH, ROWS, MICROBATCHES, STEPS = 24, 8, 6, 8, 4, 2
@@ -170,7 +171,7 @@ def train(pipe: graphpp.Pipeline, replicas: Sequence[int], *, flat: bool = False
         optimizer.step()
         optimizer.zero_grad()
     found.params.update({fqn: whole_tensor(parameter).clone() for fqn, parameter in pipe.named_parameters()})
-    return found
+    return on_cpu(found)
 
 
 def assert_near(found: Trained, expected: Trained) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphpp
 from graphpp import attention
 from graphpp.errors import GraphPPError
-from tests.distributed import run_ranks
+from tests.distributed import DEVICE, on_cpu, run_ranks
 from tests.exhaustive import further
 
 HEADS, WIDTH, TOKENS = 6, 4, 12
@@ -175,7 +175,7 @@ def one_process(replicas: int) -> tuple[list[float], dict[str, Tensor]]:
 
 def train(rank: int, shape: dict[str, int], schedule: str, how: str, backend: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = init_device_mesh(DEVICE.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     group = mesh.get_group("cp")
     balanced = how == "balanced"
     model = Decoder(group, how)
@@ -196,7 +196,7 @@ def train(rank: int, shape: dict[str, int], schedule: str, how: str, backend: st
         optimizer = optimizer or torch.optim.SGD(pipe.parameters(), lr=0.5, momentum=0.9)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, dict(pipe.state_dict())
+    return losses, on_cpu(dict(pipe.state_dict()))
 
 
 MESHES = {
@@ -207,6 +207,7 @@ MESHES = {
 }
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("mesh", "schedule", "how", "backend"),
     [

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.trace import CapturedGraph
 from tests import internals
-from tests.distributed import run_ranks
+from tests.distributed import DEVICE, on_cpu, run_ranks
 from tests.models import MODELS, Batch, Case
 from tests.reference import adamw, eager_steps
 from tests.special_models import DEEP, SPECIAL
@@ -65,20 +66,28 @@ def train(rank: int, name: str, options: Mapping[str, Any], steps: int = STEPS) 
 
 
 def _train(name: str, options: Mapping[str, Any], steps: int) -> Numbers:
-    pipe = compiled(CASES[name](), **options)
+    pipe = compiled(case_of(name), **options)
     numbers = Numbers([], [], [], {}, {})
     optimizer = None
     for seed in range(steps):
         if optimizer:
             optimizer.zero_grad()
-        numbers.losses.append(step(pipe, CASES[name](seed).batch).losses)
+        numbers.losses.append(step(pipe, case_of(name, seed).batch).losses)
         optimizer = optimizer or adamw(list(pipe.parameters()))
         numbers.grads.append(local_grads(pipe))
         numbers.norms.append(pipe.clip_grad_norm_(MAX_NORM))
         optimizer.step()
     numbers.params.update(pipe.named_parameters())
     numbers.buffers.update(pipe.named_buffers())
-    return numbers
+    return on_cpu(numbers)
+
+
+def case_of(name: str, seed: int = 0) -> Case:
+    """A model of `CASES` and its batch, on the device of the tests."""
+    case = CASES[name](seed)
+    if DEVICE.type == "cpu":
+        return case
+    return Case(case.model.to(DEVICE), case.loss, tree_map_only(Tensor, lambda each: each.to(DEVICE), case.batch))
 
 
 Captures = dict[Any, CapturedGraph]
@@ -135,10 +144,10 @@ def trained(ranks: int, name: str, steps: int = STEPS, **options: Any) -> Number
 
 def eager(name: str, microbatches: int, steps: int = STEPS, **options: Any) -> Numbers:
     """The numbers of the plain loop."""
-    case = CASES[name]()
-    batches = [CASES[name](seed).batch for seed in range(steps)]
+    case = case_of(name)
+    batches = [case_of(name, seed).batch for seed in range(steps)]
     found = eager_steps(case.model, case.loss, batches, microbatches, steps, max_norm=MAX_NORM, **options)
-    return Numbers(found.losses, found.norms, found.grads, found.params, found.buffers)
+    return on_cpu(Numbers(found.losses, found.norms, found.grads, found.params, found.buffers))
 
 
 def whole(parts: Sequence[Numbers]) -> Numbers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,11 +26,11 @@ from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.schedule import Schedule
-from tests.distributed import run_ranks
+from tests.distributed import DEVICE, on_cpu, run_ranks
+from tests.exhaustive import further
 from tests.schedules.mutations import MUTATIONS, accepted
 from tests.schedules.tables import legal_rows
 
-CPU = torch.device("cpu")
 Grads = dict[str, Tensor | None]
 
 
@@ -50,12 +51,12 @@ class Net(nn.Module):
 
 def batch(microbatch: int) -> Microbatch:
     generator = torch.Generator().manual_seed(microbatch)
-    return Microbatch((torch.randn(2, 4, generator=generator),), {}, torch.randn(2, 4, generator=generator))
+    return Microbatch((torch.randn(2, 4, generator=generator).to(DEVICE),), {}, torch.randn(2, 4, generator=generator).to(DEVICE))
 
 
 def programs(stages: int) -> PipelineProgram:
-    net = Net()
-    joint = capture(net, F.mse_loss, batch(0), CPU, training=True).joint
+    net = Net().to(DEVICE)
+    joint = capture(net, F.mse_loss, batch(0), DEVICE, training=True).joint
     split = [f"layers.{stage}" for stage in range(1, stages)]
     starts = resolve(split, module_calls(joint), None, [name for name, _ in net.named_modules()])
     return lower(joint, starts, options=LoweringOptions(split_backward=True))
@@ -63,20 +64,20 @@ def programs(stages: int) -> PipelineProgram:
 
 def run(program: PipelineProgram, schedule: Schedule, place: RankPlace) -> Grads:
     """The gradients that this rank is left with."""
-    net, count = Net(), schedule.microbatches
+    net, count = Net().to(DEVICE), schedule.microbatches
     runner = GraphPPRunner(program, schedule, ModelState(net), place)
-    runner.step([tensors_by_path(batch(m)) for m in range(count)], [torch.tensor(1 / count)] * count)
+    runner.step([tensors_by_path(batch(m)) for m in range(count)], [torch.tensor(1 / count, device=DEVICE)] * count)
     local = {fqn for index in runner.stages for fqn in program.stages[index].parameters}
     assert len(runner.losses()) == count
-    return {fqn: parameter.grad for fqn, parameter in net.named_parameters() if fqn in local}
+    return on_cpu({fqn: parameter.grad for fqn, parameter in net.named_parameters() if fqn in local})
 
 
 def plain_loop(microbatches: int) -> Grads:
-    net = Net()
+    net = Net().to(DEVICE)
     for m in range(microbatches):
         part = batch(m)
         (F.mse_loss(net(*part.args), part.target) / microbatches).backward()
-    return {fqn: parameter.grad for fqn, parameter in net.named_parameters()}
+    return on_cpu({fqn: parameter.grad for fqn, parameter in net.named_parameters()})
 
 
 def accepted_tables(ranks: int, wanted: int) -> list[tuple[str, Schedule]]:
@@ -102,7 +103,7 @@ def test_in_one_process() -> None:
     tables = accepted_tables(1, 60)
     made = {stages: programs(stages) for stages in {table.stages for _, table in tables}}
     for name, table in tables:
-        found = run(made[table.stages], table, RankPlace(CPU, None))
+        found = run(made[table.stages], table, RankPlace(DEVICE, None))
         assert len(found) == 10
         assert wrong(found, table.microbatches) == [], f"{name}\n{table}"
     assert len({name for name, _ in tables}) >= 5
@@ -110,12 +111,14 @@ def test_in_one_process() -> None:
 
 def on_rank(rank: int, tables: Sequence[Schedule]) -> list[Grads]:
     made = {stages: programs(stages) for stages in {table.stages for table in tables}}
-    return [run(made[table.stages], table, RankPlace(CPU, dist.group.WORLD)) for table in tables]
+    return [run(made[table.stages], table, RankPlace(DEVICE, dist.group.WORLD)) for table in tables]
 
 
-def test_on_two_ranks() -> None:
-    tables = accepted_tables(2, 60)
-    parts = run_ranks(on_rank, 2, [table for _, table in tables])
+@pytest.mark.nccl
+@pytest.mark.parametrize(("ranks", "count"), [(2, 60), *further((2, 200), (4, 60))])
+def test_on_several_ranks(ranks: int, count: int) -> None:
+    tables = accepted_tables(ranks, count)
+    parts = run_ranks(on_rank, ranks, [table for _, table in tables])
     for (name, table), *grads in zip(tables, *parts, strict=True):
         found = {fqn: grad for part in grads for fqn, grad in part.items()}
         assert len(found) == 10

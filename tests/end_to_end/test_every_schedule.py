@@ -42,6 +42,7 @@ def test_every_schedule_equals_the_plain_loop(ranks: int, schedule: str) -> None
 RECOMPUTED = graphpp.Recompute(weight_grad=True)
 
 
+@pytest.mark.nccl
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("name", "schedule", "recompute"),

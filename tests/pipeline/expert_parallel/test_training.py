@@ -89,6 +89,7 @@ def test_gradients_have_eagers_bits(mesh: Mesh, stages: int, schedule: str) -> N
     assert run_ranks(gradients_beside_eager, mesh.ranks, mesh, options) == [[]] * mesh.ranks
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("mesh", "options", "flat"),
     [

@@ -29,6 +29,7 @@ GATHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 MOMENT = 10.0  # seconds in which a thread that is ready gets to run, also on a busy machine
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("mesh", "stages", "schedule", "tied"),
     [

@@ -49,6 +49,7 @@ def assert_close(found: Trained, expected: Trained) -> None:
             assert (value - other).abs().max() <= 1e-6 * max(1.0, float(other.abs().max())), name
 
 
+@pytest.mark.nccl
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("mesh", "stages", "schedule", "keep"),
@@ -77,6 +78,7 @@ def test_gradients_have_the_bits_of_a_loop_over_the_replicas(
         assert differing(found, expected[mesh.replica(rank)]) == []
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("mesh", "stages", "schedule", "keep", "tied"),
     [
@@ -115,6 +117,7 @@ def test_schedules_and_kept_stages_change_no_bit(norm: float) -> None:
             assert all(torch.equal(value, by_fqn[fqn]) for fqn, value in each.params.items()), case
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("mesh", [Mesh((3,), ("dp_replicate",)), *further((Mesh((4,), ("dp_replicate",)),))])
 def test_whole_parameters_have_the_bits_of_the_loop_too(mesh: Mesh) -> None:
     expected = train_alone(mesh.replicas)
@@ -123,6 +126,7 @@ def test_whole_parameters_have_the_bits_of_the_loop_too(mesh: Mesh) -> None:
         assert differing(found, expected[rank]) == []
 
 
+@pytest.mark.nccl
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "keep"),

@@ -82,6 +82,7 @@ def test_gradients_have_eagers_bits(mesh: Mesh, sequence: bool, tied: bool, stag
     assert run_ranks(gradients_beside_eager, mesh.ranks, mesh, sequence, tied, options) == [[]] * mesh.ranks
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("mesh", "sequence", "tied", "options"),
     [
