@@ -43,13 +43,19 @@ class Sample:
 
 
 def start(threads: int = 1) -> torch.device:
-    """Join the ranks (gloo, and NCCL where every rank has a GPU of its own); this rank's device."""
+    """Join the ranks over gloo, and on GPUs over NCCL; this rank's device.
+
+    Ranks share the GPUs where there are more ranks than GPUs and NCCL_MULTI_RANK_GPU_ENABLE=1 is set; else they use the CPU.
+    """
     torch.set_num_threads(threads)
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
-    if gpu:
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = gpus > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", rank % gpus) if gpus >= local or shared else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if RANKS > 1:
+        gpu = device.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=device if gpu else None)
     return device
 
