@@ -291,15 +291,16 @@ class Machines:
     def read(cls, text: str) -> Machines:
         """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine; up to 8 are one machine.
 
-        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, or a .json file for `Device.load`. Raises `GraphPPError` for
-        other texts, counts and files.
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, or a .json file for `Device.load`. Raises `GraphPPError`
+        for other texts, counts and files.
         """
         found = re.fullmatch(r"\s*([0-9]{1,9})\s*[xX]\s*(.+?)\s*", text)
         count, name = (int(found[1]), found[2]) if found else (0, "")
         device = Device.load(name) if name.endswith(".json") else known_device(name)
         if device is None or not COUNT.accepts(count):
             raise ScheduleError(
-                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {KNOWN_NAMES}, or a .json file; make a '
+                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {KNOWN_NAMES}; '
+                "or take a .json file of graphpp doctor --calibrate, or make a "
                 "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
             )
         return cls(device, count)

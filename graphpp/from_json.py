@@ -1,6 +1,7 @@
 """Objects of dataclasses from JSON, checked by the annotations of their fields: plans, machines, costs.
 
-`data_of(value)` is the JSON data from which `read` makes an equal object. `read(cls, given, path)` raises `GraphPPError` that names the entry, if it is missing, unknown, of another type or not finite.
+`read(cls, given, path)` raises `GraphPPError` that names the entry, if it is missing, unknown, of another type or not finite.
+`data_of(value)` is the data from which `read` makes an equal object.
 An object of the class is taken as it is. Lists become tuples, keys members of their enumeration.
 """
 

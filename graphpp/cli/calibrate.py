@@ -1,11 +1,11 @@
-"""A `graphpp.devices.Device` from the measured seconds of kernels, and its file. Imports no torch; `measure_device.py` measures.
+"""A `graphpp.devices.Device` from the seconds of kernels that `measure_device.py` measured, and its file. Imports no torch.
 
 `calibrated(times, ..)` inverts `Device.seconds`: a share is work over (seconds - launch) over the peak. Rules:
 
-- Peaks are those of the data sheet, by the name that torch gives the device (`DATA_SHEETS`). Of a device with another name, the
-  largest measured rate of each dtype, of memory and of a link counts as its peak.
-- A kernel of less than 1.25 launches says nothing about its share: it is left out, and its curve is constant below the next size.
-- The share of a narrow product is divided by that of `product` at its FLOPs. A share above 1 up to 1.05 counts as 1.
+- Peaks are those of the data sheet, by torch's name of the device (`DATA_SHEETS`). Of a device with another name, the largest
+  measured rate counts as the peak: of each dtype, of memory, of each link.
+- A kernel of less than 1.25 launches says nothing about its share: it is no point of a curve.
+- The share of a narrow product is divided by that of `product` at its FLOPs. A share above 1 counts as 1.
 - A link has the latency and rate with the least sum of squared relative errors; a latency below 0 counts as 0.
 - Kernels that are `held_out` make no curve: they check the others.
 
@@ -125,19 +125,14 @@ def calibrated(times: Mapping[Kernel, float], name: str, known: Device | None, m
     usual = known or _by_largest_rates(spent, name, memory, torch_type)
     used = {kernel: seconds for kernel, seconds in spent.items() if not kernel.held_out}
     product = _curve("product", used, usual)
-    cuts = {min(kernel.sizes): (kernel, seconds) for kernel, seconds in used.items() if kernel.kind == "narrow"}
-    wide = min(min(kernel.sizes) for kernel in times if kernel.kind == "product" and not kernel.held_out)
-    narrow = {
-        side: min(1.0, _share_of_peak(kernel, seconds, usual) / product.at(kernel.work)) for side, (kernel, seconds) in cuts.items()
-    }
     curves = [_curve(kind, used, usual) for kind in ("attention", "attention_backward", "traffic")]
     gathers = [(*_gather_steps(kernel), seconds) for kernel, seconds in times.items() if kernel.kind == "all_gather"]
     copies = [(1, kernel.nbytes, seconds) for kernel, seconds in times.items() if kernel.kind in ("to_host", "from_host")]
     return replace(
         usual, name=name, launch=launch,
-        efficiency=Efficiency(product, Curve((*sorted(narrow.items()), (wide, 1.0))), *curves),
-        inside=_link(gathers, known and known.inside) if gathers else usual.inside,
-        host=_link(copies, known and known.host) if copies else usual.host,
+        efficiency=Efficiency(product, _narrow(times, used, product, usual), *curves),
+        inside=_link(gathers, known.inside if known else None) if gathers else usual.inside,
+        host=_link(copies, known.host if known else None) if copies else usual.host,
     )  # fmt: skip
 
 
@@ -165,6 +160,14 @@ def _curve(kind: str, spent: Mapping[Kernel, float], device: Device) -> Curve:
     return Curve(tuple(sorted(points.items())))
 
 
+def _narrow(times: Mapping[Kernel, float], spent: Mapping[Kernel, float], product: Curve, device: Device) -> Curve:
+    """What is left of the share of `product`, by the smallest side; all of it from the smallest side of a wide product on."""
+    wide = min(min(each.sizes) for each in times if each.kind == "product" and not each.held_out)
+    of_kind = {each: seconds for each, seconds in spent.items() if each.kind == "narrow"}
+    shares = {min(each.sizes): _share_of_peak(each, of_kind[each], device) / product.at(each.work) for each in of_kind}
+    return Curve((*((float(side), min(1.0, shares[side])) for side in sorted(shares)), (float(wide), 1.0)))
+
+
 def _share_of_peak(kernel: Kernel, seconds: float, device: Device) -> float:
     if kernel.work:
         return _share(str(kernel), kernel.work / seconds, device.peak(kernel.dtype))
@@ -173,7 +176,8 @@ def _share_of_peak(kernel: Kernel, seconds: float, device: Device) -> float:
 
 def _share(what: str, rate: float, peak: float) -> float:
     if rate > _MOST * peak:
-        raise GraphPPError(f"{what}: measured {rate:.3g} a second, above the peak of {peak:.3g}, which cannot be right: {_REMEDY}")
+        faster = f"measured {rate:.3g} a second, above the peak of {peak:.3g}"
+        raise GraphPPError(f"{what}: {faster}, which cannot be right: {_REMEDY}")
     return min(1.0, rate / peak)
 
 
@@ -204,9 +208,9 @@ def predicted(device: Device, kernel: Kernel) -> float:
         return device.host.latency + device.host.seconds(kernel.nbytes)
     if kernel.kind == "launch":
         return device.launch
-    if kernel.kind in ("attention", "attention_backward"):
-        return device.seconds(kernel.work, kernel.nbytes, kernel.dtype, kernel.kind)
-    return device.seconds(kernel.work, kernel.nbytes, kernel.dtype, side=min(kernel.sizes) if kernel.work else None)
+    fused = kernel.kind.startswith("attention")
+    side = min(kernel.sizes) if kernel.work and not fused else None
+    return device.seconds(kernel.work, kernel.nbytes, kernel.dtype, kernel.kind if fused else "product", side)
 
 
 def document(device: Device, times: Mapping[Kernel, float], about: Mapping[str, object]) -> dict[str, Any]:
@@ -230,9 +234,9 @@ def summary(found: Mapping[str, Any]) -> list[str]:
         for name, curve in device["efficiency"].items()
     ]
     links = [
-        f"  link {name:<15}{spell_time(link['latency'], 's')}, {spell_bytes(int(link['bandwidth']))}/s, of which {link['share']:.0%}"
-        for name, link in ((name, device[name]) for name in ("inside", "host"))
-        if link is not None
+        f"  link {name:<15}{spell_time(each['latency'], 's')}, {each['share']:.0%} of {spell_bytes(int(each['bandwidth']))}/s"
+        for name, each in ((name, device[name]) for name in ("inside", "host"))
+        if each is not None
     ]
     made = [_difference(each) for each in found["measured"] if not each["held_out"]]
     return [

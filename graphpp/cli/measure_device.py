@@ -1,8 +1,8 @@
 """Measure the kernels of `calibrate.py` on this rank's device; every rank of a job measures at the same time.
 
 Contract: `measure(device, group)` gives the file's document. Seconds are medians over `REPEATS` of the mean over one window of
-calls. On CUDA both ends of a window are events, and the host is ahead: products fill the stream while it enqueues the calls.
-The window is long enough that a GPU at its power limit lowers its clock, as in a training step. Operands are random numbers from
+calls. On CUDA both ends of a window are events, and the host is ahead: products keep the stream busy while it enqueues. The
+window is long enough that a GPU at its power limit lowers its clock, as in a training step. Operands are random numbers from
 a pool larger than the L2 cache, and each call takes the next ones.
 """
 
@@ -47,8 +47,9 @@ def measure(device: torch.device, group: dist.ProcessGroup | None) -> dict[str, 
     known, watch = DATA_SHEETS.get(name), Stopwatch(device, group)
     times = {each: watch.seconds(each) for each in kernels(on_gpu, known is not None, ranks)}
     found = calibrated(times, name, known, memory, device.type)
-    peaks = f"the data sheet of {known.name}" if known else "the largest measured rates: no data sheet is known by this name"
-    within = f"an all-gather of {ranks} ranks" if ranks > 1 else "usual figures: run under torchrun on all devices to measure it"
+    peaks = f"the data sheet of {known.name}" if known else "the largest measured rates: no data sheet has this name"
+    gathers = f"an all-gather of {ranks} ranks"
+    within = gathers if ranks > 1 else "usual figures: run under torchrun on all devices to measure it"
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": name, "torch": str(torch.__version__),
         "cuda": torch.version.cuda, "driver": _driver() if on_gpu else None, "ranks": ranks,
@@ -143,7 +144,7 @@ class Stopwatch:
         return self._take(batch, length, heads, width).transpose(1, 2)  # as from linear layers
 
     def _attention(self, kernel: Kernel) -> Callable[[], object]:
-        return lambda: F.scaled_dot_product_attention(*(self._heads(kernel) for _ in range(3)), is_causal=True)
+        return lambda: _attend([self._heads(kernel) for _ in range(3)])
 
     def _attention_backward(self, kernel: Kernel) -> Callable[[], object]:
         cache = torch.cuda.get_device_properties(self._device).L2_cache_size if self._on_gpu else 0
@@ -157,7 +158,7 @@ class Stopwatch:
 
     def _graph(self, kernel: Kernel) -> tuple[list[torch.Tensor], torch.Tensor]:
         inputs = [self._heads(kernel).detach().requires_grad_() for _ in range(3)]
-        return inputs, F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return inputs, _attend(inputs)
 
     def _traffic(self, kernel: Kernel) -> Callable[[], object]:
         return lambda: torch.neg(self._take(*kernel.sizes), out=self._take(*kernel.sizes))
@@ -176,5 +177,11 @@ class Stopwatch:
     def _all_gather(self, kernel: Kernel) -> Callable[[], object]:
         elements, ranks = kernel.sizes
         result, part = torch.empty(elements, dtype=self._dtype, device=self._device), self._take(elements // ranks)
-        group = self._group or dist.group.WORLD
+        group = self._group
+        assert group is not None, "one rank gathers nothing"
         return lambda: all_gather_many([result], [part], group).wait()  # as for shards
+
+
+def _attend(inputs: list[torch.Tensor]) -> torch.Tensor:
+    query, key, value = inputs
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)

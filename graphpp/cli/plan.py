@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 
 _MACHINES_HELP = (
-    'Machines as "<count>x<device>": 512xH100, or 512xh100.json with a file of graphpp doctor --calibrate; or a JSON file with the '
-    "fields of graphpp.devices.Machines."
+    'Machines as "<count>x<device>": 512xH100, or 512xh100.json with a file of graphpp doctor --calibrate; or a JSON file with '
+    "the fields of graphpp.devices.Machines."
 )
 _SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
 _RECOMPUTE_HELP = "What the search may recompute, with commas: none, selective, full, fractions. Any of these if left out."
