@@ -12,15 +12,18 @@ shared: each rank has `between.bandwidth` for itself. Rank r is in machine r // 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import ceil, inf, log, log2
+from pathlib import Path
 from types import MappingProxyType
 
 from graphpp.arguments import BYTES, COUNT, NUMBER, TEXT, Accepted, checked, one_of, one_word, or_none, require
 from graphpp.errors import ScheduleError
+from graphpp.from_json import document, read
 
 _PEAK = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < inf)  # type: ignore[operator]
 _FROM_ZERO = Accepted("a number from 0", lambda value: NUMBER.accepts(value) and 0 <= value < inf)  # type: ignore[operator]
@@ -167,6 +170,25 @@ class Device:
         values = (getattr(self, each.name) for each in fields(self))
         return type(self), tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
 
+    @classmethod
+    def load(cls, file: str | Path) -> Device:
+        """The device of a file that `graphpp doctor --calibrate` wrote. Raises `GraphPPError` that names a wrong entry."""
+        given = document(Path(file), str(file))
+        if "device" not in given:
+            raise ScheduleError(f"{file}: missing device: take a file that graphpp doctor --calibrate wrote")
+        found: Device = read(cls, given["device"], f"{file}: device")
+        return found
+
+    def seconds(self, work: float, nbytes: float, dtype: str, kind: str = "product", side: float | None = None) -> float:
+        """Seconds of a kernel: the launch plus the longer of `work` FLOPs and the traffic of `nbytes`.
+
+        `kind`: the curve of the FLOPs, "product", "attention" or "attention_backward". `side`: a product's smallest size.
+        """
+        shares, share = self.efficiency, 1.0 if side is None else self.efficiency.narrow.at(max(1.0, side))
+        traffic = nbytes / (self.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
+        curve: Curve = getattr(shares, kind)
+        return self.launch + max(traffic, work / (self.peak(dtype) * (curve.at(work) * share)) if work else 0.0)
+
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products in a dtype. Raises `ScheduleError` for a dtype without a figure."""
         if dtype not in self.flops:
@@ -269,16 +291,19 @@ class Machines:
     def read(cls, text: str) -> Machines:
         """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine; up to 8 are one machine.
 
-        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU. Raises `ScheduleError` for other texts and counts.
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, or a .json file for `Device.load`. Raises `GraphPPError`
+        for other texts, counts and files.
         """
-        count, found, name = text.strip().lower().partition("x")
-        device = known_device(name)
-        if not found or not count.strip().isdecimal() or not COUNT.accepts(int(count)) or device is None:
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*[xX]\s*(.+?)\s*", text)
+        count, name = (int(found[1]), found[2]) if found else (0, "")
+        device = Device.load(name) if name.endswith(".json") else known_device(name)
+        if device is None or not COUNT.accepts(count):
             raise ScheduleError(
-                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {KNOWN_NAMES}; make a '
+                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {KNOWN_NAMES}; '
+                "or take a .json file of graphpp doctor --calibrate, or make a "
                 "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
             )
-        return cls(device, int(count))
+        return cls(device, count)
 
     def __str__(self) -> str:
         return f"{self.gpus}x{self.device.name}"

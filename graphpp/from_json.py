@@ -1,6 +1,7 @@
 """Objects of dataclasses from JSON, checked by the annotations of their fields: plans, machines, costs.
 
 `read(cls, given, path)` raises `GraphPPError` that names the entry, if it is missing, unknown, of another type or not finite.
+`data_of(value)` is the data from which `read` makes an equal object.
 An object of the class is taken as it is. Lists become tuples, keys members of their enumeration.
 """
 
@@ -36,6 +37,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError(f"a field stands twice in one object: {', '.join(name for name, _ in pairs)}")
     return found
+
+
+def data_of(value: Any) -> Any:
+    if is_dataclass(value):
+        return {item.name: data_of(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key.value if isinstance(key, Enum) else key: data_of(each) for key, each in value.items()}
+    return [data_of(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read(cls: type[Any], given: object, path: str) -> Any:

@@ -120,14 +120,14 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 51_740,
+    "graphpp": 52_230,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
     "graphpp/capture": 5_400,
     "graphpp/checkpoint": 1_820,
-    "graphpp/cli": 1_470,
+    "graphpp/cli": 1_940,
     "graphpp/cluster_planner": 4_260,
     "graphpp/compiler": 2_170,
     "graphpp/integrations": 2_270,
@@ -141,9 +141,9 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_990,
+    "tests": 48_210,
 }
-MOST_FILES = 425  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 427  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`graphpp doctor`: versions, devices, backends, torch's defects, and under torchrun the links between ranks.
+"""`graphpp doctor`: versions, devices, backends, torch's defects, under torchrun the links between ranks; a device's curves.
 
 Rank 0 prints. Exit code 1 if graphpp cannot run. Each pair (r, r + 1), and (last, 0) of more than two ranks, is measured over
 the pipeline's group while the others wait.
@@ -12,11 +12,13 @@ import statistics
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphpp.cli.command import Answer, add_command
+from graphpp.cli.calibrate import summary, text
+from graphpp.cli.command import Answer, add_command, write_text
 from graphpp.cli.forms import read_bytes
 from graphpp.cli.torch_defects import DEFECTS
 from graphpp.units import spell_bytes, spell_time
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 SUPPORTED = (2, 11), (2, 16)  # torch >= 2.11, < 2.16, as in `pyproject.toml`
 REQUIRED = ("filelock", "jinja2", "networkx", "numpy", "rich", "safetensors", "typer")
 OPTIONAL = ("triton", "transformers", "torchdata")
+_CALIBRATE_HELP = "Measure this device for some 20 seconds, and write a JSON file for graphpp plan --machines 64xFILE."
 
 
 def add_to(root: typer.Typer) -> None:
@@ -38,20 +41,24 @@ def add_to(root: typer.Typer) -> None:
 def doctor(
     size: Annotated[str, typer.Option(help="Bytes of the large message between ranks.")] = "16MiB",
     repeats: Annotated[int, typer.Option(min=1, max=10_000, help="Messages over each link.")] = 20,
+    calibrate: Annotated[Path | None, typer.Option(help=_CALIBRATE_HELP)] = None,
 ) -> Answer | None:
     """Print what this machine and its PyTorch can do. Under torchrun (-m graphpp doctor) measure the links between ranks."""
     import torch.distributed as dist  # loads torch, which help pages do not need
 
     from graphpp.parallel.place import place_of
 
-    links, nbytes = list[dict[str, Any]](), read_bytes("--size", size)
+    links, nbytes, device = list[dict[str, Any]](), read_bytes("--size", size), None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         place = place_of(None, None, None)
         first, links = place.rank == 0, measure_links(place, nbytes, repeats)
+        device = _measured(calibrate, place)
         dist.barrier(place.group)
         dist.destroy_process_group()  # gloo's threads may abort a process that exits with a group
         if not first:
             return None
+    else:
+        device = _measured(calibrate, None)
     found, release = versions(), ".".join(metadata.version("torch").split(".")[:2])
     missing = [name for name in REQUIRED if found[name] is None]
     available = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
@@ -59,8 +66,24 @@ def doctor(
     document = {
         "ok": is_supported(release) and not missing, "versions": found, "missing": missing, "devices": devices(),
         "torch_supported": is_supported(release), "backends": available, "torch_defects": defects, "links": links,
+        "calibrated": device,
     }  # fmt: skip
-    return Answer("\n".join(_text(document, release)), document, bool(document["ok"]))
+    notes = [] if calibrate is None or device is None else [write_text(calibrate, text({**device, "links": links}))]
+    lines = _text(document, release) + (["", *summary(device)] if device else [])
+    return Answer("\n".join(lines), document, bool(document["ok"]), notes)
+
+
+def _measured(file: Path | None, place: RankPlace | None) -> dict[str, Any] | None:
+    """The document of this rank's device, by `measure_device.py`; None without a file for it."""
+    if file is None:
+        return None
+    import torch
+
+    from graphpp.cli.measure_device import measure
+
+    if place is None:
+        return measure(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), None)
+    return measure(place.device, place.group)
 
 
 def versions() -> dict[str, str | None]:

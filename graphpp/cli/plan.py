@@ -13,7 +13,7 @@ import typer
 from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command, write_text
 from graphpp.cli.verify import MODEL_HELP
-from graphpp.devices import KNOWN_NAMES, Machines, known_device
+from graphpp.devices import KNOWN_NAMES, Device, Machines, known_device
 from graphpp.errors import GraphPPError, NoPlanError
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from graphpp.cluster_planner.plans.found_plans import TrainingPlans
     from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 
-_MACHINES_HELP = 'Machines as "<count>x<device>", e.g. 512xH100, or a JSON file with the fields of graphpp.devices.Machines.'
+_MACHINES_HELP = (
+    'Machines as "<count>x<device>": 512xH100, or 512xh100.json with a file of graphpp doctor --calibrate; or a JSON file with '
+    "the fields of graphpp.devices.Machines."
+)
 _SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
 _RECOMPUTE_HELP = "What the search may recompute, with commas: none, selective, full, fractions. Any of these if left out."
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
@@ -128,16 +131,21 @@ def report(
 
 
 def read_machines(text: str) -> Machines:
-    """Machines from "<count>x<device>", or from a JSON file of their fields, in which `device` may be a known name."""
-    if not text.endswith(".json"):
+    """Machines from "<count>x<device>", or from a JSON file of their fields.
+
+    `device` may be a known name there, or the name of a calibrated device's file, beside the file itself or with its folder.
+    """
+    if not text.endswith(".json") or (re.match(r"\s*[0-9]+\s*x", text) and not Path(text).exists()):
         return Machines.read(text)
     from graphpp.from_json import document, read
 
     try:
         given = document(Path(text), "machines")
+        if "measured" in given:
+            raise GraphPPError(f"machines: the file has one device: say how many there are, e.g. 8x{text}")
         if isinstance(given.get("device"), str):
             name = given["device"]
-            given["device"] = known_device(name)
+            given["device"] = Device.load(Path(text).parent / name) if name.endswith(".json") else known_device(name)
             if given["device"] is None:
                 raise GraphPPError(f"machines.device: {name!r} is no known device: take {KNOWN_NAMES}; or give its fields")
         found: Machines = read(Machines, given, "machines")

@@ -202,27 +202,19 @@ class _Pricing:
     def _seconds(self, each: Operation) -> float:
         if each.kind in _EXCHANGES:
             return self._exchange(each).seconds
-        device, degrees, fused = self._machines.device, self._degrees, each.kind in _ATTENTIONS
-        nbytes, shares = degrees.amount(each.nbytes), device.efficiency
-        traffic = nbytes / (device.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
-        work = degrees.amount(each.flops, whole=fused)  # sequence parallelism does not divide attention
-        return device.launch + max(traffic, work / (self._peak(each) * self._share(each, work)) if work else 0.0)
+        device, nbytes, fused = self._machines.device, self._degrees.amount(each.nbytes), each.kind in _ATTENTIONS
+        work = self._degrees.amount(each.flops, whole=fused)  # sequence parallelism does not divide attention
+        if fused:
+            return device.seconds(work, nbytes, each.dtype, each.kind)
+        dtype = self._dtypes.get(each.dtype, each.dtype) if each.kind == "product" else each.dtype
+        return device.seconds(work, nbytes, dtype, side=self._smallest_side(each))
 
-    def _peak(self, each: Operation) -> float:
-        product = each.kind == "product"
-        return self._machines.device.peak(self._dtypes.get(each.dtype, each.dtype) if product else each.dtype)
-
-    def _share(self, each: Operation, work: float) -> float:
-        shares = self._machines.device.efficiency
-        if each.kind == "attention":
-            return shares.attention.at(work)
-        if each.kind == "attention_backward":
-            return shares.attention_backward.at(work)
+    def _smallest_side(self, each: Operation) -> float | None:
         sides = [self._degrees.amount(side) for side in each.sides]
         if each.grouped and sides:
             ragged = 0 if any(term[0] for term in each.sides[0]) else 2  # the side of the rows, which come from all ranks
             sides[ragged] *= self._degrees.ep
-        return shares.product.at(work) * (shares.narrow.at(max(1.0, min(sides))) if sides else 1.0)
+        return min(sides, default=None)
 
     def _exchange(self, each: Operation) -> _Exchange:
         degrees, machines, along = self._degrees, self._machines, _ALONG[each.kind]
