@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/nccl.py [--microbatches 8 16]    a Llama of 1.1 billion parameters in bfloat16
     torchrun --nproc-per-node 2 benchmarks/nccl.py --small                  the same code at tiny sizes, also over gloo on a CPU
 
-Ranks share GPU 0 where there are more ranks than GPUs, NCCL is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 is set. Their kernels
-run at the same time only under CUDA MPS. Then a ratio of two contenders holds; seconds say nothing about ranks with a GPU each.
+Ranks share GPU 0 where there are more ranks than GPUs, NCCL is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 is set. Their
+kernels run at the same time only under CUDA MPS. There a ratio of two contenders holds; seconds say nothing about ranks that have
+a GPU each.
 
 Contenders run the same model, weights, microbatches and 1F1B with a stage on each rank, in turn:
 
@@ -12,11 +13,13 @@ Contenders run the same model, weights, microbatches and 1F1B with a stage on ea
     torch, compiled     torch's PipelineStage and Schedule1F1B, the module of each stage under torch.compile
     torch, eager        the same without torch.compile
 
-A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Before timing, the losses must agree to
-2 % (bfloat16; 0.01 % in float32). Then a profile of one step of the first contender says, for each rank, which share of the step
-the rank's compute kernels run, which share of NCCL's kernels' time runs beside them, and which share of the step NCCL's kernels
-run alone: the rank waits for a message there. At the end `host` is the time in which the host issues one action with messages, of
-programs that return their inputs (empty_stages.py), not waiting for the GPU.
+A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Before timing, the losses must agree
+to 2 % (bfloat16; 0.01 % in float32). Afterwards a profile of one step of the first contender gives three figures for each rank:
+the share of the step in which the rank's other kernels run than NCCL's ("computes"), the share in which NCCL's kernels run alone,
+so that the rank waits for a message ("waits"), and the share of the time of NCCL's kernels in which other kernels of the rank run.
+
+`host` is the time in which the host issues one action with messages, of programs that return their inputs (empty_stages.py); the
+host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from empty_stages import STAGES, empty_program
-from harness import RANK, RANKS, Contender, Sample, alternate, median_ratio, medians, over_ranks, start, synchronize
+from harness import RANK, RANKS, Contender, alternate, median_ratio, medians, over_ranks, start, synchronize
 from models import Config, Llama, Part, llama_1b, llama_small, loss, new_llama
 from rich.console import Console
 from rich.table import Table

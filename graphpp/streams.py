@@ -83,14 +83,14 @@ class InputCopies:
     def finish_by(self, deadline: float) -> bool:
         """Wait as `finish`, but only until `deadline` (`time.monotonic`); whether the device has read all values."""
         read, self._read = self._read, None
-        while read is not None and not _is_over(read):
+        while read is not None and not is_over(read):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
         return True
 
 
-def _is_over(event: torch.cuda.Event) -> bool:
+def is_over(event: torch.cuda.Event) -> bool:
     """Whether the device has passed an event; after a device error, which ends all its work, True."""
     try:
         return bool(event.query())

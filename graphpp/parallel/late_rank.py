@@ -3,6 +3,7 @@
 Contract:
 - `start` starts one thread in this process. The thread has its own connection to the store, and reads the store only if no call
   of a pipeline has begun or ended for `_interval()` seconds. It ends with the process group.
+- While no call begins or ends, this thread calls `look` of each object given to `when_idle`, in a thread of its own.
 - `ask` waits `_PATIENCE` intervals for answers. A rank without an answer is stopped: by a signal or a debugger, with its host,
   or by native code that does not release the interpreter.
 - The interval grows with the number of ranks, so that all ranks together read the store at most 500 times a second.
@@ -16,9 +17,11 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +42,11 @@ class Answer:
     line: str
 
 
+class Watcher(Protocol):
+    def look(self) -> None:
+        """Look for something wrong; takes a few seconds at most."""
+
+
 @dataclass
 class _Progress:
     """This process's calls: how many have begun or ended, the running one, the thread of the latest one."""
@@ -49,6 +57,7 @@ class _Progress:
 
 
 _PROGRESS = _Progress()
+_WATCHERS = weakref.WeakSet["Watcher"]()
 _ANSWERING: list[tuple[Store, threading.Thread]] = []  # the thread of the current process group's store
 
 
@@ -63,6 +72,11 @@ def calling(call: str) -> Iterator[None]:
     finally:
         _PROGRESS.count += 1
         _PROGRESS.call = outer
+
+
+def when_idle(watcher: Watcher) -> None:
+    """Let `watcher` look once per interval in which no call begins or ends, as long as the object lives."""
+    _WATCHERS.add(watcher)
 
 
 def start() -> None:
@@ -94,24 +108,32 @@ def patience() -> float:
 
 
 def _answer(store: Store, rank: int) -> None:
-    answered, seen, question = 0, -1, f"{_KEY}/{rank}"
+    answered, seen, question, looking = 0, -1, f"{_KEY}/{rank}", None
     try:
         own = own_connection(store)
         while dist.is_initialized() and default_store() is store:
             if seen == _PROGRESS.count and own.check([question]) and (asked := own.add(question, 0)) > answered:
-                own.set(f"{question}/{asked}", json.dumps([_PROGRESS.call, _line()]))
+                own.set(f"{question}/{asked}", json.dumps([_PROGRESS.call, line()]))
                 answered = asked
+            if seen == _PROGRESS.count and _WATCHERS and (looking is None or not looking.is_alive()):
+                looking = threading.Thread(target=_look, name="graphpp idle", daemon=True)
+                looking.start()
             seen = _PROGRESS.count
             time.sleep(_interval())
     except (RuntimeError, ValueError):  # the host of the store or the process group has ended
         return
 
 
+def _look() -> None:
+    for watcher in list(_WATCHERS):
+        watcher.look()
+
+
 def _interval() -> float:
     return max(1.0, dist.get_world_size() / _QUESTIONS_PER_SECOND) if dist.is_initialized() else 1.0
 
 
-def _line() -> str:
+def line() -> str:
     """The innermost line of user code on the stack of the thread that makes the calls."""
     frame: FrameType | None = sys._current_frames().get(_PROGRESS.thread)
     innermost = frame

@@ -7,6 +7,8 @@ Contract:
 - A rank that notices a failure and ends leaves a note, so that ranks one call earlier or later do not take it for lost.
 - If the store was lost with its host, the error has this rank's own finding.
 - An entry in the store belongs to one call of one pipeline, so a failure that the job survived is in no later error.
+- On a GPU a call returns before its messages have arrived, so the host may wait elsewhere, as in `loss.item()`. A thread then
+  logs which rank is lost, or which is late when half of the timeout has passed (`look`). NCCL's watchdog ends the process.
 - After a timeout every rank is asked over the store (`late_rank.py`), which tells a stopped process from a late one; for a
   late rank the error names the line that it has reached. A late rank's own error says that the others gave up waiting for it.
 """
@@ -15,19 +17,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from graphpp._torch.distributed import default_store
+from graphpp._torch.distributed import default_store, timeout_of
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.parallel import late_rank
 from graphpp.parallel.groups import PeerLost, has_gloo, reaches
+from graphpp.streams import is_over
 
+_LOG = logging.getLogger("graphpp")
 _STORE_TIMEOUT = timedelta(seconds=5)
 _CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost peer
 _PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
@@ -42,14 +48,25 @@ class FailureBoard:
     """Turns an error caused by the loss of a rank into a `RankFailure` that names the rank that was lost first."""
 
     def __init__(
-        self, groups: Sequence[dist.ProcessGroup | None], name: str, described: Callable[[int], str] = "rank {}".format
+        self,
+        groups: Sequence[dist.ProcessGroup | None],
+        name: str,
+        described: Callable[[int], str] = "rank {}".format,
+        device: torch.device | None = None,
     ) -> None:
-        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: how an error names a rank."""
+        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: how an error names a rank.
+
+        `device`: where the calls' messages arrive; None: a call returns after its messages.
+        """
         self._described = described
         self._pipeline = groups[0]
         self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
         self._name = name
         self._calls = 0
+        self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+        self._issued: _Issued | None = None
+        if self._groups and self._stream is not None:
+            late_rank.when_idle(self)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -65,6 +82,29 @@ class FailureBoard:
                 if self._groups:
                     self._tell(error)
                 raise
+            if self._groups and self._stream is not None:
+                self._issued = _Issued(self._stream.record_event(), self._timeout())
+
+    def look(self) -> None:
+        """Log once which rank is lost or late if the device has not finished the latest call."""
+        issued, waiting = self._issued, late_rank.line()
+        if issued is None or issued.told or is_over(issued.end):
+            return
+        lost, seconds = self._lost(PeerLost(None, ""), None), time.monotonic() - issued.began
+        found = _Finding(tuple(lost), f"{'is' if len(lost) == 1 else 'are'} lost") if lost else None
+        if found is None and seconds > issued.timeout / 2:
+            found = self._late(())
+        if found is None or issued is not self._issued or is_over(issued.end):
+            return
+        issued.told = True
+        ranks = ", ".join(map(self._described, found.ranks))
+        _LOG.error(
+            "%s %s, and the GPU of %s waits for a message, the host at %s. NCCL ends this process after a wait of %g s. %s",
+            ranks, found.fate, self._described(dist.get_rank()), waiting, issued.timeout, _RESTART,
+        )  # fmt: skip
+
+    def _timeout(self) -> float:
+        return min(timeout_of(group).total_seconds() for group in self._groups)
 
     def _tell(self, error: Exception) -> None:
         """Raise `RankFailure` if a rank is lost or late; else publish this rank's failure."""
@@ -176,6 +216,16 @@ class FailureBoard:
         except RuntimeError:
             return set()
         return {rank for rank, calls in noted.items() if abs(calls - self._calls) <= 1}
+
+
+@dataclass(eq=False)
+class _Issued:
+    """A call that has returned. `end`: after its work on the device; `timeout`: seconds, of its messages."""
+
+    end: torch.cuda.Event
+    timeout: float
+    began: float = field(default_factory=time.monotonic)
+    told: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Calls:
         self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.cp_ep_group)
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
-        self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described)
+        self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described, place.device)
         self._every = options.parallel.check_data if agreement.several else 0
         self._timeouts = Timeouts(options.parallel.timeout, options.parallel.start_timeout)
         self._lock = threading.RLock() if place.everyone is None else _LOCKS.setdefault(place.everyone, threading.RLock())
@@ -80,7 +80,7 @@ class Calls:
             )
         try:
             self._number += 1
-            with self._board.watching(), self._timeouts.stepping(), torch.inference_mode(False):
+            with self._timeouts.stepping(), self._board.watching(), torch.inference_mode(False):
                 yield
         finally:
             self._lock.release()

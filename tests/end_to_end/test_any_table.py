@@ -51,7 +51,8 @@ class Net(nn.Module):
 
 def batch(microbatch: int) -> Microbatch:
     generator = torch.Generator().manual_seed(microbatch)
-    return Microbatch((torch.randn(2, 4, generator=generator).to(DEVICE),), {}, torch.randn(2, 4, generator=generator).to(DEVICE))
+    x, target = (torch.randn(2, 4, generator=generator).to(DEVICE) for _ in range(2))
+    return Microbatch((x,), {}, target)
 
 
 def programs(stages: int) -> PipelineProgram:

@@ -1,7 +1,7 @@
 """Pipelines whose ranks train on a GPU and speak NCCL: the numbers of one process there, bit for bit.
 
-`GRAPHPP_TEST_DEVICE=cuda pytest -m nccl` runs these tests, and those of other files with the mark, on GPUs (tests/distributed.py);
-without the variable the same tests run on the CPU over gloo. The model has a skip connection, a tied weight, a buffer and
+`GRAPHPP_TEST_DEVICE=cuda pytest -m nccl` runs these tests, and those of other files with the mark, on GPUs
+(tests/distributed.py); without the variable they run on the CPU over gloo. The model has a skip connection, a tied weight, a buffer and
 dropout; its width is 64. On CUDA another stream of the user's computes beside each step.
 """
 
@@ -72,7 +72,7 @@ def batch(number: int, length: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def pipeline(schedule: str, dropout: float = 0.1, **options: Any) -> graphpp.Pipeline:
-    """A pipeline over all ranks; one rank has two stages, because each stage sums the gradients of the tied weight by itself."""
+    """A pipeline over all ranks; one rank has two stages, because each stage sums gradients of the tied weight by itself."""
     name, ranks = schedule.removesuffix(f" {BATCHED}"), dist.get_world_size()
     stages = default_stages(name, ranks) if ranks > 1 else 2
     table: Any = name
@@ -126,10 +126,6 @@ def each_schedule(rank: int, names: Sequence[str], options: Mapping[str, Any]) -
     return {name: stepped(pipeline(name, **options)) for name in names}
 
 
-def with_lengths(rank: int, name: str, options: Mapping[str, Any]) -> Numbers:
-    return stepped(pipeline(name, 0.0, **options), (12, 7, 12, 16))
-
-
 def unlike(parts: Sequence[Numbers], expected: Numbers) -> list[str]:
     """The names of the numbers that differ from one process's, and of those that no rank has."""
     differing = [f"rank {at}: {name}" for at, part in enumerate(parts) for name in unequal(part, of(part, expected))]
@@ -150,7 +146,7 @@ def test_schedules_have_the_bits_of_one_process(ranks: int, names: Sequence[str]
 
 
 def with_lengths(rank: int, schedule: str) -> Numbers:
-    return stepped(pipeline(schedule, debug=None), (12, 7, 12, 16))
+    return stepped(pipeline(schedule), (12, 7, 12, 16))
 
 
 @pytest.mark.exhaustive

@@ -9,13 +9,14 @@ import time
 from datetime import timedelta
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import graphpp
 from graphpp._torch.distributed import default_store
 from graphpp.errors import RankFailure
-from graphpp.parallel import late_rank
+from graphpp.parallel import late_rank, lost_rank
 from tests.distributed import rank_outcomes, run_ranks
 from tests.parallel.test_agreement import SOON, STEP, TWO, Plain, X, Y
 
@@ -95,3 +96,40 @@ def names_of_threads() -> list[str]:
 
 def test_one_thread_serves_all_pipelines() -> None:
     assert run_ranks(counts_threads, 2) == [["graphpp late rank"], ["graphpp late rank"]]
+
+
+class Unfinished:
+    """An event that the device has not reached."""
+
+    def query(self) -> bool:
+        return False
+
+
+def host_waits(rank: int, dies: bool) -> list[str]:
+    """The log of rank 0, whose device waits for a rank that has died or is late."""
+    pipe, store, records = two_good_steps(), default_store(), list[str]()
+    if rank == 1 and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        read_from_a_slow_disk()
+        return []
+    board, timeout = pipe._calls._board, STEP if dies else 0.1
+    board._issued = lost_rank._Issued(Unfinished(), timeout)  # type: ignore[arg-type]
+    with (
+        patch.object(lost_rank._LOG, "error", lambda text, *args: records.append(text % args)),
+        patch.object(late_rank, "_PATIENCE", SOON),
+    ):
+        late_rank.when_idle(board)
+        until = time.monotonic() + SOON
+        while not records and time.monotonic() < until:
+            time.sleep(0.1)
+    store.set("given up", "")
+    return records
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_host_that_waits_for_the_device_logs_for_whom(dies: bool) -> None:
+    (record,) = rank_outcomes(host_waits, 2, dies)[0].value
+    fate = "is lost" if dies else "did not answer in time: the process of rank 1 runs, and is at "
+    assert record.startswith(f"rank 1 {fate}") and ", and the GPU of rank 0 waits for a message, the host at " in record
+    assert "test_late_rank.py" in record.partition("the host at")[2]
