@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/nccl.py --small                  the same code at tiny sizes, also over gloo on a CPU
 
 Ranks share GPU 0 where there are more ranks than GPUs, NCCL is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 is set. Their
-kernels run at the same time only under CUDA MPS. There a ratio of two contenders holds; seconds say nothing about ranks that have
-a GPU each.
+kernels run at the same time only under CUDA MPS. There a ratio of two contenders holds; seconds say nothing about ranks that
+have a GPU each.
 
 Contenders run the same model, weights, microbatches and 1F1B with a stage on each rank, in turn:
 
@@ -14,12 +14,13 @@ Contenders run the same model, weights, microbatches and 1F1B with a stage on ea
     torch, eager        the same without torch.compile
 
 A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Before timing, the losses must agree
-to 2 % (bfloat16; 0.01 % in float32). Afterwards a profile of one step of the first contender gives three figures for each rank:
-the share of the step in which the rank's other kernels run than NCCL's ("computes"), the share in which NCCL's kernels run alone,
-so that the rank waits for a message ("waits"), and the share of the time of NCCL's kernels in which other kernels of the rank run.
+to 2 % (bfloat16; 0.01 % in float32). Afterwards a profile of one step of the first contender gives three figures for each
+rank: the share of the step in which the rank's other kernels run than NCCL's ("computes"), the share in which NCCL's kernels
+run alone, so that the rank waits for a message ("waits"), and the share of the time of NCCL's kernels in which other kernels
+of the rank run.
 
-`host` is the time in which the host issues one action with messages, of programs that return their inputs (empty_stages.py); the
-host does not wait for the GPU.
+`host` is the time in which the host issues one action with messages, of programs that return their inputs (empty_stages.py);
+the host does not wait for the GPU.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Runs one function on N processes joined by gloo or by NCCL, and hands back what each returned.
 
 Contract: `run_ranks(fn, ranks, *args)` calls `fn(rank, *args)` in `ranks` processes, with the default process group
-initialised over loopback, and returns the values in order of rank. `fn` is a top-level function of an importable
-module; arguments and values are pickled, and tensors of values come back on the CPU. The caller's warning filters hold on the
-ranks too. Environment variables that `fn` sets are gone after the call. A rank's exception is raised here with its own type, and with the rank and its traceback
-as a note.
+initialised over loopback, and returns the values in order of rank. `fn` is a top-level function of an importable module;
+arguments and values are pickled, and tensors of values come back on the CPU. The caller's warning filters hold on the ranks
+too. Environment variables that `fn` sets are gone after the call. A rank's exception is raised here with its own type, and
+with the rank and its traceback as a note.
 
-With `GRAPHPP_TEST_DEVICE=cuda` the ranks are joined by NCCL and share the GPUs; tests with the mark `nccl` hold there too. Several
-ranks may share one GPU since NCCL 2.30, with `NCCL_MULTI_RANK_GPU_ENABLE=1`.
+With `GRAPHPP_TEST_DEVICE=cuda` the ranks are joined by NCCL and share the GPUs; tests with the mark `nccl` hold there too.
+Several ranks may share one GPU since NCCL 2.30, with `NCCL_MULTI_RANK_GPU_ENABLE=1`.
 
 Importing torch takes seconds, so the processes stay for the next call: rank r of every call runs in worker r, each
 time in a fresh group. A call that dies or runs late costs its workers, and the next call starts new ones. Workers end

@@ -1,8 +1,8 @@
 """Pipelines whose ranks train on a GPU and speak NCCL: the numbers of one process there, bit for bit.
 
 `GRAPHPP_TEST_DEVICE=cuda pytest -m nccl` runs these tests, and those of other files with the mark, on GPUs
-(tests/distributed.py); without the variable they run on the CPU over gloo. The model has a skip connection, a tied weight, a buffer and
-dropout; its width is 64. On CUDA another stream of the user's computes beside each step.
+(tests/distributed.py); without the variable they run on the CPU over gloo. The model has a skip connection, a tied weight, a
+buffer and dropout; its width is 64. On CUDA another stream of the user's computes beside each step.
 """
 
 from __future__ import annotations
