@@ -40,7 +40,7 @@ from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.stage import GraphStage, Variant
-from graphpp.runtime.task import OverlappedActions, StepInputs
+from graphpp.runtime.task import OverlappedActions, StepInputs, TaskGraphs
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -63,7 +63,7 @@ class RunnerConfig:
     sums of narrower gradients. `replicas`: the ranks among which gradients are averaged. `kernel` multiplies the gradients of
     fused programs (None: torch does). `woven`: the programs of overlapped actions. `offload`: when saved values are in
     the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded parameters (None: whole ones).
-    `sums` adds gradients over ranks.
+    `sums` adds gradients over ranks. `graphs` records and replays the tasks (None: they run).
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -75,6 +75,7 @@ class RunnerConfig:
     mover: CudaMover | None = None
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
+    graphs: TaskGraphs | None = None
 
 
 class GraphPPRunner:
@@ -101,6 +102,7 @@ class GraphPPRunner:
         self._sharded = config.sharded
         layers = self._sharded if self.program.gathers_layers else None
         self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None
+        self._graphs = config.graphs
         self.stages = self._local_stages(each, config.kernel)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
@@ -127,7 +129,7 @@ class GraphPPRunner:
             distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
-            local[index] = GraphStage(index, own, self.schedule, self.place, self.mailbox, kernel, self._reducer)
+            local[index] = GraphStage(index, own, self.schedule, self.place, self.mailbox, kernel, self._reducer, self._graphs)
         return local
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
@@ -159,10 +161,14 @@ class GraphPPRunner:
             with torch.no_grad(), _current(self.place.device):
                 keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
                 self._begin(StepInputs(inputs, seeds, keys, silent))
+                if self._graphs is not None:
+                    self._graphs.begin()
                 if self._loop is not None:
                     self._loop.run(None if self._recorder is None else self._recorder.run)
                 self.mailbox.flush()
                 self._finish()
+                if self._graphs is not None:
+                    self._graphs.end()
             for stage in self.stages.values():
                 stage.buffers.copies.finish()
             self._bubble = self.mailbox.waited / max(time.perf_counter() - began, 1e-9)
@@ -198,6 +204,8 @@ class GraphPPRunner:
         self.mailbox.drop()
         self._gradients.drop()
         self.offloader.drop()
+        if self._graphs is not None:
+            self._graphs.drop()
         for index, stage in self.stages.items():
             stage.buffers.clear()
             for flat in self._shards.get(index, ()):
