@@ -75,8 +75,11 @@ class Pool:
         outside = {value.untyped_storage()._cdata for value in arguments}
         static, own = self._static(arguments, copied)
         fixed = [None if at in static else self.alias(value) for at, value in enumerate(arguments)]
+        written = [(value, value.clone()) for at, value in enumerate(arguments) if at not in static and not self.owns(value)]
         results, new = self._adopt(run(arguments), outside)
         after = self._sweep()
+        for value, before_run in written:  # a capture writes nothing
+            value.copy_(before_run)
 
         def replay() -> None:
             self.replays += 1

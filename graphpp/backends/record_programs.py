@@ -30,12 +30,13 @@ from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime import program as roles
 from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout
 from graphpp.runtime.gradients.gradient_sink import GradientSink, ReturningSink
-from graphpp.runtime.program import PipelineProgram, Program
+from graphpp.runtime.program import PipelineProgram, Program, StageProgram
+from graphpp.runtime.whole_step import Place, WholeStep
 
 WARM_UPS = 1
 RECORDINGS = 8
 
-_IN_PLACE = (roles.Parameter, roles.Buffer, roles.Constant)
+_IN_PLACE = (roles.Parameter, roles.Buffer, roles.Constant, roles.StepInvariant)
 _KNOWN = (*_IN_PLACE, roles.Input, roles.Seed, roles.Received, roles.Saved)
 _LOG = logging.getLogger("graphpp")
 _NOWHERE = "only CUDA devices have such graphs"
@@ -56,8 +57,9 @@ class StepGraphs:
     def __init__(self, recorder: CudaGraphRecorder, reasons: Mapping[int, str]) -> None:
         self.recorder, self.reasons, self.mode = recorder, dict(reasons), Mode.PLAIN
         self._tasks: list[RecordedTask] = []
+        self._whole: dict[object, tuple[Recording, Sequence[Place]]] = {}
         self._warm_ups = self._recordings = 0
-        self._recorded = False
+        self._recorded, self._takes_whole = False, True  # whether all tasks are recorded; whether whole steps may be
 
     def task(self, program: Program) -> RecordedTask:
         """A function with the arguments and results of `program.run`, for one microbatch."""
@@ -68,35 +70,57 @@ class StepGraphs:
         """The values, with copies in place of those that a later replay overwrites."""
         return copies_of(self.recorder, values)
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self.mode = Mode.REPLAY if self._recorded else Mode.RECORD
-        if self._warm_ups < WARM_UPS:
-            self.mode = Mode.WARM_UP
-        elif self.mode is Mode.RECORD and self._recordings == RECORDINGS:
-            self._give_up()
-        elif self.mode is Mode.RECORD:
-            self._recordings += 1
-            self.recorder.prepare()
+    def run_step(self, run: Callable[[], None], whole: Callable[[], WholeStep] | None) -> None:
+        """Run the tasks of a step by `run`, or all of them as one graph, if `whole` makes them one function."""
+        warm = self._warm_ups >= WARM_UPS
+        alone = any(self.reasons.get(id(task.program)) not in (None, COMPUTES_NOTHING) for task in self._tasks)
+        if warm and self._takes_whole and not alone and whole is not None and self._run_whole(whole()):
+            return
+        self.mode = (Mode.REPLAY if self._recorded else Mode.RECORD) if warm else Mode.WARM_UP
+        if self.mode is Mode.RECORD and self._may_record():
             for task in self._tasks:
                 task.recording = None
+        elif self.mode is Mode.RECORD:
+            self.mode = Mode.PLAIN
+        try:
+            run()
+            self._warm_ups += not warm
+            self._recorded = self.mode in (Mode.RECORD, Mode.REPLAY)
+        finally:
+            self.mode = Mode.PLAIN
 
-    def _give_up(self) -> None:
-        self.mode, reason = Mode.PLAIN, f"its parameters were moved, or its arguments changed, {RECORDINGS} times"
+    def _run_whole(self, step: WholeStep) -> bool:
+        """Record or replay a step as one graph; False if this cannot be, and the step has still to run."""
+        recording, places = self._whole.get(step.key, (None, ()))
+        if recording is not None and recording.fits(step.arguments):
+            results = recording.replay(step.arguments)
+        elif not self._may_record():
+            return False
+        else:
+            try:
+                recording, results = record(self.recorder, step.run, step.arguments, step.in_place)
+            except RuntimeError as error:
+                _LOG.warning("cudagraphs: each task is a graph of its own, as CUDA could not record the step as one: %s", error)
+                self._takes_whole = False
+                step.begin()
+                return False
+            places = step.places
+            self._whole[step.key] = recording, places
+        step.finish(places, results, self.own)
+        return True
+
+    def _may_record(self) -> bool:
+        """Whether another recording is allowed, which then begins; else every program runs without a graph from now on."""
+        self._recordings += 1
+        if self._recordings <= RECORDINGS:
+            self.recorder.prepare()
+            return True
+        reason = f"its parameters were moved, or its arguments changed, {RECORDINGS} times"
         found = {id(task.program) for task in self._tasks} - self.reasons.keys()
         if found:
             self.reasons.update(dict.fromkeys(found, reason))
             _LOG.warning("cudagraphs: from now on every program is run without a graph: %s", reason)
-
-    def end(self) -> None:
-        """End a step that ran all its tasks."""
-        self._warm_ups += self.mode is Mode.WARM_UP
-        self._recorded = self.mode in (Mode.RECORD, Mode.REPLAY)
-        self.mode = Mode.PLAIN
-
-    def drop(self) -> None:
-        """End a step that failed."""
-        self.mode = Mode.PLAIN
+        return False
 
     def abandon(self) -> None:
         """Run the rest of the step without graphs, since an argument changed; values in the graphs' memory stay as they are."""
@@ -112,7 +136,8 @@ class StepGraphs:
         """The state: "replayed", "not recorded yet", or "not replayed: " and the reason."""
         if id(program) in self.reasons:
             return f"not replayed: {self.reasons[id(program)]}"
-        recorded = self._recorded and any(task.recording for task in self._tasks if task.program is program)
+        tasks = [task for task in self._tasks if task.program is program]
+        recorded = any(task.recording if self._recorded else self._whole for task in tasks)
         return "replayed" if recorded else "not recorded yet"
 
 
@@ -231,14 +256,14 @@ class RecordedPrograms:
         self, programs: Sequence[PipelineProgram], local: Collection[int], sources: ProgramGraphs
     ) -> StepGraphs | None:
         """The recordings for a new runner of these programs, of whose stages `local` are this rank's."""
-        stages = [stage for each in programs for stage in each.stages if stage.index in local]
+        stages = list({id(stage): stage for each in programs for stage in each.stages if stage.index in local}.values())
         items = list({id(item): item for stage in stages for item in stage.programs.values()}.values())
         recorder = self._recorder
         if recorder is None:
             self._states = [(program_name(item), lambda: f"not replayed: {_NOWHERE}") for item in items]
             self._tell([f"all programs: {_NOWHERE}"])
             return None
-        found = {id(item): _obstacle(item, recorder, sources) for item in items}
+        found = {key: reason for stage in stages for key, reason in _obstacles(stage, recorder, sources).items()}
         graphs = StepGraphs(recorder, {key: reason for key, reason in found.items() if reason is not None})
         self._states = [(program_name(item), lambda item=item: graphs.state_of(item)) for item in items]  # type: ignore[misc]
         told = [item for item in items if found[id(item)] not in (None, COMPUTES_NOTHING)]
@@ -249,6 +274,17 @@ class RecordedPrograms:
         if reasons and not self._told:
             _LOG.warning("backend: cudagraphs=True, but these run without a graph: %s", "; ".join(reasons))
         self._told = self._told or bool(reasons)
+
+
+def _obstacles(stage: StageProgram, recorder: CudaGraphRecorder, sources: ProgramGraphs) -> dict[int, str | None]:
+    """By `id` of a stage's program, the reason not to record it."""
+    found = {id(item): _obstacle(item, recorder, sources) for item in stage.programs.values()}
+    if stage.hoisted is not None:
+        reason = found[id(stage.hoisted)] = _obstacle(stage.hoisted, recorder, sources)
+        for item in stage.programs.values() if reason not in (None, COMPUTES_NOTHING) else ():
+            if any(isinstance(role, roles.StepInvariant) for role in item.inputs):
+                found[id(item)] = f"it reads values that are computed once a step without a graph: {reason}"
+    return found
 
 
 def _obstacle(item: Program, recorder: CudaGraphRecorder, sources: ProgramGraphs) -> str | None:

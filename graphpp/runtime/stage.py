@@ -84,6 +84,8 @@ class GraphStage:
         accumulator = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
         self.gradients = accumulator(fqns, shared, kernel)
         self.buffers = StageBuffers(InputCopies(mailbox.device))
+        hoisted = [variant.hoisted for variant in self._distinct() if variant.hoisted is not None]
+        self._hoists = {id(each): each.program.run if graphs is None else graphs.task(each.program) for each in hoisted}
 
     @property
     def is_first(self) -> bool:
@@ -99,6 +101,15 @@ class GraphStage:
         """FQNs of the parameters and buffers that the stage's programs take or write."""
         wirings = [*self._wirings(), *(variant.hoisted for variant in self._distinct() if variant.hoisted is not None)]
         return frozenset(fqn for wiring in wirings for _, fqn in (*wiring.fixed, *wiring.updates))
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether a program takes a number from the host's memory."""
+        return any(wiring.numbers for wiring in self._wirings())
+
+    def paths(self, microbatch: int) -> set[str]:
+        """The paths of a microbatch's tensors that the stage's programs read."""
+        return {path for wiring in self._variants[microbatch].wirings.values() for _, path in wiring.inputs}
 
     def begin(self, parameter_or_buffer: Callable[[str], torch.Tensor], inputs: StepInputs) -> None:
         """Start a step; `parameter_or_buffer` gives the values of the model's tensors by FQN, detached."""
@@ -143,7 +154,7 @@ class GraphStage:
             self._bind(wiring)
             arguments, wiring.bound = wiring.bound, []
             names = [role.name for role in wiring.program.outputs if isinstance(role, StepInvariant)]
-            found = dict(zip(names, wiring.program.run(arguments), strict=True))
+            found = dict(zip(names, self._hoists[id(wiring)](arguments), strict=True))
             known.append((wiring.computation, found))
         return found
 

@@ -37,15 +37,6 @@ class TaskGraphs(Protocol):
     def own(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values, with copies in place of those that a later task overwrites."""
 
-    def begin(self) -> None:
-        """Begin a step."""
-
-    def end(self) -> None:
-        """End a step that ran all its tasks."""
-
-    def drop(self) -> None:
-        """End a step that failed."""
-
 
 @dataclass(frozen=True)
 class StepInputs:

@@ -65,14 +65,16 @@ class Steps:
 
     def __call__(self, *arguments: list[Any], sink: Any = None) -> list[list[Any]]:
         """The results of each program, copied before the next program runs."""
-        self.graphs.begin()
         found = []
-        for task, boxed in zip(self.tasks, arguments, strict=True):
-            results = task(boxed, sink)
-            assert boxed == []
-            found.append([None if each is None else each.clone(memory_format=torch.preserve_format) for each in results])
-            del results
-        self.graphs.end()
+
+        def run() -> None:
+            for task, boxed in zip(self.tasks, arguments, strict=True):
+                results = task(boxed, sink)
+                assert boxed == []
+                found.append([None if each is None else each.clone(memory_format=torch.preserve_format) for each in results])
+                del results
+
+        self.graphs.run_step(run, None)
         return found
 
     @property
@@ -101,14 +103,16 @@ def test_values_stay_until_the_recorded_step_freed_them() -> None:
 
     def step(*, holds: bool) -> tuple[bool, bool]:
         x, kept = torch.randn(3, 2), []
-        steps.graphs.begin()
-        for task in steps.tasks:
-            results = task([x.clone(), W, C])
-            kept.append(results[0])
-            if holds and len(kept) > 1:
-                kept[0] = None
-            del results
-        steps.graphs.end()
+
+        def run() -> None:
+            for task in steps.tasks:
+                results = task([x.clone(), W, C])
+                kept.append(results[0])
+                if holds and len(kept) > 1:
+                    kept[0] = None
+                del results
+
+        steps.graphs.run_step(run, None)
         return tuple(each is not None and torch.equal(each, x @ W + C) for each in kept[:2])  # type: ignore[return-value]
 
     for _ in range(WARM_UPS + 1):
@@ -121,14 +125,13 @@ def test_a_result_is_read_in_place_and_other_arguments_are_copied() -> None:
     steps = Steps(PROGRAM, reader)
     for _ in range(WARM_UPS + 3):
         x, other = torch.randn(3, 2), torch.randn(2, 2)
-        steps.graphs.begin()
-        y, t, same = steps.tasks[0]([x.clone(), W, C])
-        expected = x @ W + C
-        (found,) = steps.tasks[1]([same, t, other])
-        del y, t, same
-        assert torch.equal(found, x @ other + expected)
-        del found
-        steps.graphs.end()
+
+        def run(x: torch.Tensor = x, other: torch.Tensor = other) -> None:
+            _, t, same = steps.tasks[0]([x.clone(), W, C])
+            (found,) = steps.tasks[1]([same, t, other])
+            assert torch.equal(found, x @ other + (x @ W + C))
+
+        steps.graphs.run_step(run, None)
     assert [list(task.recording.copied) for task in steps.tasks if task.recording is not None] == [[0], [2]]
     assert steps.pool.recordings == 2
 
@@ -270,11 +273,15 @@ def test_a_program_that_cannot_be_recorded_runs_as_it_is(
 
 def test_a_step_that_fails_is_recorded_again() -> None:
     steps, x = Steps(PROGRAM, PROGRAM), torch.randn(3, 2)
+
+    def fail() -> None:
+        steps.tasks[0]([x.clone(), W, C])
+        raise ValueError("out of luck")
+
     for number in range(WARM_UPS + 4):
         if number in (WARM_UPS, WARM_UPS + 2):  # the step that records, and a step of replays, fail midway
-            steps.graphs.begin()
-            steps.tasks[0]([x.clone(), W, C])
-            steps.graphs.drop()
+            with pytest.raises(ValueError, match="out of luck"):
+                steps.graphs.run_step(fail, None)
         else:
             for results in steps([x.clone(), W, C], [x.clone(), W, C]):
                 assert torch.equal(results[0], x @ W + C)
