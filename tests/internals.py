@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import graphpp
+from graphpp.backends.record_programs import StepGraphs
 from graphpp.compiler import assemble, capture_once, compile_graph
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
@@ -93,3 +94,11 @@ def freeing_memory() -> AbstractContextManager[Any]:
 def recording_by(recorder: Any) -> AbstractContextManager[Any]:
     """Pipelines compiled meanwhile record CUDA graphs by `recorder`; None: the device has no such graphs."""
     return patch.object(assemble, "recorder_for", lambda device: recorder)
+
+
+def graphs_of_tasks(pipe: graphpp.Pipeline) -> None:
+    """From now on the last call records one CUDA graph for each task, never one for the whole step."""
+    graphs = last_runner(pipe)._graphs
+    assert graphs is None or isinstance(graphs, StepGraphs)
+    if graphs is not None:
+        graphs._takes_whole = False
