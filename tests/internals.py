@@ -96,9 +96,6 @@ def recording_by(recorder: Any) -> AbstractContextManager[Any]:
     return patch.object(assemble, "recorder_for", lambda device: recorder)
 
 
-def graphs_of_tasks(pipe: graphpp.Pipeline) -> None:
-    """From now on the last call records one CUDA graph for each task, never one for the whole step."""
-    graphs = last_runner(pipe)._graphs
-    assert graphs is None or isinstance(graphs, StepGraphs)
-    if graphs is not None:
-        graphs._takes_whole = False
+def recording_tasks() -> AbstractContextManager[Any]:
+    """Meanwhile a step is recorded as one CUDA graph for each task, never as one graph."""
+    return patch.object(StepGraphs, "_run_whole", lambda graphs, step: False)

@@ -13,7 +13,19 @@ import graphpp
 from graphpp.backends.record_programs import RECORDINGS, WARM_UPS, StepGraphs
 from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
-from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, Saved, Seed, Sent
+from graphpp.runtime.program import (
+    Constant,
+    Gradient,
+    Input,
+    Loss,
+    Output,
+    Parameter,
+    Phase,
+    Program,
+    Saved,
+    Seed,
+    Sent,
+)
 from tests import internals
 from tests.cuda_graph_pool import Pool
 from tests.exhaustive import further
@@ -134,6 +146,18 @@ def test_a_result_is_read_in_place_and_other_arguments_are_copied() -> None:
         steps.graphs.run_step(run, None)
     assert [list(task.recording.copied) for task in steps.tasks if task.recording is not None] == [[0], [2]]
     assert steps.pool.recordings == 2
+
+
+def test_an_output_outlives_its_step() -> None:
+    steps, kept = Steps(replace(PROGRAM, outputs=(Output(0), Saved("t"), Saved("x")))), []
+    for number in range(WARM_UPS + 4):
+        x = torch.full((3, 2), float(number))
+
+        def run(x: torch.Tensor = x) -> None:
+            kept.append((x, steps.tasks[0]([x.clone(), W, C])[0]))
+
+        steps.graphs.run_step(run, None)
+    assert all(torch.equal(output, x @ W + C) for x, output in kept)
 
 
 def affine_of_saved(boxed: list[Any]) -> tuple[Any, ...]:
