@@ -14,10 +14,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+_SECONDS_AFTER_ERROR = 5  # to wait for copies of inputs; they take milliseconds unless the device waits for a lost rank
+_STILL_READ = (
+    "graphpp: the device may still read the pinned inputs of the step, since it waits for another rank. Do not write to them."
+)
 
 
 class SideStream:
@@ -90,6 +95,13 @@ class InputCopies:
         return True
 
 
+def finish_copies_after(error: BaseException, copies: Iterable[InputCopies]) -> None:
+    """Wait until the device has read the inputs; after the time limit (another rank failed too) add a note instead."""
+    deadline = time.monotonic() + _SECONDS_AFTER_ERROR
+    if not all([each.finish_by(deadline) for each in copies]):
+        error.add_note(_STILL_READ)
+
+
 def is_over(event: torch.cuda.Event) -> bool:
     """Whether the device has passed an event; after a device error, which ends all its work, True."""
     try:
@@ -123,6 +135,11 @@ def timing_event(device: torch.device) -> torch.cuda.Event:
 def wait_for_stream(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """A context with `device` as CUDA's current device; the caller may have set another one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import graphpp
+from graphpp.backends.record_programs import StepGraphs
 from graphpp.compiler import assemble, capture_once, compile_graph
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
@@ -93,3 +94,8 @@ def freeing_memory() -> AbstractContextManager[Any]:
 def recording_by(recorder: Any) -> AbstractContextManager[Any]:
     """Pipelines compiled meanwhile record CUDA graphs by `recorder`; None: the device has no such graphs."""
     return patch.object(assemble, "recorder_for", lambda device: recorder)
+
+
+def recording_tasks() -> AbstractContextManager[Any]:
+    """Meanwhile a step is recorded as one CUDA graph for each task, never as one graph."""
+    return patch.object(StepGraphs, "_run_whole", lambda graphs, step: False)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import graphpp
+from graphpp import streams
 from graphpp.backends.cuda_graphs import CudaGraphRecorder
-from graphpp.runtime import runner
 from graphpp.runtime.offloader import CudaMover
 from graphpp.runtime.task import Task
 from graphpp.streams import InputCopies
@@ -207,10 +207,10 @@ def test_inputs_may_be_changed_after_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_error_says_that_a_device_that_waits_for_another_rank_reads_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEvent, "query", lambda event: False)
-    monkeypatch.setattr(runner, "_SECONDS_AFTER_ERROR", 0)
+    monkeypatch.setattr(streams, "_SECONDS_AFTER_ERROR", 0)
     races, error = input_changed_after_an_error(monkeypatch)
     assert len(races) == 1 and "is written by add_" in races[0]
-    assert error.__notes__ == [runner._STILL_READ]
+    assert error.__notes__ == [streams._STILL_READ]
 
 
 def broken(event: FakeEvent) -> bool:

@@ -1,8 +1,9 @@
-"""The private names of torch for ranks, norms and copies; importing this file imports nothing more than torch.
+"""The private names of torch for ranks, norms, copies and memory; importing this file imports nothing more than torch.
 
 Checked on torch 2.13.0 and 2.15.0, the first two also on 2.11.0:
 
-- `torch._foreach_norm`, `torch._foreach_copy_`
+- `torch._foreach_norm`, `torch._foreach_copy_`, `torch._neg_view`
+- `torch._C._construct_storage_from_data_pointer`: CUDA memory at an address, not freed with the storage; not tried on a GPU yet
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store that all ranks share
 - `distributed_c10d._resolve_process_group`: a process group by the name that a collective in a graph has
 - `distributed_c10d._new_process_group_helper`, `_world.pg_group_ranks`, `_world.pg_names.items`: a process group with a name, a
@@ -140,3 +141,20 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     except RuntimeError:  # a process group written in Python has no backends
         options = None
     return default_pg_timeout if options is None else options._timeout
+
+
+def without_owning(value: torch.Tensor) -> torch.Tensor:
+    """A tensor with the memory of a CUDA tensor, which does not keep the memory allocated."""
+    held = value.untyped_storage()
+    if not held.nbytes():
+        return value
+    storage: Any = torch._C._construct_storage_from_data_pointer(held.data_ptr(), value.device, held.nbytes())
+    return over(storage, value)
+
+
+def over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """The tensor that lies in a storage as `like` lies in its own."""
+    made = torch.empty(0, dtype=like.dtype, device=like.device)
+    made.set_(storage, like.storage_offset(), like.shape, like.stride())
+    made = made.conj() if like.is_conj() else made
+    return torch._neg_view(made) if like.is_neg() else made

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from torch import fx
 
 from graphpp._torch.numbers_of_data import known
 from graphpp._torch.symbols import SYMBOLIC, hint
-from graphpp.backends.processor import processor_name
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.passes.graph.region import Region
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
@@ -39,6 +39,15 @@ _BATCH = 32  # larger batches have small matrices, where one call per matrix cos
 _GAIN = 0.95  # oneDNN must take less than this fraction of the time of torch's kernel
 _ONEDNN, _TORCH = "linear", "mm"  # values in the cached table
 _AS_IN_GRAPH, _CHANNELS_LAST = "graph", "channels last"
+
+
+def processor_name() -> str:
+    """The model name in `/proc/cpuinfo`; "unknown" if missing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 class MeasuredChoices:

@@ -104,7 +104,7 @@ def devices() -> list[dict[str, Any]]:
     """The CPU and every accelerator, with `bytes` of memory."""
     import torch
 
-    from graphpp.backends.processor import processor_name
+    from graphpp.backends.kernels import processor_name
 
     name, nbytes = processor_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name += f", {os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -57,18 +57,17 @@ class Assembly:
         sharded: ShardedParameters | None = None,
     ) -> GraphPPRunner:
         """The runner of a compiled call; `owners`: the ranks of each parameter; `sharded`: this rank's shards."""
-        programs, woven = list(lowered.programs), list(lowered.woven)
-        if self._options.backend.cudagraphs:
-            programs, woven = self.recorded.record_all(programs, woven, lowered.local, lowered.sources)
+        asked = self._options.backend.cudagraphs
         config = RunnerConfig(
             owners=owners,
             sum_dtype=self._options.gradients.dtype,
             replicas=replicas,
             kernel=self._compiler.products if self._compiler is not None else None,
-            woven=woven,
+            woven=lowered.woven,
             offload=lowered.windows,
             mover=mover_for(self._place.device),
             sharded=sharded,
+            graphs=self.recorded.of_step(lowered.programs, lowered.local, lowered.sources) if asked else None,
             sums=ordered_sums if self._options.parallel.sum_order == "ranks" else backend_sums,
         )
-        return GraphPPRunner(programs, lowered.schedule, self._state, self._place, config)
+        return GraphPPRunner(lowered.programs, lowered.schedule, self._state, self._place, config)

@@ -51,9 +51,9 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     fused = options.fused and layers is None  # gradients are reduced at once: there is no sum to fuse with
     shared_by = None if place.tp_group is None else place.name_along("tp")
     workspace = workspace_of(options.backend)
-    return LoweringOptions(
-        variant.split_backward, rerun, whole, chosen, savings, fused, options.hoists, layers, shared_by, workspace
-    )
+    # A CUDA graph reads a hoisted value in place, and gathered parameters may have another address each time.
+    hoists = options.hoists and not (options.backend.cudagraphs and place.sharding is not None)
+    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, fused, hoists, layers, shared_by, workspace)
 
 
 def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:

@@ -24,7 +24,7 @@ from torch import fx
 
 from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp._torch.symbols import SYMBOLIC, hint
-from graphpp.backends.processor import processor_name
+from graphpp.backends.kernels import processor_name
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.compiler.timing.trials import apart, medians, warmed_up
 from graphpp.errors import MismatchError

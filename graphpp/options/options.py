@@ -115,8 +115,5 @@ class Options(Group):
 
     @property
     def hoists(self) -> bool:
-        """Whether step-invariant values are computed once a step. Only under eager without CUDA graphs.
-
-        Inductor folds such values anyway, and a CUDA graph would copy each as one more input.
-        """
-        return isinstance(self.backend, Eager) and not self.backend.cudagraphs
+        """Whether step-invariant values are computed once a step. Only under eager: Inductor folds such values anyway."""
+        return isinstance(self.backend, Eager)

@@ -35,6 +35,8 @@ class ProgramGraphs:
                 for stage in passed.result.stages:
                     for phase, item in stage.programs.items():
                         self.add(item, staged[-1].graphs[F if phase is Phase.EVALUATE else phase, stage.index])
+                    if stage.hoisted is not None:
+                        self.add(stage.hoisted, staged[-1].hoisted[stage.index])
 
         return hook
 

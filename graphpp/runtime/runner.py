@@ -15,12 +15,13 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.autograd import with_gradient_hooks
+from graphpp._torch.autograd import finds_nan, with_gradient_hooks
 from graphpp._torch.parallel.sharded_tensor import are_plain
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
@@ -41,18 +42,14 @@ from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.stage import GraphStage, Variant
 from graphpp.runtime.task import OverlappedActions, StepInputs
+from graphpp.runtime.whole_step import StepGraphs, WholeStep
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
+from graphpp.streams import as_current, finish_copies_after
 
 if TYPE_CHECKING:
     from graphpp.runtime.action_loop import ActionLoop
-
-
-_SECONDS_AFTER_ERROR = 5  # to wait for copies of inputs; they take milliseconds unless the device waits for a lost rank
-_STILL_READ = (
-    "graphpp: the device may still read the pinned inputs of the step, since it waits for another rank. Do not write to them."
-)
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class RunnerConfig:
     sums of narrower gradients. `replicas`: the ranks among which gradients are averaged. `kernel` multiplies the gradients of
     fused programs (None: torch does). `woven`: the programs of overlapped actions. `offload`: when saved values are in
     the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded parameters (None: whole ones).
-    `sums` adds gradients over ranks.
+    `sums` adds gradients over ranks. `graphs` records and replays the tasks (None: they run).
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -75,6 +72,7 @@ class RunnerConfig:
     mover: CudaMover | None = None
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
+    graphs: StepGraphs | None = None
 
 
 class GraphPPRunner:
@@ -101,6 +99,7 @@ class GraphPPRunner:
         self._sharded = config.sharded
         layers = self._sharded if self.program.gathers_layers else None
         self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None
+        self._graphs = config.graphs
         self.stages = self._local_stages(each, config.kernel)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
@@ -118,6 +117,10 @@ class GraphPPRunner:
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
         self.offloader = Offloader(config.offload, self.stages, config.mover)
+        here = place.ranks == 1 and config.replicas is None and config.sharded is None and not self.program.partial
+        numbers = any(stage.reads_numbers for stage in self.stages.values())
+        # Whether a step exchanges values with no other rank, with no other stream and not with the host.
+        self._alone = here and not (config.woven or self.offloader.evicts or self.random or numbers)
         self._recorder: Recorder | None = None
         self._loop = self._bound_loop() if self.stages else None  # a rank without a stage runs no actions
 
@@ -127,7 +130,7 @@ class GraphPPRunner:
             distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
-            local[index] = GraphStage(index, own, self.schedule, self.place, self.mailbox, kernel, self._reducer)
+            local[index] = GraphStage(index, own, self.schedule, self.place, self.mailbox, kernel, self._reducer, self._graphs)
         return local
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
@@ -156,11 +159,9 @@ class GraphPPRunner:
         """
         self.mailbox.waited, began = 0.0, time.perf_counter()
         try:
-            with torch.no_grad(), _current(self.place.device):
+            with torch.no_grad(), as_current(self.place.device):
                 keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
-                self._begin(StepInputs(inputs, seeds, keys, silent))
-                if self._loop is not None:
-                    self._loop.run(None if self._recorder is None else self._recorder.run)
+                self._run(StepInputs(inputs, seeds, keys, silent))
                 self.mailbox.flush()
                 self._finish()
             for stage in self.stages.values():
@@ -168,7 +169,7 @@ class GraphPPRunner:
             self._bubble = self.mailbox.waited / max(time.perf_counter() - began, 1e-9)
         except BaseException as error:
             self._drop()
-            self._finish_copies_after(error)
+            finish_copies_after(error, [stage.buffers.copies for stage in self.stages.values()])
             raise
         finally:
             self._tensors.clear()
@@ -202,12 +203,6 @@ class GraphPPRunner:
             stage.buffers.clear()
             for flat in self._shards.get(index, ()):
                 flat.drop()
-
-    def _finish_copies_after(self, error: BaseException) -> None:
-        """Wait until the device has read the inputs; after the time limit (another rank failed too) add a note instead."""
-        deadline = time.monotonic() + _SECONDS_AFTER_ERROR
-        if not all([stage.buffers.copies.finish_by(deadline) for stage in self.stages.values()]):
-            error.add_note(_STILL_READ)
 
     @property
     def _last(self) -> GraphStage | None:
@@ -247,15 +242,29 @@ class GraphPPRunner:
             return None
         return [self._last.buffers.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
 
+    def _run(self, inputs: StepInputs) -> None:
+        """Run the row of actions, or replay it."""
+        self._begin(inputs)
+        if self._graphs is None:
+            self._run_row()
+            return
+        whole = partial(WholeStep, self.stages, inputs, partial(self._begin, inputs), self._run_row)
+        plain = self._alone and self._recorder is None and not finds_nan() and not inputs.silent
+        self._graphs.run_step(self._run_row, whole if plain else None)
+
+    def _run_row(self) -> None:
+        for stage in (stage for index, stage in self.stages.items() if index not in self._shards):
+            stage.prepare()
+        if self._loop is not None:
+            self._loop.run(None if self._recorder is None else self._recorder.run)
+
     def _begin(self, inputs: StepInputs) -> None:
         tensors = self._reader()
         self._tensors.update(zip(self._reader.fqns, tensors, strict=True))
         values = dict(zip(self._reader.fqns, self._values(tensors), strict=True))
         self._gradients.begin(self._tensors)
-        for index, stage in self.stages.items():
+        for stage in self.stages.values():
             stage.begin(values.__getitem__, inputs)
-            if index not in self._shards:
-                stage.prepare()
 
     def _values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._sharded is None and are_plain(tensors):
@@ -275,18 +284,12 @@ class GraphPPRunner:
         self.hooked = with_gradient_hooks(trained)
 
     def _bound_loop(self) -> ActionLoop:
-        from graphpp.runtime.action_loop import (
-            ActionLoop,  # imports Dynamo: a second that `import graphpp` must not cost
-        )
+        # It imports Dynamo: a second that `import graphpp` must not cost.
+        from graphpp.runtime.action_loop import ActionLoop
 
         parts = self.schedule, self.stages, self.mailbox, self._gradients, self._shards, self.offloader, self.overlaps
         row = ActionBinder(*parts, training=self.training).row(self.place.rank)
         return ActionLoop(list(self.stages.values()), self.schedule, row)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context with `device` as CUDA's current device; the caller may have set another one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:

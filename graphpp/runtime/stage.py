@@ -23,7 +23,7 @@ from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.messages.mailbox import Mailbox, Message
 from graphpp.runtime.messages.wire_layout import WireLayout, layout_of
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
-from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
+from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskGraphs, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import InputCopies
@@ -69,19 +69,23 @@ class GraphStage:
         mailbox: Mailbox,
         kernel: MatmulKernel | None = None,
         reducer: LayerReducer | None = None,
+        graphs: TaskGraphs | None = None,
     ) -> None:
         """`variants`: one per microbatch. `kernel` is for fused programs, `reducer` for gathers of single layers."""
         self.stage_index, self.num_stages = index, schedule.stages
         self.group_rank, self.group_size = place.rank, place.ranks
         self.submod = None
-        self._rank_of_stage, self._mailbox, self._reducer = schedule.rank_of_stage, mailbox, reducer
+        self._rank_of_stage, self._mailbox, self._reducer, self._graphs = schedule.rank_of_stage, mailbox, reducer, graphs
         self._variants = tuple(variants)
         backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
-        shared = {fqn for wiring in backwards for fqn in wiring.shared_gradients}
+        # Memory of CUDA graphs is overwritten, so no gradient in it may become the sum.
+        shared = set(fqns) if graphs is not None else {fqn for wiring in backwards for fqn in wiring.shared_gradients}
         accumulator = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
         self.gradients = accumulator(fqns, shared, kernel)
         self.buffers = StageBuffers(InputCopies(mailbox.device))
+        hoisted = [variant.hoisted for variant in self._distinct() if variant.hoisted is not None]
+        self._hoists = {id(each): each.program.run if graphs is None else graphs.task(each.program) for each in hoisted}
 
     @property
     def is_first(self) -> bool:
@@ -97,6 +101,15 @@ class GraphStage:
         """FQNs of the parameters and buffers that the stage's programs take or write."""
         wirings = [*self._wirings(), *(variant.hoisted for variant in self._distinct() if variant.hoisted is not None)]
         return frozenset(fqn for wiring in wirings for _, fqn in (*wiring.fixed, *wiring.updates))
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether a program takes a number from the host's memory."""
+        return any(wiring.numbers for wiring in self._wirings())
+
+    def paths(self, microbatch: int) -> set[str]:
+        """The paths of a microbatch's tensors that the stage's programs read."""
+        return {path for wiring in self._variants[microbatch].wirings.values() for _, path in wiring.inputs}
 
     def begin(self, parameter_or_buffer: Callable[[str], torch.Tensor], inputs: StepInputs) -> None:
         """Start a step; `parameter_or_buffer` gives the values of the model's tensors by FQN, detached."""
@@ -141,7 +154,7 @@ class GraphStage:
             self._bind(wiring)
             arguments, wiring.bound = wiring.bound, []
             names = [role.name for role in wiring.program.outputs if isinstance(role, StepInvariant)]
-            found = dict(zip(names, wiring.program.run(arguments), strict=True))
+            found = dict(zip(names, self._hoists[id(wiring)](arguments), strict=True))
             known.append((wiring.computation, found))
         return found
 
@@ -161,7 +174,10 @@ class GraphStage:
         """One phase of one microbatch; `neighbour`: the stage that sends its input values, if on this rank."""
         variant, key = self._variants[microbatch], TaskKey(phase, microbatch)
         receive, sink = self._receive(key, neighbour), self.gradient_sink(phase, microbatch)
-        return Task(key, variant.wirings[phase], self.buffers, receive, sink, variant.read_after(phase))
+        task = Task(key, variant.wirings[phase], self.buffers, receive, sink, variant.read_after(phase))
+        if self._graphs is not None:
+            task.run_program = self._graphs.task(task.program)
+        return task
 
     def gradient_sink(self, phase: Phase, microbatch: int) -> MicrobatchSink | LayerSink | None:
         """The sink that adds a program's gradients to this stage's sums; None for a program without gradients."""
@@ -189,7 +205,15 @@ class GraphStage:
         """A function that makes the message with a microbatch's activations (F) or gradients (B) for the next rank."""
         layouts, peer = self._crossing(direction, microbatch, leaving=True)
         crossing, outgoing, pack = (direction, microbatch), self.buffers.outgoing, self._mailbox.outgoing
-        return lambda: pack(outgoing.pop(crossing), layouts, peer)
+        graphs = self._graphs
+
+        def send() -> Message:
+            message = pack(outgoing.pop(crossing), layouts, peer)
+            if graphs is not None:
+                message.tensors = graphs.own(message.tensors)  # the transport reads them after later replays
+            return message
+
+        return send
 
     def receive_message(self, direction: str, microbatch: int) -> Callable[[], Message]:
         """A function that allocates a message's receive buffers when it is called."""

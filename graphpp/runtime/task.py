@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,16 @@ from graphpp.runtime.wiring import Wiring
 from graphpp.streams import InputCopies
 
 Receive = Callable[[], Sequence[torch.Tensor]]  # the values that cross into the stage, once they have arrived
+
+
+class TaskGraphs(Protocol):
+    """Records the tasks of a runner and replays them (`backends/record_programs.py`)."""
+
+    def task(self, program: Program) -> Callable[..., Sequence[Any]]:
+        """A function in place of `program.run` for one task."""
+
+    def own(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values, with copies in place of those that a later task overwrites."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Task:
         """`receive`: None if no value arrives. `read_later`: names of saved values that later tasks of the microbatch read."""
         self.key, self.sink = key, sink
         self.program: Program = wiring.program
+        self.run_program = wiring.program.run
         self._wiring, self._buffers, self._receive = wiring, buffers, receive
         self._microbatch, self._read_later = key.microbatch, read_later
         self._reads_inputs = bool(wiring.inputs or wiring.numbers or wiring.seeds or wiring.keys)
@@ -95,7 +106,7 @@ class Task:
         self._outgoing = None if key.phase is Phase.WEIGHT_GRAD else (key.direction, key.microbatch)
 
     def run(self) -> None:
-        run, sink = self.program.run, self.sink
+        run, sink = self.run_program, self.sink
         self.file(run(self.arguments()) if sink is None else run(self.arguments(), sink))
 
     def arguments(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """Programs that are replayed as CUDA graphs, by a recorder for the CPU (`tests/cuda_graph_pool.py`)."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,24 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, ReplayedProgram
+from graphpp.backends.record_programs import RECORDINGS, WARM_UPS, StepGraphs
 from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
-from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
+from graphpp.runtime.program import (
+    Constant,
+    Gradient,
+    Input,
+    Loss,
+    Output,
+    Parameter,
+    Phase,
+    Program,
+    Saved,
+    Seed,
+    Sent,
+)
 from tests import internals
-from tests.cuda_graph_pool import Pool, Results
+from tests.cuda_graph_pool import Pool
 from tests.exhaustive import further
 from tests.movers import CopyingMover, moving_by
 from tests.runtime.test_offloader import ALL
@@ -54,74 +66,139 @@ PROGRAM = Program(
 W, C = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor(0.5)
 
 
-def with_cuda_graph(program: Program, pool: Any, obstacle: str | None = None) -> Program:
-    return replace(program, run=ReplayedProgram(program, pool, obstacle))
+class Steps:
+    """Steps of programs that are recorded; each step runs every program once."""
+
+    def __init__(self, *programs: Program, recorder: Any = None, reasons: dict[int, str] | None = None) -> None:
+        self.pool = Pool() if recorder is None else recorder
+        self.graphs = StepGraphs(self.pool, reasons or {})
+        self.programs = programs
+        self.tasks = [self.graphs.task(each) for each in programs]
+
+    def __call__(self, *arguments: list[Any], sink: Any = None) -> list[list[Any]]:
+        """The results of each program, copied before the next program runs."""
+        found = []
+
+        def run() -> None:
+            for task, boxed in zip(self.tasks, arguments, strict=True):
+                results = task(boxed, sink)
+                assert boxed == []
+                found.append([None if each is None else each.clone(memory_format=torch.preserve_format) for each in results])
+                del results
+
+        self.graphs.run_step(run, None)
+        return found
+
+    @property
+    def states(self) -> list[str]:
+        return [self.graphs.state_of(each) for each in self.programs]
 
 
-def warm(program: Program, *fixed: torch.Tensor) -> None:
-    for _ in range(WARM_UPS):
-        program.run([torch.zeros(3, 2), *fixed])
-
-
-def test_the_first_runs_are_its_own_and_then_it_is_replayed() -> None:
-    pool = Pool()
-    program = with_cuda_graph(PROGRAM, pool)
-    states = []
+def test_a_step_is_recorded_after_the_warm_ups_and_then_replayed() -> None:
+    steps, states = Steps(PROGRAM, PROGRAM), []
     for number in range(5):
-        x = torch.full((3, 2), float(number))
-        boxed = [x, W, C]
-        y, t, same = program.run(boxed)
-        assert boxed == []
-        assert torch.equal(y, x @ W + C)
-        assert torch.equal(t, y.t())
-        assert t.stride() == y.t().stride()
-        assert torch.equal(same, x)
-        states.append(program.run.describe())  # type: ignore[attr-defined]
+        inputs = [torch.full((3, 2), float(number)), torch.randn(3, 2)]
+        for x, (y, t, same) in zip(inputs, steps(*([x.clone(), W, C] for x in inputs)), strict=True):
+            assert torch.equal(y, x @ W + C)
+            assert torch.equal(t, y.t())
+            assert t.stride() == y.t().stride()
+            assert torch.equal(same, x)
+        states += steps.states[:1]
     assert states == ["not recorded yet"] * WARM_UPS + ["replayed"] * (5 - WARM_UPS)
-    assert (pool.warm_ups, pool.recordings, pool.replays) == (WARM_UPS, 1, 5 - WARM_UPS)
+    assert (steps.pool.warm_ups, steps.pool.recordings, steps.pool.replays) == (2 * WARM_UPS, 2, 2 * (5 - WARM_UPS))
+    assert steps.pool.held == 0
 
 
-def test_results_outlive_later_replays() -> None:
-    program = with_cuda_graph(PROGRAM, Pool())
-    warm(program, W, C)
-    inputs = [torch.randn(3, 2) for _ in range(4)]
-    results = [program.run([x.clone(), W, C]) for x in inputs]
-    for x, (y, t, same) in zip(inputs, results, strict=True):
-        assert torch.equal(y, x @ W + C)
-        assert torch.equal(t, (x @ W + C).t())
-        assert torch.equal(same, x)
+def test_values_stay_until_the_recorded_step_freed_them() -> None:
+    """A result that the recorded step held outlives later replays of the step; one that the step dropped does not."""
+    steps = Steps(PROGRAM, PROGRAM, PROGRAM)
+
+    def step(*, holds: bool) -> tuple[bool, bool]:
+        x, kept = torch.randn(3, 2), []
+
+        def run() -> None:
+            for task in steps.tasks:
+                results = task([x.clone(), W, C])
+                kept.append(results[0])
+                if holds and len(kept) > 1:
+                    kept[0] = None
+                del results
+
+        steps.graphs.run_step(run, None)
+        return tuple(each is not None and torch.equal(each, x @ W + C) for each in kept[:2])  # type: ignore[return-value]
+
+    for _ in range(WARM_UPS + 1):
+        step(holds=True)
+    assert step(holds=False) == (False, True)
+
+
+def test_a_result_is_read_in_place_and_other_arguments_are_copied() -> None:
+    reader = Program(0, Phase.BACKWARD, (Saved("x"), Saved("t"), Seed()), (Sent("y"),), affine_of_saved)
+    steps = Steps(PROGRAM, reader)
+    for _ in range(WARM_UPS + 3):
+        x, other = torch.randn(3, 2), torch.randn(2, 2)
+
+        def run(x: torch.Tensor = x, other: torch.Tensor = other) -> None:
+            _, t, same = steps.tasks[0]([x.clone(), W, C])
+            (found,) = steps.tasks[1]([same, t, other])
+            assert torch.equal(found, x @ other + (x @ W + C))
+
+        steps.graphs.run_step(run, None)
+    assert [list(task.recording.copied) for task in steps.tasks if task.recording is not None] == [[0], [2]]
+    assert steps.pool.recordings == 2
+
+
+def test_an_output_outlives_its_step() -> None:
+    steps, kept = Steps(replace(PROGRAM, outputs=(Output(0), Saved("t"), Saved("x")))), []
+    for number in range(WARM_UPS + 4):
+        x = torch.full((3, 2), float(number))
+
+        def run(x: torch.Tensor = x) -> None:
+            kept.append((x, steps.tasks[0]([x.clone(), W, C])[0]))
+
+        steps.graphs.run_step(run, None)
+    assert all(torch.equal(output, x @ W + C) for x, output in kept)
+
+
+def affine_of_saved(boxed: list[Any]) -> tuple[Any, ...]:
+    x, t, w = boxed
+    boxed.clear()
+    return (x @ w + t.t(),)
 
 
 def test_parameters_are_read_in_place_and_recorded_again_where_they_moved() -> None:
-    pool = Pool()
-    program = with_cuda_graph(PROGRAM, pool)
-    w, x = W.clone(), torch.randn(3, 2)
-    warm(program, w, C)
-    program.run([x, w, C])
+    steps, w, x = Steps(PROGRAM), W.clone(), torch.randn(3, 2)
+
+    def result(w: torch.Tensor, c: torch.Tensor = C) -> torch.Tensor:
+        ((y, _, _),) = steps([x.clone(), w, c])
+        return y
+
+    def settle(w: torch.Tensor, c: torch.Tensor = C) -> int:
+        """Recordings, after steps in which results are right."""
+        for _ in range(WARM_UPS + 2):
+            assert torch.equal(result(w, c), x @ w + c)
+        return steps.pool.recordings
+
+    assert settle(w) == 1
     w.mul_(2)  # as an optimizer does
-    assert torch.equal(program.run([x, w, C])[0], x @ w + C)
-    assert pool.recordings == 1
+    assert settle(w) == 1
     moved = w.clone() + 1
-    assert torch.equal(program.run([x, moved, C])[0], x @ moved + C)
-    assert torch.equal(program.run([x, moved.t(), C])[0], x @ moved.t() + C)
-    assert pool.recordings == 3
+    assert settle(moved) == 2
+    assert settle(moved.t()) == 3
     whole = torch.tensor([1]).view(torch.int32)[:1]  # the same memory, read as another dtype
-    assert torch.equal(program.run([x, moved, whole])[0], x @ moved + 1)
-    assert torch.equal(program.run([x, moved, whole.view(torch.float32)])[0], x @ moved + whole.view(torch.float32))
+    assert settle(moved, whole) == 4
+    assert settle(moved, whole.view(torch.float32)) == 5
 
 
-def test_a_program_whose_parameters_keep_moving_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    pool = Pool()
-    program = with_cuda_graph(PROGRAM, pool)
-    x, kept = torch.randn(3, 2), [W + number for number in range(RECORDINGS + 3)]
-    warm(program, W, C)
+def test_a_step_whose_parameters_keep_moving_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    steps, x = Steps(PROGRAM), torch.randn(3, 2)
+    kept = [W + number for number in range(2 * RECORDINGS + 6)]
     with caplog.at_level(logging.WARNING, "graphpp"):
         for w in kept:
-            assert torch.equal(program.run([x, w, C])[0], x @ w + C)
-    assert pool.recordings == RECORDINGS
-    assert "moved" in program.run.reason  # type: ignore[attr-defined]
+            assert torch.equal(steps([x.clone(), w, C])[0][0], x @ w + C)
+    assert steps.pool.recordings == steps.pool.steps == RECORDINGS
+    assert "moved" in steps.states[0]
     assert len(caplog.records) == 1
-    assert "stage 0 forward" in caplog.text
 
 
 def test_gradients_are_handed_over() -> None:
@@ -134,11 +211,11 @@ def test_gradients_are_handed_over() -> None:
         return take(0, x * 2), x * 3, x.sum()
 
     gradients = (Gradient("a"), Gradient("b"), Loss())
-    program = with_cuda_graph(Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, shared=frozenset({1})), Pool())
-    for number in range(WARM_UPS + 2):
+    steps = Steps(Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, shared=frozenset({1})))
+    for number in range(WARM_UPS + 3):
         taken.clear()
         x = torch.full((2,), float(number))
-        results = program.run([x], lambda index, value: taken.update({index: value}))
+        (results,) = steps([x.clone()], sink=lambda index, value: taken.update({index: value}))
         assert list(taken) == [0]
         assert torch.equal(taken[0], x * 2)
         assert results[0] is None
@@ -171,53 +248,69 @@ def test_factors_are_multiplied_after_the_replay_in_the_programs_order() -> None
 
     gradients = (Loss(), Gradient("a"), Gradient("a"))
     plain = Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, fused=True)
-    pool = Pool()
-    made, found, expected = with_cuda_graph(plain, pool), Sums(), Sums()
+    steps, found, expected = Steps(plain, plain), Sums(), Sums()
     for number in range(WARM_UPS + 3):
-        x = torch.randn(2, 2)
-        results, usual = made.run([x.clone()], found), plain.run([x.clone()], expected)
-        assert torch.equal(results[0], usual[0])
-        assert results[1] is results[2] is None, number
+        inputs = [torch.randn(2, 2), torch.randn(2, 2)]
+        results = steps(*([x.clone()] for x in inputs), sink=found)
+        for x, mine in zip(inputs, results, strict=True):
+            usual = plain.run([x.clone()], expected)
+            assert torch.equal(mine[0], usual[0])
+            assert mine[1] is mine[2] is None, number
         assert torch.equal(found.total, expected.total)
     assert found.order == expected.order
-    assert pool.replays == 3
     x = torch.randn(2, 2)
-    for one, other in zip(made.run([x.clone()]), plain.run([x.clone()]), strict=True):
+    (mine,) = Steps(plain)([x.clone()])
+    for one, other in zip(mine, plain.run([x.clone()]), strict=True):
         assert torch.equal(one, other)
 
 
 class Refusing(Pool):
-    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+    def capture(self, run: Any, arguments: list[Any], copied: Any) -> Any:
+        arguments.clear()
         raise RuntimeError("operation not permitted when stream is capturing\nmore of this")
 
 
 @pytest.mark.parametrize(
     ("program", "recorder", "reason"),
     [
-        (replace(PROGRAM, inputs=(Input("x"), RandomKey(), Constant("c"))), Pool(), "random numbers"),
-        (replace(PROGRAM, run=lambda boxed: (*affine(boxed)[:2], None)), Pool(), "no tensor"),
+        (PROGRAM, "is on cpu", "is on cpu"),
+        (replace(PROGRAM, run=lambda boxed: (*affine(boxed)[:2], None)), None, "no tensor"),
         (PROGRAM, Refusing(), "operation not permitted when stream is capturing"),
     ],
 )
 def test_a_program_that_cannot_be_recorded_runs_as_it_is(
-    program: Program, recorder: Pool, reason: str, caplog: pytest.LogCaptureFixture
+    program: Program, recorder: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = with_cuda_graph(program, recorder)
-    x = torch.randn(3, 2)
+    if recorder == "is on cpu":
+        recorder = Pool()
+        recorder.device = torch.device("cuda", 0)
+    steps, x = Steps(program, PROGRAM if recorder is None else program, recorder=recorder), torch.randn(3, 2)
     with caplog.at_level(logging.WARNING, "graphpp"):
-        for _ in range(WARM_UPS + 2):
-            assert torch.equal(made.run([x, W, C])[0], x @ W + C)
-    assert reason in made.run.describe()  # type: ignore[attr-defined]
-    assert len(caplog.records) <= 1
+        for _ in range(WARM_UPS + 3):
+            for results in steps([x.clone(), W, C], [x.clone(), W, C]):
+                assert torch.equal(results[0], x @ W + C)
+    assert reason in steps.states[0]
+    assert recorder is not None or steps.states[1] == "replayed"
+    assert len(caplog.records) == 1
+    assert "stage 0 forward" in caplog.text
 
 
-def test_tensors_elsewhere_and_other_classes() -> None:
-    elsewhere = Pool()
-    elsewhere.device = torch.device("cuda", 0)
-    program = with_cuda_graph(PROGRAM, elsewhere)
-    warm(program, W, C)
-    program.run([torch.zeros(3, 2), W, C])
-    assert "is on cpu" in program.run.describe()  # type: ignore[attr-defined]
+def test_a_step_that_fails_is_recorded_again() -> None:
+    steps, x = Steps(PROGRAM, PROGRAM), torch.randn(3, 2)
+
+    def fail() -> None:
+        steps.tasks[0]([x.clone(), W, C])
+        raise ValueError("out of luck")
+
+    for number in range(WARM_UPS + 4):
+        if number in (WARM_UPS, WARM_UPS + 2):  # the step that records, and a step of replays, fail midway
+            with pytest.raises(ValueError, match="out of luck"):
+                steps.graphs.run_step(fail, None)
+        else:
+            for results in steps([x.clone(), W, C], [x.clone(), W, C]):
+                assert torch.equal(results[0], x @ W + C)
+    assert steps.pool.steps == 2
+    assert steps.states == ["replayed"] * 2
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ class Accumulator:
         self._next = dict.fromkeys(self.fqns, 0)
         self._early: dict[str, dict[int, torch.Tensor]] = {}
 
+    def restart(self, initial: Mapping[str, torch.Tensor]) -> None:
+        """Begin the step anew with other sums so far, of the same dtypes."""
+        self.start(initial, self._dtypes)
+
     def take(self) -> dict[str, torch.Tensor]:
         """Remove and return the sums so far, contiguous, in the order of first gradients; later gradients start new sums."""
         taken, self.sums = self.sums, {}

@@ -6,8 +6,8 @@
 - `sink(index, value)` hands over a tensor. `sink.matmul(index, a, b, layout)` hands over the factors of a gradient that is a
   matrix product (`gemm_accumulation.py`). `index` is the gradient's position among the program's results.
 - The sinks: `MicrobatchSink` (`accumulate.py`) adds to a stage's sums; `WovenSink` (`runtime/task.py`) forwards to the sinks of
-  the overlapped programs; `RecordingSink` (`backends/cuda_graphs.py`) keeps gradients for a CUDA graph; `ReturningSink` leaves
-  every gradient among the results.
+  the overlapped programs; `RecordingSink` (`backends/record_programs.py`) keeps gradients for a CUDA graph; `ReturningSink`
+  leaves every gradient among the results.
 """
 
 from __future__ import annotations
