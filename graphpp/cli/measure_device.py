@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from graphpp._torch.distributed import all_gather_many
-from graphpp.backends.processor import processor_name
+from graphpp.backends.kernels import processor_name
 from graphpp.cli.calibrate import DATA_SHEETS, Kernel, calibrated, document, kernels
 from graphpp.errors import GraphPPError
 from graphpp.streams import timing_event, wait_for_device
