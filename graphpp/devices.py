@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import ceil, inf, log, log2
 from pathlib import Path
@@ -205,13 +205,26 @@ _FAST = Efficiency()
 GB = 10**9  # of a data sheet; 2 ** 30 - 10 ** 9 allows for contexts, communicators and allocator fragments
 
 # NVIDIA H100 SXM5: half of the figures with sparsity; NVLink 4, 900 GB/s both directions together; one 400 Gb/s NIC per GPU.
-H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, host=_PCIE_5)
+# Shares, launch and the host's link: `graphpp doctor --calibrate` on an H100 80 GB HBM3, torch 2.11.0, CUDA 13.0, 2026-11-28.
+_HOPPER = Efficiency(
+    Curve((
+        (2.7e8, 0.095), (2.1e9, 0.378), (1.7e10, 0.691), (3.4e10, 0.652), (1.4e11, 0.729), (5.5e11, 0.750), (1.1e12, 0.643)
+    )),
+    Curve(((8, 0.191), (32, 0.276), (64, 0.404), (128, 0.609), (256, 0.810), (512, 1.0))),
+    Curve(((2.1e9, 0.160), (8.6e9, 0.254), (3.4e10, 0.380), (5.5e11, 0.540))),
+    Curve(((5.4e9, 0.119), (2.1e10, 0.202), (8.6e10, 0.307), (1.4e12, 0.486))),
+    Curve(((1e6, 0.314), (1e7, 0.678), (1e8, 0.869), (1e9, 0.903))),
+)  # fmt: skip
+H100_SXM = Device(
+    "H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, _HOPPER, 2.1e-6, host=Link(2.2e-6, 64e9, 0.86)
+)
 # The H100 with HBM3e. Products as cuBLAS ran them in steps of a Llama in bfloat16 on one H200 (gpu_step of RESULTS.md):
-# 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s; smaller ones as for an H100.
-H200 = Device(
-    "H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB,
-    Efficiency(Curve(((1e8, 0.05), (2e9, 0.30), (8.6e9, 0.55), (3.4e10, 0.70), (1.4e11, 0.79), (5.5e11, 0.75)))),
-    host=_PCIE_5,
+# 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s; all else as for an H100.
+H200 = replace(
+    H100_SXM, name="H200", memory_bandwidth=4.8e12, memory=141 * GB,
+    efficiency=replace(
+        _HOPPER, product=Curve(((2.7e8, 0.095), (2.1e9, 0.378), (8.6e9, 0.55), (3.4e10, 0.70), (1.4e11, 0.79), (5.5e11, 0.75)))
+    ),
 )  # fmt: skip
 # NVIDIA A100 80 GB SXM4: NVLink 3, 600 GB/s together; 200 Gb/s for each GPU. Products reach more of the lower peak: 240 to 260
 # of 312 TFLOP/s; FlashAttention 2 about 180 forward and 170 backward, causal.

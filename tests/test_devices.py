@@ -32,9 +32,9 @@ def test_known_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "low", "high"), [((4096, 8192, 8192), 600e12, 700e12), ((1024, 1024, 1024), 200e12, 400e12)]
+    ("sizes", "low", "high"), [((4096, 8192, 8192), 700e12, 780e12), ((1024, 1024, 1024), 200e12, 400e12)]
 )
-def test_products_on_an_h100_reach_published_rates(sizes: tuple[int, int, int], low: float, high: float) -> None:
+def test_products_on_an_h100_reach_measured_rates(sizes: tuple[int, int, int], low: float, high: float) -> None:
     rows, columns, inner = sizes
     share = H100_SXM.efficiency.product.at(2 * rows * columns * inner) * H100_SXM.efficiency.narrow.at(min(sizes))
     assert low < H100_SXM.peak("bfloat16") * share < high

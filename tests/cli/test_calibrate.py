@@ -16,12 +16,12 @@ from graphpp.cli import calibrate, measure_device
 from graphpp.cli.calibrate import Kernel, calibrated, kernels, predicted
 from graphpp.cli.measure_device import Stopwatch
 from graphpp.cli.plan import read_machines
-from graphpp.devices import H100_SXM, Curve, Device, Link, Machines
+from graphpp.devices import H100_SXM, Curve, Device, Efficiency, Link, Machines
 from graphpp.errors import GraphPPError
 from tests.cli.running import document, refusal, run
 
 LINKS = {"inside": Link(5e-6, 450e9, 0.7), "host": Link(7e-6, 64e9, 0.8)}
-MEASURED = replace(H100_SXM, name="mine", launch=1e-6, **LINKS)
+MEASURED = replace(H100_SXM, name="mine", launch=1e-6, efficiency=Efficiency(), **LINKS)
 
 
 @pytest.fixture(autouse=True)
