@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphpp._torch.distributed import without_owning
+from graphpp._torch.distributed import close_pool, without_owning
 from graphpp.runtime.messages.wire_layout import ReceiveBuffer, buffer_like, copy_all, copy_elements
 from graphpp.streams import SideStream, wait_for_device
 
@@ -37,6 +37,7 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._anchor: torch.cuda.CUDAGraph | None = None  # torch drops a pool for good when its last graph is gone
         self._addresses: set[int] = set()  # of memory in the pool
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Run on the recording stream: libraries keep one workspace per stream, which the warm-up allocates."""
@@ -59,7 +60,7 @@ class CudaGraphRecorder:
         """
         outside = {address_of(value) for value in arguments if not self.owns(value)}
         graph, (into, results) = self._captured(lambda: (static_inputs(arguments, copied, without_owning), run(arguments)))
-        self._addresses |= {address_of(result) for result in results if result is not None} - outside
+        self._addresses |= {address_of(result) for result in results if result is not None and self._is_here(result)} - outside
         return into, graph.replay, results
 
     def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -69,11 +70,13 @@ class CudaGraphRecorder:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 made = run()
+                graph.capture_end()
             except BaseException:
+                self._failed.append(graph)  # torch may refer to it until its capture has ended
                 with contextlib.suppress(RuntimeError):  # the first error is the reason
                     graph.capture_end()
+                close_pool(self._pool)
                 raise
-            graph.capture_end()
         return graph, made
 
     def owns(self, value: torch.Tensor) -> bool:
@@ -82,7 +85,11 @@ class CudaGraphRecorder:
 
     def alias(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor with the same memory that does not keep it allocated."""
-        return without_owning(value)
+        return without_owning(value) if self._is_here(value) else value
+
+    def _is_here(self, value: torch.Tensor) -> bool:
+        """False for values that an operator leaves in the host's memory, such as the seeds of attention without dropout."""
+        return value.device == self.device
 
 
 def address_of(value: torch.Tensor) -> int:
@@ -92,14 +99,15 @@ def address_of(value: torch.Tensor) -> int:
 def static_inputs(
     arguments: list[Any], copied: Sequence[int], alias: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[ReceiveBuffer]:
-    """Replace the arguments `copied` by newly allocated ones; returns buffers that do not keep their memory allocated."""
-    into = []
-    for at in copied:
-        buffer = buffer_like(arguments[at])
-        elements = alias(buffer.elements)
-        into.append(ReceiveBuffer(elements, elements, buffer.layout))
+    """Replace the arguments `copied` by newly allocated ones; returns buffers that do not keep their memory allocated.
+
+    All buffers are filled before a launch, so none is freed before all are allocated.
+    """
+    buffers = [buffer_like(arguments[at]) for at in copied]
+    for at, buffer in zip(copied, buffers, strict=True):
         arguments[at] = buffer.value()
-    return into
+    elements = [alias(each.elements) for each in buffers]
+    return [ReceiveBuffer(own, own, each.layout) for own, each in zip(elements, buffers, strict=True)]
 
 
 @dataclass(frozen=True)
