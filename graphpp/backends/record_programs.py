@@ -66,6 +66,10 @@ class StepGraphs:
         self._tasks.append(RecordedTask(self, program))
         return self._tasks[-1]
 
+    def owns(self, value: torch.Tensor) -> bool:
+        """Whether a later replay overwrites a value."""
+        return self.recorder.owns(value)
+
     def own(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values, with copies in place of those that a later replay overwrites."""
         return copies_of(self.recorder, values)
