@@ -120,9 +120,9 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 51_740,
-    "graphpp/_torch": 2_320,
-    "graphpp/backends": 1_060,
+    "graphpp": 52_110,
+    "graphpp/_torch": 2_350,
+    "graphpp/backends": 1_230,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
     "graphpp/capture": 5_400,
@@ -138,10 +138,10 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/pipeline": 3_380,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
-    "graphpp/runtime": 3_890,
+    "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 47_990,
+    "tests": 48_480,
 }
 MOST_FILES = 425  # Python files of graphpp/, `__init__.py` included
 
