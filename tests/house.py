@@ -120,9 +120,9 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 52_110,
+    "graphpp": 52_120,
     "graphpp/_torch": 2_350,
-    "graphpp/backends": 1_230,
+    "graphpp/backends": 1_240,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
     "graphpp/capture": 5_400,

@@ -25,6 +25,7 @@ from graphpp.runtime.messages.wire_layout import ReceiveBuffer, buffer_like, cop
 from graphpp.streams import SideStream, wait_for_device
 
 Results = list[torch.Tensor | None]
+Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]  # of an argument: address, 0 for a copied one; shape, strides, dtype
 Function = Callable[[list[Any]], Results]  # takes its arguments out of the list
 
 
@@ -112,16 +113,27 @@ def static_inputs(
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured function. `key`: of the arguments that it fits; `copied`: the indices of copied ones, `into` their memory."""
+    """A captured function. `keys`: of the arguments that it fits; `copied`: the indices of copied ones, `into` their memory.
 
-    key: tuple[object, ...]
+    `known`: the last arguments by index, for those in memory of the pool: replays give the same tensors again.
+    """
+
+    keys: Sequence[Key]
     copied: Sequence[int]
     into: Sequence[ReceiveBuffer]
     launch: Callable[[], None]
     results: Results
+    known: dict[int, torch.Tensor | None]
 
     def fits(self, arguments: Sequence[torch.Tensor]) -> bool:
-        return self.key == _key(arguments, self.copied)
+        for at, (value, key) in enumerate(zip(arguments, self.keys, strict=True)):
+            if value is self.known.get(at, self):
+                continue
+            if key != _key(value, moves=key[0] == 0):
+                return False
+            if at in self.known:
+                self.known[at] = value
+        return True
 
     def replay(self, arguments: list[torch.Tensor]) -> Results:
         """The results for these arguments, which are taken out of their list; valid until a later replay overwrites them."""
@@ -139,21 +151,19 @@ def record(
     `in_place`: the indices of arguments that keep their address. Raises `RuntimeError` if CUDA refuses; `arguments` is empty
     then.
     """
-    copied = [at for at, value in enumerate(arguments) if at not in in_place and not recorder.owns(value)]
-    key, sources = _key(arguments, copied), [arguments[at] for at in copied]
-    into, launch, results = recorder.capture(run, arguments, copied)
+    copied = {at: value for at, value in enumerate(arguments) if at not in in_place and not recorder.owns(value)}
+    keys = [_key(value, moves=at in copied) for at, value in enumerate(arguments)]
+    known = dict.fromkeys(at for at, value in enumerate(arguments) if recorder.owns(value))
+    into, launch, results = recorder.capture(run, arguments, list(copied))
     aliases = [None if result is None else recorder.alias(result) for result in results]
-    copy_elements(into, sources)
+    copy_elements(into, list(copied.values()))
     launch()
-    return Recording(key, copied, into, launch, aliases), results
+    return Recording(keys, list(copied), into, launch, aliases, known), results
 
 
-def _key(arguments: Sequence[torch.Tensor], copied: Sequence[int]) -> tuple[object, ...]:
-    """The addresses of arguments read in place; the shapes, strides and dtypes of all arguments."""
-    moving = set(copied)
-    return tuple(
-        (0 if at in moving else each.data_ptr(), each.shape, each.stride(), each.dtype) for at, each in enumerate(arguments)
-    )
+def _key(value: torch.Tensor, *, moves: bool) -> Key:
+    """What must not change of an argument."""
+    return 0 if moves else value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def copies_of(recorder: CudaGraphRecorder, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
