@@ -120,28 +120,28 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 52_230,
-    "graphpp/_torch": 2_320,
-    "graphpp/backends": 1_060,
+    "graphpp": 52_700,
+    "graphpp/_torch": 2_350,
+    "graphpp/backends": 1_240,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
     "graphpp/capture": 5_400,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_940,
-    "graphpp/cluster_planner": 4_260,
+    "graphpp/cluster_planner": 4_250,
     "graphpp/compiler": 2_170,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_290,
+    "graphpp/parallel": 2_360,
     "graphpp/passes": 5_490,
     "graphpp/pipeline": 3_380,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
-    "graphpp/runtime": 3_890,
+    "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 48_210,
+    "tests": 49_010,
 }
 MOST_FILES = 427  # Python files of graphpp/, `__init__.py` included
 

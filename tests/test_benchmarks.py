@@ -196,3 +196,14 @@ def test_gpu_step(tmp_path: Path) -> None:
     assert list(samples) == ["graphpp", "graphs", "looped", "offload", "torch", "torch.compile"]
     assert all(taken[0]["seconds"] > 0 for taken in samples.values())
     assert "it / torch.compile" in found.stdout
+
+
+@pytest.mark.exhaustive
+def test_cuda_graphs(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    command = [sys.executable, "benchmarks/cuda_graphs.py", "--tiny", "--backends", "eager", "--rounds", "1", "--json", file]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, timeout=600)
+    (record,) = json.loads(file.read_text())
+    assert {name: len(each["samples"]) for name, each in record["results"].items()} == {"plain": 1, "step": 1, "tasks": 1}
+    assert list(record["results"]["tasks"]["states"]) == ["not replayed: only CUDA devices have such graphs"]

@@ -3,7 +3,8 @@
 Checked on torch 2.13.0 and 2.15.0, the first two also on 2.11.0:
 
 - `torch._foreach_norm`, `torch._foreach_copy_`, `torch._neg_view`
-- `torch._C._construct_storage_from_data_pointer`: CUDA memory at an address, not freed with the storage; not tried on a GPU yet
+- `torch._C._construct_storage_from_data_pointer`: CUDA memory at an address, which is not freed with the storage
+- `torch._C._cuda_endAllocateToPool`: a capture that CUDA refused leaves its pool open, and the next capture would be refused
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store that all ranks share
 - `distributed_c10d._resolve_process_group`: a process group by the name that a collective in a graph has
 - `distributed_c10d._new_process_group_helper`, `_world.pg_group_ranks`, `_world.pg_names.items`: a process group with a name, a
@@ -20,6 +21,7 @@ Checked on torch 2.13.0 and 2.15.0, the first two also on 2.11.0:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -150,6 +152,12 @@ def without_owning(value: torch.Tensor) -> torch.Tensor:
         return value
     storage: Any = torch._C._construct_storage_from_data_pointer(held.data_ptr(), value.device, held.nbytes())
     return over(storage, value)
+
+
+def close_pool(pool: tuple[int, int]) -> None:
+    """Let a memory pool serve the next capture, after one of the current device that failed."""
+    with suppress(RuntimeError):  # it is closed already
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from graphpp._torch.distributed import without_owning
+from graphpp._torch.distributed import close_pool, without_owning
 from graphpp.runtime.messages.wire_layout import ReceiveBuffer, buffer_like, copy_all, copy_elements
 from graphpp.streams import SideStream, wait_for_device
 
 Results = list[torch.Tensor | None]
+Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]  # of an argument: address, 0 for a copied one; shape, strides, dtype
 Function = Callable[[list[Any]], Results]  # takes its arguments out of the list
 
 
@@ -37,6 +38,7 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._anchor: torch.cuda.CUDAGraph | None = None  # torch drops a pool for good when its last graph is gone
         self._addresses: set[int] = set()  # of memory in the pool
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Run on the recording stream: libraries keep one workspace per stream, which the warm-up allocates."""
@@ -59,7 +61,7 @@ class CudaGraphRecorder:
         """
         outside = {address_of(value) for value in arguments if not self.owns(value)}
         graph, (into, results) = self._captured(lambda: (static_inputs(arguments, copied, without_owning), run(arguments)))
-        self._addresses |= {address_of(result) for result in results if result is not None} - outside
+        self._addresses |= {address_of(result) for result in results if result is not None and self._is_here(result)} - outside
         return into, graph.replay, results
 
     def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -69,11 +71,13 @@ class CudaGraphRecorder:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 made = run()
+                graph.capture_end()
             except BaseException:
+                self._failed.append(graph)  # torch may refer to it until its capture has ended
                 with contextlib.suppress(RuntimeError):  # the first error is the reason
                     graph.capture_end()
+                close_pool(self._pool)
                 raise
-            graph.capture_end()
         return graph, made
 
     def owns(self, value: torch.Tensor) -> bool:
@@ -82,7 +86,11 @@ class CudaGraphRecorder:
 
     def alias(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor with the same memory that does not keep it allocated."""
-        return without_owning(value)
+        return without_owning(value) if self._is_here(value) else value
+
+    def _is_here(self, value: torch.Tensor) -> bool:
+        """False for values that an operator leaves in the host's memory, such as the seeds of attention without dropout."""
+        return value.device == self.device
 
 
 def address_of(value: torch.Tensor) -> int:
@@ -92,28 +100,40 @@ def address_of(value: torch.Tensor) -> int:
 def static_inputs(
     arguments: list[Any], copied: Sequence[int], alias: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[ReceiveBuffer]:
-    """Replace the arguments `copied` by newly allocated ones; returns buffers that do not keep their memory allocated."""
-    into = []
-    for at in copied:
-        buffer = buffer_like(arguments[at])
-        elements = alias(buffer.elements)
-        into.append(ReceiveBuffer(elements, elements, buffer.layout))
+    """Replace the arguments `copied` by newly allocated ones; returns buffers that do not keep their memory allocated.
+
+    All buffers are filled before a launch, so none is freed before all are allocated.
+    """
+    buffers = [buffer_like(arguments[at]) for at in copied]
+    for at, buffer in zip(copied, buffers, strict=True):
         arguments[at] = buffer.value()
-    return into
+    elements = [alias(each.elements) for each in buffers]
+    return [ReceiveBuffer(own, own, each.layout) for own, each in zip(elements, buffers, strict=True)]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured function. `key`: of the arguments that it fits; `copied`: the indices of copied ones, `into` their memory."""
+    """A captured function. `keys`: of the arguments that it fits; `copied`: the indices of copied ones, `into` their memory.
 
-    key: tuple[object, ...]
+    `known`: the last arguments by index, for those in memory of the pool: replays give the same tensors again.
+    """
+
+    keys: Sequence[Key]
     copied: Sequence[int]
     into: Sequence[ReceiveBuffer]
     launch: Callable[[], None]
     results: Results
+    known: dict[int, torch.Tensor | None]
 
     def fits(self, arguments: Sequence[torch.Tensor]) -> bool:
-        return self.key == _key(arguments, self.copied)
+        for at, (value, key) in enumerate(zip(arguments, self.keys, strict=True)):
+            if value is self.known.get(at, self):
+                continue
+            if key != _key(value, moves=key[0] == 0):
+                return False
+            if at in self.known:
+                self.known[at] = value
+        return True
 
     def replay(self, arguments: list[torch.Tensor]) -> Results:
         """The results for these arguments, which are taken out of their list; valid until a later replay overwrites them."""
@@ -131,21 +151,19 @@ def record(
     `in_place`: the indices of arguments that keep their address. Raises `RuntimeError` if CUDA refuses; `arguments` is empty
     then.
     """
-    copied = [at for at, value in enumerate(arguments) if at not in in_place and not recorder.owns(value)]
-    key, sources = _key(arguments, copied), [arguments[at] for at in copied]
-    into, launch, results = recorder.capture(run, arguments, copied)
+    copied = {at: value for at, value in enumerate(arguments) if at not in in_place and not recorder.owns(value)}
+    keys = [_key(value, moves=at in copied) for at, value in enumerate(arguments)]
+    known = dict.fromkeys(at for at, value in enumerate(arguments) if recorder.owns(value))
+    into, launch, results = recorder.capture(run, arguments, list(copied))
     aliases = [None if result is None else recorder.alias(result) for result in results]
-    copy_elements(into, sources)
+    copy_elements(into, list(copied.values()))
     launch()
-    return Recording(key, copied, into, launch, aliases), results
+    return Recording(keys, list(copied), into, launch, aliases, known), results
 
 
-def _key(arguments: Sequence[torch.Tensor], copied: Sequence[int]) -> tuple[object, ...]:
-    """The addresses of arguments read in place; the shapes, strides and dtypes of all arguments."""
-    moving = set(copied)
-    return tuple(
-        (0 if at in moving else each.data_ptr(), each.shape, each.stride(), each.dtype) for at, each in enumerate(arguments)
-    )
+def _key(value: torch.Tensor, *, moves: bool) -> Key:
+    """What must not change of an argument."""
+    return 0 if moves else value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def copies_of(recorder: CudaGraphRecorder, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

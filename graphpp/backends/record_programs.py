@@ -1,16 +1,17 @@
-"""The tasks of a runner's step as CUDA graphs: one recording for each stage, phase and microbatch.
+"""A runner's steps as CUDA graphs: one for the whole step, or one for each task (stage, phase and microbatch).
 
 Contract
 --------
-- A runner runs the same tasks in the same order in every step. After `WARM_UPS` steps on the recorder's stream, one step
-  records its tasks and later steps replay them. A saved value, and a value for a stage on the same rank, stays in memory of the
-  graphs, which is reused as the recorded step frees it.
-- Copied out of that memory: outputs, losses, metrics (`Task.file`), messages to other ranks (`StepGraphs.own`), and gradients
-  that become a sum (`Accumulator`). No value of it outlives the step. Copied into it: all arguments that no recorded task made.
+- After `WARM_UPS` steps on the recorder's stream, one step is recorded and later steps replay it. A `WholeStep` is one graph.
+  Else each task is one: a runner runs the same tasks in the same order in every step. A saved value, and a value for a stage
+  on the same rank, stays in memory of the graphs, which is reused as the recorded step frees it.
+- Copied out of that memory: outputs, losses, metrics (`Task.file`), messages to other ranks (`StepGraphs.own`), gradients that
+  become a sum (`Accumulator`). No value of it outlives the step. Copied into it: all arguments that no recorded task made.
 - Gradients go to the sink after the replay, in the program's order. A gradient given as two factors of a matrix product is
   multiplied into its sum directly from the graphs' memory.
-- A program that cannot be recorded runs without a graph, between replays. If arguments changed, the rest of the step runs
-  without graphs and the next step records again, at most `RECORDINGS` times. `RecordedPrograms.states` and the log say why.
+- A program that cannot be recorded runs without a graph, between replays; then no step is one graph. If arguments of a task
+  changed, the rest of the step runs without graphs and the next step records again. After `RECORDINGS` recordings there are no
+  graphs any more. `RecordedPrograms.states` and the log say why.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class StepGraphs:
         self._tasks.append(RecordedTask(self, program))
         return self._tasks[-1]
 
+    def owns(self, value: torch.Tensor) -> bool:
+        """Whether a later replay overwrites a value."""
+        return self.recorder.owns(value)
+
     def own(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values, with copies in place of those that a later replay overwrites."""
         return copies_of(self.recorder, values)
@@ -73,8 +78,8 @@ class StepGraphs:
     def run_step(self, run: Callable[[], None], whole: Callable[[], WholeStep] | None) -> None:
         """Run the tasks of a step by `run`, or all of them as one graph, if `whole` makes them one function."""
         warm = self._warm_ups >= WARM_UPS
-        alone = any(self.reasons.get(id(task.program)) not in (None, COMPUTES_NOTHING) for task in self._tasks)
-        if warm and self._takes_whole and not alone and whole is not None and self._run_whole(whole()):
+        refused = any(self.reasons.get(id(task.program)) not in (None, COMPUTES_NOTHING) for task in self._tasks)
+        if warm and self._takes_whole and not refused and whole is not None and self._run_whole(whole()):
             return
         self.mode = (Mode.REPLAY if self._recorded else Mode.RECORD) if warm else Mode.WARM_UP
         if self.mode is Mode.RECORD and self._may_record():

@@ -25,11 +25,11 @@ _FUNCTION = function_of("(module, examples) -> callable")
 class Eager:
     """torch's operators one by one, bit-equal to a plain loop.
 
-    `cudagraphs`: stage programs are recorded as CUDA graphs in the third microbatch that they run, and replayed from then
-    on. Programs with collectives, random numbers or operations for which the host waits run without a graph;
-    `Pipeline.cudagraphs` says for each program why. Saved values are copied out of and into graphs, so graphs may pay where
-    kernels are so small that the device waits for the host: the step of a Llama of 1.1 B parameters on an H200, with
-    kernels of 50 µs on average, took 9 % longer with them.
+    `cudagraphs`: the second step over microbatches of some shapes is recorded as CUDA graphs, and later steps replay them. A
+    step of one process is one graph. With other ranks, offload, dropout or operations for which the host waits, each stage
+    program is a graph for each microbatch; programs with collectives, random numbers or such operations run without one, and
+    `Pipeline.cudagraphs` says why. Graphs pay where kernels are so small that the device waits for the host. Saved values stay
+    in memory of the graphs, which keep that memory between steps.
     """
 
     cudagraphs: bool = False

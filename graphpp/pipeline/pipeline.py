@@ -197,7 +197,7 @@ class Pipeline(Interfaces):
 
     @property
     def cudagraphs(self) -> dict[str, str]:
-        """Per program of this rank, by stage and phase: whether a CUDA graph replays it, or why not. Empty if not asked for."""
+        """Per program of this rank, by stage and phase: whether CUDA graphs replay it, or why not. Empty if not asked for."""
         return self._cache.recorded.states
 
     @property

@@ -79,10 +79,9 @@ class GraphStage:
         self._variants = tuple(variants)
         backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
-        # Memory of CUDA graphs is overwritten, so no gradient in it may become the sum.
-        shared = set(fqns) if graphs is not None else {fqn for wiring in backwards for fqn in wiring.shared_gradients}
+        shared = {fqn for wiring in backwards for fqn in wiring.shared_gradients}
         accumulator = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
-        self.gradients = accumulator(fqns, shared, kernel)
+        self.gradients = accumulator(fqns, shared, kernel, None if graphs is None else graphs.owns)
         self.buffers = StageBuffers(InputCopies(mailbox.device))
         hoisted = [variant.hoisted for variant in self._distinct() if variant.hoisted is not None]
         self._hoists = {id(each): each.program.run if graphs is None else graphs.task(each.program) for each in hoisted}

@@ -34,6 +34,9 @@ class TaskGraphs(Protocol):
     def task(self, program: Program) -> Callable[..., Sequence[Any]]:
         """A function in place of `program.run` for one task."""
 
+    def owns(self, value: torch.Tensor) -> bool:
+        """Whether a later task overwrites a value."""
+
     def own(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values, with copies in place of those that a later task overwrites."""
 

@@ -162,11 +162,11 @@ def lacking(request: pytest.FixtureRequest) -> Iterator[str]:
     """One of the things that keep values in the graphs' memory right is lacking."""
     init = Accumulator.__init__
 
-    def shares(self: Any, fqns: Any, shared: Any = (), kernel: Any = None) -> None:
-        init(self, fqns, (), kernel)
+    def keeping(self: Any, fqns: Any, shared: Any = (), kernel: Any = None, is_overwritten: Any = None) -> None:
+        init(self, fqns, shared, kernel)
 
     broken = {
-        "gradients": patch.object(Accumulator, "__init__", shares),
+        "gradients": patch.object(Accumulator, "__init__", keeping),
         "arguments": patch.object(cuda_graphs, "copy_elements", lambda buffers, values: None),
         "values that are read too late": patch.object(Task, "_add_saved", saved_of_another),
     }

@@ -5,8 +5,8 @@ that may be chosen differently; against the uncut joint graph there is none.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,11 @@ from torch import nn
 
 import graphpp
 from examples import llama
+from graphpp.backends.cuda_graphs import CudaGraphRecorder, copies_of, record
 from graphpp.runtime.task import Task
+from tests.end_to_end.test_cuda_graphs import TRAININGS
+from tests.end_to_end.test_cuda_graphs import trained as keeping_all
+from tests.internals import recording_tasks
 from tests.models import MODELS
 from tests.reference import eager_steps
 
@@ -188,8 +192,8 @@ def trained(steps: int = 4, **options: Any) -> tuple[graphpp.Pipeline, list[torc
     batch = torch.randn(8 * 4096, 1024, device="cuda")
     for _ in range(steps - 1):
         pipe.step(batch, target=batch)
-    for parameter in pipe.parameters():
-        parameter.grad = None
+        for parameter in pipe.parameters():
+            parameter.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -265,15 +269,63 @@ def test_a_step_that_fails_with_values_away() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("offload", [None, True])
-def test_graphs_give_the_same_bits(schedule: str, offload: bool | None) -> None:
+@pytest.mark.parametrize(("offload", "whole"), [(None, True), (None, False), (True, False)])
+def test_graphs_give_the_same_bits(schedule: str, offload: bool | None, whole: bool) -> None:
+    """The step as one graph, or each task as one, as it is under offload."""
     _, expected, _ = trained(schedule=schedule)
-    pipe, found, _ = trained(schedule=schedule, memory=graphpp.Memory(offload=offload), backend=graphpp.Eager(cudagraphs=True))
+    with nullcontext() if whole else recording_tasks():
+        backend = graphpp.Eager(cudagraphs=True)
+        pipe, found, _ = trained(schedule=schedule, memory=graphpp.Memory(offload=offload), backend=backend)
     assert_equal(found, expected)
     states = pipe.cudagraphs
     assert states["stage 0 forward"] == states["stage 1 forward"] == "replayed"
     part = "weight_grad" if schedule == "ZBVZeroBubble" else "backward"  # the other programs are there, and do not run
     assert states[f"stage 0 {part}"] == states[f"stage 1 {part}"] == "replayed"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("options", "given"), TRAININGS)
+def test_graphs_copy_what_outlives_a_step(options: Mapping[str, Any], given: Mapping[str, Any], whole: bool) -> None:
+    options = {**options, "parallel": graphpp.Parallel(device="cuda")}
+    expected = keeping_all(options, **given)
+    with nullcontext() if whole else recording_tasks():
+        found = keeping_all({**options, "backend": graphpp.Eager(cudagraphs=True)}, **given)
+    assert_equal(found, expected)
+
+
+def test_a_recorder_of_graphs_after_a_failure() -> None:
+    """Arguments with gaps are copied in; a capture that CUDA refuses leaves the recorder as it was."""
+    recorder = CudaGraphRecorder(torch.device("cuda", 0))
+
+    def run(boxed: list[Any], *, refused: bool = False) -> list[torch.Tensor | None]:
+        a, b, w = boxed
+        boxed.clear()
+        if refused:
+            a.sum().item()
+        y = (a + b) @ w
+        return [y, y.t(), b]
+
+    def given() -> list[torch.Tensor]:
+        return [torch.randn(4, 6, device="cuda")[:, ::2], torch.randn(4, 6, device="cuda")[:, ::2], w]
+
+    w = torch.randn(3, 3, device="cuda")
+    recorder.warm_up(lambda: run(given()))
+    recorder.prepare()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            record(recorder, lambda boxed: run(boxed, refused=True), given(), {2})
+        arguments = given()
+        expected = run([*arguments])
+        recording, results = record(recorder, run, arguments, {2})
+        assert_equal(results, expected)  # type: ignore[arg-type]
+        del results
+        arguments = given()
+        expected = run([*arguments])
+        assert recording.fits(arguments)
+        results = recording.replay(arguments)
+        assert_equal(results, expected)  # type: ignore[arg-type]
+        assert all(map(recorder.owns, results))  # type: ignore[arg-type]
+        assert_equal(copies_of(recorder, results), expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["llama", "hf_gpt2", "hf_vit"])

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
@@ -25,9 +25,16 @@ from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel, MatmulLayo
 class Accumulator:
     """Sums the gradients of one stage's parameters over the microbatches of a step, in microbatch order."""
 
-    def __init__(self, fqns: Iterable[str], shared: Collection[str] = (), kernel: MatmulKernel | None = None) -> None:
-        """`shared`: the FQNs whose gradients may share memory with other tensors; `kernel`: multiplies deferred products."""
-        self.fqns = tuple(fqns)
+    def __init__(
+        self,
+        fqns: Iterable[str],
+        shared: Collection[str] = (),
+        kernel: MatmulKernel | None = None,
+        is_overwritten: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
+        """`shared`: the FQNs whose gradients may share memory with other tensors; `kernel`: multiplies deferred products;
+        `is_overwritten`: whether a gradient's memory is overwritten later in the step."""
+        self.fqns, self._is_overwritten = tuple(fqns), is_overwritten or (lambda gradient: False)
         self._kernel = kernel or MatmulKernel()
         self._shared = frozenset(shared)
         self.silent: frozenset[int] = frozenset()  # the microbatches of this step whose gradients count as zeros
@@ -78,7 +85,7 @@ class Accumulator:
         if total is not None:
             total.add_(gradient)
             return
-        copied = fqn in self._shared or _is_view(gradient)
+        copied = fqn in self._shared or _is_view(gradient) or self._is_overwritten(gradient)
         own = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
         self.sums[fqn] = _in_dtype(own, self._dtypes.get(fqn))
 
