@@ -76,6 +76,13 @@ def _without_structured_trace() -> Iterator[None]:
 pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True, trylast=True)(_without_structured_trace)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add a failure to the file that GRAPHPP_TEST_FAILURES names as soon as the test fails: a run may be cut off."""
+    if report.failed and (name := os.environ.get("GRAPHPP_TEST_FAILURES")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(name, "a") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests and further cases; skip the tests that need a GPU where there is none."""

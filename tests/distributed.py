@@ -47,7 +47,8 @@ from torch.utils._pytree import tree_map_only
 DEVICE = torch.device(os.environ.get("GRAPHPP_TEST_DEVICE", "cpu"))  # type of the device on which ranks train
 BACKEND = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl"
 GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
-PATIENCE = 600.0  # seconds that a call may take, on a machine that is ten times slower than this one or as busy
+# seconds that a call may take, on a machine that is ten times slower than this one or as busy
+PATIENCE = float(os.environ.get("GRAPHPP_TEST_PATIENCE", "600"))
 PRELOADED = [  # what the process that workers are forked from imports: also what a first capture would import on each rank
     *("graphpp.api", "graphpp.checkpoint.local", "tests.models", "networkx", "torch.distributed.pipelining"),
     *("torch.export._trace", "torch._functorch.aot_autograd"),

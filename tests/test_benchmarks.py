@@ -172,6 +172,16 @@ def test_step_time_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_parts_for_one_gpu_are_rehearsed(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/one_gpu.py", "--rehearse", "--out", str(tmp_path), "--parts"]
+    parts = ["device", "ranks", "numbers", "gpu", "graphs"]  # speed2, speed4 and lost run the same programs
+    found = subprocess.run([*command, *parts], cwd=ROOT, capture_output=True, text=True, check=True, timeout=900).stdout
+    assert [f"==== {part}: exit 0" in found for part in parts] == [True] * 5, found
+    record = json.loads((tmp_path / "ranks.json").read_text())["records"][0]
+    assert record["ranks"] == 2 and set(record["seconds"]) == {"graphpp", "graphpp, eager", "torch, compiled", "torch, eager"}
+
+
+@pytest.mark.exhaustive
 def test_memory_runs_on_two_ranks(tmp_path: Path) -> None:
     (record,) = on_two_ranks("memory", "--models llama", tmp_path / "records.json")
     highest = {name: max(each) for name, each in record["peaks"].items()}
