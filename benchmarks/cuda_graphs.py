@@ -34,6 +34,7 @@ from rich.table import Table
 
 import graphpp
 from tests.internals import recording_tasks
+from tests.training import capturing_once
 
 BACKENDS = {"eager": graphpp.Eager, "inductor": graphpp.Inductor}
 CASES = {
@@ -55,10 +56,12 @@ class Result:
 def main() -> None:
     option = options()
     device = start()
-    records = []
+    records: list[dict[str, Any]] = []
+    captures: dict[Any, Any] = {}
     for name in ["tiny"] if option.tiny else option.models:
         for backend in option.backends:
-            found = measured(CASES[name], backend, option, device)
+            with capturing_once(captures):
+                found = measured(CASES[name], backend, option, device)
             Console(width=130).print(table(f"{name}, {backend}, torch {torch.__version__}", CASES[name], found))
             records.append({"model": name, "backend": backend, "results": {key: asdict(one) for key, one in found.items()}})
     if option.json:

@@ -97,6 +97,9 @@ class StepGraphs:
     def _run_whole(self, step: WholeStep) -> bool:
         """Record or replay a step as one graph; False if this cannot be, and the step has still to run."""
         recording, places = self._whole.get(step.key, (None, ()))
+        if any(_unfit(value, self.recorder.device) for value in step.arguments):
+            self._takes_whole = False
+            return False
         if recording is not None and recording.fits(step.arguments):
             results = recording.replay(step.arguments)
         elif not self._may_record():
@@ -193,7 +196,8 @@ class RecordedTask:
         return self.program.run(arguments) if sink is None else self.program.run(arguments, sink)
 
     def _record(self, arguments: list[Any], sink: GradientSink | None) -> Sequence[Any]:
-        recorder, reason = self._graphs.recorder, self._unfit(arguments)
+        recorder, pairs = self._graphs.recorder, zip(arguments, self.program.inputs, strict=True)
+        reason = next((f"{role} {why}" for value, role in pairs if (why := _unfit(value, recorder.device))), None)
         if reason is None:
             again = [recorder.alias(value) if recorder.owns(value) else value for value in arguments]
             try:
@@ -203,17 +207,6 @@ class RecordedTask:
                 reason, arguments = f"CUDA could not record it: {str(error).partition(chr(10))[0]}", again
         self._graphs.refuse(self.program, reason)
         return self._run(arguments, sink)
-
-    def _unfit(self, arguments: Sequence[Any]) -> str | None:
-        """The reason if an argument is no plain tensor on this device."""
-        for value, role in zip(arguments, self.program.inputs, strict=True):
-            if not isinstance(value, torch.Tensor):
-                return f"{role} is a {type(value).__name__}"
-            if type(value) not in (torch.Tensor, torch.nn.Parameter):
-                return f"{role} is a {type(value).__name__}, whose memory is not its own"
-            if value.device != self._graphs.recorder.device:
-                return f"{role} is on {value.device}"
-        return None
 
     def _captured(self, arguments: list[Any]) -> Results:
         """Run the program; the results, None for gradients given as factors, and after them the factors."""
@@ -279,6 +272,13 @@ class RecordedPrograms:
         if reasons and not self._told:
             _LOG.warning("backend: cudagraphs=True, but these run without a graph: %s", "; ".join(reasons))
         self._told = self._told or bool(reasons)
+
+
+def _unfit(value: Any, device: torch.device) -> str:
+    """Why an argument cannot be one of a recording: it is no plain tensor on this device. Empty if it can."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(value).__name__}, no tensor with memory of its own"
+    return "" if value.device == device else f"is on {value.device}"
 
 
 def _obstacles(stage: StageProgram, recorder: CudaGraphRecorder, sources: ProgramGraphs) -> dict[int, str | None]:
