@@ -14,8 +14,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -88,7 +89,7 @@ class InputCopies:
     def finish_by(self, deadline: float) -> bool:
         """Wait as `finish`, but only until `deadline` (`time.monotonic`); whether the device has read all values."""
         read, self._read = self._read, None
-        while read is not None and not is_over(read):
+        while read is not None and not _is_over(read):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
@@ -102,12 +103,19 @@ def finish_copies_after(error: BaseException, copies: Iterable[InputCopies]) -> 
         error.add_note(_STILL_READ)
 
 
-def is_over(event: torch.cuda.Event) -> bool:
+def _is_over(event: torch.cuda.Event) -> bool:
     """Whether the device has passed an event; after a device error, which ends all its work, True."""
     try:
         return bool(event.query())
     except RuntimeError:
         return True
+
+
+def end_marker(device: torch.device) -> Callable[[], Callable[[], bool]] | None:
+    """A function that marks the present end of the current stream and returns whether the device has passed it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return lambda: partial(_is_over, torch.cuda.current_stream(device).record_event())
 
 
 def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -141,7 +141,8 @@ class Trained(NamedTuple):
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(list(parameters), lr=0.1, momentum=0.9)
+    """`foreach`, the default on CUDA, does not take `DTensor`s and other tensors in one parameter group."""
+    return torch.optim.SGD(list(parameters), lr=0.1, momentum=0.9, foreach=False)
 
 
 def train_on_mesh(rank: int, mesh: Mesh, model: Mapping[str, Any], sequence: bool, options: Mapping[str, Any]) -> Trained:

@@ -24,14 +24,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import default_store, timeout_of
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.parallel import late_rank
 from graphpp.parallel.groups import PeerLost, has_gloo, reaches
-from graphpp.streams import is_over
 
 _LOG = logging.getLogger("graphpp")
 _STORE_TIMEOUT = timedelta(seconds=5)
@@ -52,20 +50,20 @@ class FailureBoard:
         groups: Sequence[dist.ProcessGroup | None],
         name: str,
         described: Callable[[int], str] = "rank {}".format,
-        device: torch.device | None = None,
+        mark: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: how an error names a rank.
 
-        `device`: where the calls' messages arrive; None: a call returns after its messages.
+        `mark` is called after a call; its result says whether the device has done the call's work by now. None: a call returns
+        when its messages have arrived.
         """
         self._described = described
         self._pipeline = groups[0]
         self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
         self._name = name
         self._calls = 0
-        self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-        self._issued: _Issued | None = None
-        if self._groups and self._stream is not None:
+        self._mark, self._issued = mark if self._groups else None, _Issued(lambda: True, 0.0)
+        if self._mark is not None:
             late_rank.when_idle(self)
 
     @contextlib.contextmanager
@@ -82,19 +80,19 @@ class FailureBoard:
                 if self._groups:
                     self._tell(error)
                 raise
-            if self._groups and self._stream is not None:
-                self._issued = _Issued(self._stream.record_event(), self._timeout())
+            if self._mark is not None:
+                self._issued = _Issued(self._mark(), min(timeout_of(group).total_seconds() for group in self._groups))
 
     def look(self) -> None:
         """Log once which rank is lost or late if the device has not finished the latest call."""
         issued, waiting = self._issued, late_rank.line()
-        if issued is None or issued.told or is_over(issued.end):
+        if issued.told or issued.done():
             return
         lost, seconds = self._lost(PeerLost(None, ""), None), time.monotonic() - issued.began
         found = _Finding(tuple(lost), f"{'is' if len(lost) == 1 else 'are'} lost") if lost else None
         if found is None and seconds > issued.timeout / 2:
             found = self._late(())
-        if found is None or issued is not self._issued or is_over(issued.end):
+        if found is None or issued is not self._issued or issued.done():
             return
         issued.told = True
         ranks = ", ".join(map(self._described, found.ranks))
@@ -102,9 +100,6 @@ class FailureBoard:
             "%s %s, and the GPU of %s waits for a message, the host at %s. NCCL ends this process after a wait of %g s. %s",
             ranks, found.fate, self._described(dist.get_rank()), waiting, issued.timeout, _RESTART,
         )  # fmt: skip
-
-    def _timeout(self) -> float:
-        return min(timeout_of(group).total_seconds() for group in self._groups)
 
     def _tell(self, error: Exception) -> None:
         """Raise `RankFailure` if a rank is lost or late; else publish this rank's failure."""
@@ -220,9 +215,9 @@ class FailureBoard:
 
 @dataclass(eq=False)
 class _Issued:
-    """A call that has returned. `end`: after its work on the device; `timeout`: seconds, of its messages."""
+    """A call that has returned. `done`: whether the device has done its work; `timeout`: seconds, of its messages."""
 
-    end: torch.cuda.Event
+    done: Callable[[], bool]
     timeout: float
     began: float = field(default_factory=time.monotonic)
     told: bool = False

@@ -37,6 +37,7 @@ from graphpp.pipeline.read_batch import Batch, BatchReader
 from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.recorder import Recorder
+from graphpp.streams import end_marker
 
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
 _LOCKS = weakref.WeakKeyDictionary[dist.ProcessGroup, Any]()  # of the ranks of a pipeline -> held by the thread in a call
@@ -52,7 +53,8 @@ class Calls:
         self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.cp_ep_group)
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
-        self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described, place.device)
+        groups, mark = (place.model_parallel, place.replicas), end_marker(place.device)
+        self._board = FailureBoard(groups, self._name, place.described, mark)
         self._every = options.parallel.check_data if agreement.several else 0
         self._timeouts = Timeouts(options.parallel.timeout, options.parallel.start_timeout)
         self._lock = threading.RLock() if place.everyone is None else _LOCKS.setdefault(place.everyone, threading.RLock())

@@ -35,12 +35,12 @@ Grads = dict[str, Tensor | None]
 
 
 class Net(nn.Module):
-    """Five layers, the first's output read again by the last."""
+    """Seven layers, the first's output read again by the last."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(7))
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.layers[0](x)
@@ -105,7 +105,7 @@ def test_in_one_process() -> None:
     made = {stages: programs(stages) for stages in {table.stages for _, table in tables}}
     for name, table in tables:
         found = run(made[table.stages], table, RankPlace(DEVICE, None))
-        assert len(found) == 10
+        assert len(found) == 14
         assert wrong(found, table.microbatches) == [], f"{name}\n{table}"
     assert len({name for name, _ in tables}) >= 5
 
@@ -122,6 +122,6 @@ def test_on_several_ranks(ranks: int, count: int) -> None:
     parts = run_ranks(on_rank, ranks, [table for _, table in tables])
     for (name, table), *grads in zip(tables, *parts, strict=True):
         found = {fqn: grad for part in grads for fqn, grad in part.items()}
-        assert len(found) == 10
+        assert len(found) == 14
         assert wrong(found, table.microbatches) == [], f"{name}\n{table}"
     assert len({name for name, _ in tables}) >= 8

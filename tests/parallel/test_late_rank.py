@@ -98,13 +98,6 @@ def test_one_thread_serves_all_pipelines() -> None:
     assert run_ranks(counts_threads, 2) == [["graphpp late rank"], ["graphpp late rank"]]
 
 
-class Unfinished:
-    """An event that the device has not reached."""
-
-    def query(self) -> bool:
-        return False
-
-
 def host_waits(rank: int, dies: bool) -> list[str]:
     """The log of rank 0, whose device waits for a rank that has died or is late."""
     pipe, store, records = two_good_steps(), default_store(), list[str]()
@@ -114,7 +107,7 @@ def host_waits(rank: int, dies: bool) -> list[str]:
         read_from_a_slow_disk()
         return []
     board, timeout = pipe._calls._board, STEP if dies else 0.1
-    board._issued = lost_rank._Issued(Unfinished(), timeout)  # type: ignore[arg-type]
+    board._issued = lost_rank._Issued(lambda: False, timeout)
     with (
         patch.object(lost_rank._LOG, "error", lambda text, *args: records.append(text % args)),
         patch.object(late_rank, "_PATIENCE", SOON),
