@@ -28,7 +28,7 @@ import torch.distributed as dist
 from graphpp._torch.distributed import group_named
 from graphpp.errors import MismatchError
 from graphpp.parallel.facts import Facts, failure_in, hashed
-from graphpp.parallel.groups import group_among
+from graphpp.parallel.groups import group_among, has_gloo
 from graphpp.parallel.rank_tree import Ranks, RankTree
 
 Lines = Mapping[str, Sequence[str]]  # the text of facts by name
@@ -52,10 +52,12 @@ class Agreement:
     """Compares facts over the ranks of one group or tree; a single process agrees with itself."""
 
     def __init__(self, ranks: Ranks, device: torch.device, described: Callable[[int], str] = "rank {}".format) -> None:
-        """`device`: of the rank's tensors. `described`: how an error names a rank of the world."""
+        """`device`: of the rank's tensors; the attribute: of `message`. `described`: how an error names a rank of the world."""
         self._described = described
+        self._group = ranks if isinstance(ranks, dist.ProcessGroup) else None
         self._tree = RankTree.over(ranks) if isinstance(ranks, dist.ProcessGroup) else ranks
-        self.device = torch.device("cpu") if self._tree is None or self._tree.on_gloo else device
+        self._device = torch.device("cpu") if self._tree is None or self._tree.on_gloo else device
+        self.device = self._device if self._group is None or has_gloo(self._group) else device
 
     @property
     def ranks(self) -> int:
@@ -95,23 +97,22 @@ class Agreement:
 
     def largest(self, mine: Sequence[int]) -> list[int]:
         """The maximum over all ranks of each number; `mine`: 64-bit integers, equally many on all ranks."""
-        return list(mine) if self._tree is None else self._tree.largest(mine, self.device)
+        return list(mine) if self._tree is None else self._tree.largest(mine, self._device)
 
     def name_of(self, rank: int) -> str:
         return self._described(rank if self._tree is None else self._tree.ranks[rank])
 
     def message(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.P2POp:
         """A send or receive for `batch_isend_irecv`; `peer`: a rank of the group."""
-        assert self._tree is not None, "a message of a single process"
-        return dist.P2POp(operation, tensor.to(self.device), group=self._tree.rows[0], group_peer=peer)
+        return dist.P2POp(operation, tensor.to(self.device), group=self._group, group_peer=peer)
 
     def of_all(self, mine: torch.Tensor) -> torch.Tensor:
         """The tensor `mine` of every rank (small, equal shapes), in order of rank, [ranks, ..] on the CPU."""
-        return mine[None] if self._tree is None else self._tree.of_all(mine.to(self.device)).cpu()
+        return mine[None] if self._tree is None else self._tree.of_all(mine.to(self._device)).cpu()
 
     def of_row(self, mine: torch.Tensor) -> torch.Tensor:
         """As `of_all`, of the ranks of this rank's row: at most `ROW` in a tree, all in a group."""
-        return mine[None] if self._tree is None else self._tree.of_row(mine.to(self.device)).cpu()
+        return mine[None] if self._tree is None else self._tree.of_row(mine.to(self._device)).cpu()
 
     def bytes_of_all(self, make: Callable[[], bytes]) -> list[bytes]:
         """The result of `make` of every rank, in order of rank; raises on all ranks if it raises on one."""
@@ -145,12 +146,12 @@ class Agreement:
 
     def _broadcast(self, content: bytes, source: int = 0) -> bytes:
         assert self._tree is not None
-        length = torch.tensor([len(content)], device=self.device)
+        length = torch.tensor([len(content)], device=self._device)
         self._tree.broadcast(length, source)
         memory = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         if len(content) == len(memory) and content:
             memory.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        sent = memory.to(self.device)
+        sent = memory.to(self._device)
         self._tree.broadcast(sent, source)
         return bytes(sent.cpu().numpy())
 

@@ -2,9 +2,9 @@
 
 Contract: graphpp sends no message on a process group of the caller (the world, a mesh's, `dist.new_group`'s), where the order
 of messages is the caller's, also in other threads. For each group of the caller, a set of ranks has one own group: all of them
-make it at its first use, and all pipelines share it until the world group ends. An own group has gloo on the CPU. gloo connects
-every pair of its ranks, so ranks by the hundred agree in a `RankTree`. `Timeouts` gives own groups the timeout of
-steps, and inside `starting` the timeout of the start, as long as a call runs; None: the timeout of the caller's group.
+make it at its first use, and all pipelines share it until the world group ends. gloo connects every pair of a group's ranks, so
+own groups of GPUs have gloo for up to `MOST` ranks; more ranks agree in a `RankTree`. `Timeouts` gives own groups the timeout
+of steps, and inside `starting` the timeout of the start, as long as a call runs; None: the timeout of the caller's group.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from graphpp._torch.distributed import (
 _CPU = torch.device("cpu")
 _TAG = 0x6C6F7374  # messages of a step have no tag, so that no receive matches a probe
 _BETWEEN_PROBES = timedelta(seconds=5)
+MOST = 128  # ranks of a group of GPUs that gloo connects too
 _ON_GPUS = "cpu:gloo,cuda:nccl"
 _LONGEST = 100  # characters
 # a shared own group -> the name and the timeout of the caller's group
@@ -75,16 +76,21 @@ class PeerLost(RuntimeError):  # noqa: N818 - it names an event
 def own_group(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """The own group of these world ranks, in this order. Called by all of them.
 
-    `like`: a group of the caller, or an own one; the new group has its timeout and backend, and gloo. Raises `PeerLost` if a
-    rank is lost, and `RuntimeError`.
+    `like`: a group of the caller, or an own one, with the same timeout and, but for gloo, the same backend. Raises `PeerLost`
+    if a rank is lost, and `RuntimeError`.
     """
     callers = _CALLERS.get(like) or (like.group_name, timeout_of(like))
-    name, backend = f"graphpp {callers[0]} {_listed(ranks)}", dist.get_backend(like)
-    found = open_groups().get(name) or _made(name, ranks, like, _ON_GPUS if backend == "nccl" else backend, callers[1])
+    name = f"graphpp {callers[0]} {_listed(ranks)}"
+    found = open_groups().get(name) or _made(name, ranks, like, _backend(len(ranks), dist.get_backend(like)), callers[1])
     if _CALLERS.get(found, callers) != callers:
         set_timeout(found, callers[1])
     _CALLERS[found] = callers
     return found
+
+
+def _backend(ranks: int, like: str) -> str:
+    on_gpus = {"nccl", "cuda:nccl"}.intersection(like.split(","))
+    return like if not on_gpus else _ON_GPUS if ranks <= MOST else "nccl"
 
 
 def gloo_twin(
@@ -135,7 +141,7 @@ def _await(ranks: Sequence[int], like: dist.ProcessGroup, store: Store, name: st
     while not _is_set(store, f"{name}/all", min(_BETWEEN_PROBES, timeout)):
         for peer, rank in enumerate(dist.get_process_group_ranks(like) if has_gloo(like) else ()):
             if rank in ranks and not reaches(like, peer):
-                raise PeerLost(peer, "Connection closed by peer")
+                raise PeerLost(None, "Connection closed by peer")
         if time.monotonic() > until:
             missing = next((rank for rank in ranks if not store.check([f"{name}/{rank}"])), None)
             raise RuntimeError(f"Timed out waiting for rank {missing} to make a process group")

@@ -127,7 +127,7 @@ class FailureBoard:
         """The world ranks (of the known ones, if given) that cannot be reached or whose message did not arrive."""
         lost = set[int]()
         if isinstance(error, PeerLost) and error.peer is not None and self._pipeline is not None:
-            lost.add(dist.get_global_rank(self._pipeline.groups[0], error.peer))
+            lost.add(self._pipeline.ranks[error.peer])
         for group in filter(has_gloo, self._groups):
             ranks = dist.get_process_group_ranks(group)
             suspects = self._ranks.intersection(ranks if known is None else known.ranks, ranks) - {dist.get_rank()}

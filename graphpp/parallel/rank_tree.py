@@ -36,9 +36,9 @@ class RankTree:
 
     @classmethod
     def over(cls, group: dist.ProcessGroup) -> RankTree:
-        """One row: the ranks of a group."""
+        """The ranks of an own group: one row, or for a group of NCCL alone, which has more than `MOST` ranks, rows of gloo."""
         ranks = tuple(dist.get_process_group_ranks(group))
-        return cls(ranks, (group,), len(ranks))
+        return cls.made(ranks, group) if dist.get_backend(group) == "nccl" else cls(ranks, (group,), len(ranks))
 
     @classmethod
     def made(cls, ranks: Sequence[int], like: dist.ProcessGroup) -> RankTree:
