@@ -34,7 +34,7 @@ from graphpp._torch.distributed import (
 _CPU = torch.device("cpu")
 _TAG = 0x6C6F7374  # messages of a step have no tag, so that no receive matches a probe
 _BETWEEN_PROBES = timedelta(seconds=5)
-MOST = 128  # ranks of a group of GPUs that gloo connects too
+MOST = 64  # ranks of a group of GPUs that gloo connects too
 _ON_GPUS = "cpu:gloo,cuda:nccl"
 _LONGEST = 100  # characters
 # a shared own group -> the name and the timeout of the caller's group

@@ -1,7 +1,7 @@
-"""Hundreds of ranks start without a process group of all of them: reads of the store, connections, errors that reach all ranks.
+"""Hundreds of ranks start without a process group of all of them: reads of the store, connections, errors on every rank.
 
 The ranks are threads, joined by torch's process groups of threads. The making of a group exchanges addresses over the store as
-gloo does: a rank writes its own, and reads that of every other rank of the group. The store counts its calls.
+gloo does: a rank writes its own, then waits for that of each rank of the group and reads it. The store counts its calls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CountingStore:
 
 
 class FakeRanks:
-    """A job of threads. `peers`: for each rank, the other ranks of each group that it has made."""
+    """A job of threads. `peers`: for each rank, the number of other ranks in each group that it has made."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.store = ranks, CountingStore()
@@ -77,11 +77,11 @@ class FakeRanks:
         make = groups.group_of
 
         def group_of(name: str, ranks: Sequence[int], backend: str, timeout: Any, store: Any) -> dist.ProcessGroup:
-            me, others = dist.get_rank(), set(ranks) - {dist.get_rank()}
-            store.set(f"{name}/address/{me}", "")
-            for other in others:
-                store.get(f"{name}/address/{other}")
-            self.peers[me].append(len(others))
+            store.set(f"{name}/address/{dist.get_rank()}", "")
+            for rank in ranks:
+                store.wait([f"{name}/address/{rank}"])
+                store.get(f"{name}/address/{rank}")
+            self.peers[dist.get_rank()].append(len(ranks) - 1)
             return make(name, ranks, "threaded", timeout, self.store.store)
 
         multi_threaded_pg._install_threaded_pg()
@@ -114,13 +114,13 @@ SQUARE = {64: {"pp": 8, "dp_replicate": 8}, 256: {"pp": 16, "dp_replicate": 16}}
 
 @pytest.mark.parametrize("ranks", [64, 256])
 def test_reads_of_the_store_and_connections_of_the_start(ranks: int) -> None:
-    """Of a tree, and of a start on a square mesh, whose dimensions have groups too: at most 7 n log(n) reads."""
+    """Of a tree, and of a start on a square mesh, whose dimensions have groups too: O(n) and O(n log n) reads."""
     tree, start = FakeRanks(ranks), FakeRanks(ranks)
     tree.run(lambda rank: RankTree.made(range(ranks), dist.group.WORLD))
-    assert tree.store.reads() <= 20 * ranks and max(map(sum, tree.peers)) <= 2 * (ROW - 1)
+    assert tree.store.reads() <= 40 * ranks and max(map(sum, tree.peers)) <= 2 * (ROW - 1)
     places = start.run(lambda rank: placed(SQUARE[ranks], rank))
     assert all(isinstance(place, RankPlace) for place in places), places
-    assert start.store.reads() <= 7 * ranks * log2(ranks)
+    assert start.store.reads() <= 14 * ranks * log2(ranks) and max(map(start.store.reads, range(ranks))) <= 100
     assert max(map(sum, start.peers)) <= 4 * sqrt(ranks)
     assert max(max(each) for each in start.peers) < ranks / 3  # nobody is connected to all
 
@@ -166,7 +166,7 @@ def test_a_failure_on_one_rank_of_64_reaches_all() -> None:
         assert isinstance(error, expected[0]) and expected[1] in str(error)
 
 
-@pytest.mark.parametrize(("reason", "fate"), [("Connection closed by peer", "is lost"), ("Timed out", "did not answer in time")])
+@pytest.mark.parametrize(("reason", "fate"), [("Connection closed", "is lost"), ("Timed out", "did not answer in time")])
 def test_a_lost_or_stopped_rank_is_named_in_rows_without_it(reason: str, fate: str) -> None:
     """A lost rank is noticed in its row, whose ranks then end; for a stopped one a rank of another row may look first."""
     told = threading.Event()
@@ -206,10 +206,10 @@ def test_a_lost_or_stopped_rank_is_named_in_rows_without_it(reason: str, fate: s
 
 
 def test_many_ranks_of_gpus_agree_in_rows_over_gloo() -> None:
-    """A group of more than 128 ranks has NCCL alone; its ranks agree in rows."""
+    """A group of more than 64 ranks has NCCL alone; its ranks agree in rows."""
     for like in ("nccl", "cpu:gloo,cuda:nccl"):
-        assert [groups._backend(ranks, like) for ranks in (8, 128, 129)] == ["cpu:gloo,cuda:nccl"] * 2 + ["nccl"]
-    assert [groups._backend(ranks, "gloo") for ranks in (8, 129)] == ["gloo"] * 2
+        assert [groups._backend(ranks, like) for ranks in (8, 64, 65)] == ["cpu:gloo,cuda:nccl"] * 2 + ["nccl"]
+    assert [groups._backend(ranks, "gloo") for ranks in (8, 65)] == ["gloo"] * 2
 
     def work(rank: int) -> tuple[list[int], int]:
         assert dist.group.WORLD is not None
