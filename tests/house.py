@@ -120,7 +120,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 52_230,
+    "graphpp": 52_410,
     "graphpp/_torch": 2_320,
     "graphpp/backends": 1_060,
     "graphpp/batch": 690,
@@ -133,7 +133,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_290,
+    "graphpp/parallel": 2_470,
     "graphpp/passes": 5_490,
     "graphpp/pipeline": 3_380,
     "graphpp/planner": 1_870,
@@ -141,9 +141,9 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 48_210,
+    "tests": 48_740,
 }
-MOST_FILES = 427  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 428  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

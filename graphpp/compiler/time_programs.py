@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +40,6 @@ T = TypeVar("T")
 _LOG = logging.getLogger("graphpp")
 _TABLE = "action_seconds.json"  # in the cache
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 10.0, 5, 25  # total time of the measurement, limits of its rounds
-_TICK = 1e-9  # seconds
 
 
 @dataclass(frozen=True)
@@ -104,12 +102,11 @@ class Stopwatch:
         together = any(is_collective(node) for _, graph in items for node in graph.nodes)
         trials = self._on_all_ranks(lambda: warmed_up(items, self.device), together)
         once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials), together)
-        slowest = self.agreement.largest([round(once / _TICK)])[0] * _TICK
+        slowest = self.agreement.largest([round(1e9 * once)])[0] / 1e9
         rounds = min(max(round(_SECONDS / slowest), _LEAST_ROUNDS), _MOST_ROUNDS)
-        mine = self._on_all_ranks(lambda: medians(trials, rounds), together)
-        of_row = [fmean(each) for each in self.agreement.of_row(torch.tensor(mine, dtype=torch.float64)).T.tolist()]
-        means: list[float] = json.loads(self.agreement.from_first(lambda: json.dumps(of_row).encode()))
-        return means
+        mine = torch.tensor(self._on_all_ranks(lambda: medians(trials, rounds), together), dtype=torch.float64)
+        means = self.agreement.of_row(mine).mean(0).tolist()
+        return list(map(float, json.loads(self.agreement.from_first(lambda: json.dumps(means).encode()))))
 
     def _on_all_ranks(self, work: Callable[[], T], together: bool) -> T:
         """The result of `work`; raises `_CannotRunError` on all ranks if it raises on any. Called by all ranks.

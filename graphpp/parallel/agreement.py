@@ -36,7 +36,7 @@ Lines = Mapping[str, Sequence[str]]  # the text of facts by name
 _MADE = b"\0"  # prefix of the first rank's bytes, which an error's text lacks
 _LONG = 240  # characters of a line that an error shows
 _SHOWN = 3  # names of facts, and of tensors, that an error shows
-_KINDS = 16  # maximal number of texts that differing ranks exchange
+_KINDS = 16  # maximal number of texts that differing ranks exchange, and of ranks that an error names
 _CALL = "the call"
 _SAME_CALLS = (
     "Every rank makes each call of a pipeline: move saves, evaluations and norms out of callbacks and branches of one."
@@ -260,18 +260,21 @@ def _refuse_other_calls(by_rank: Mapping[str, Lines]) -> None:
 
 
 def _others_failed(errors: Mapping[str, str]) -> MismatchError:
-    lines = (f"  {rank}: {error}" for rank, error in errors.items())
-    return MismatchError("other ranks failed, so nothing was run here:\n" + "\n".join(lines))
+    lines = _first([f"{rank}: {error}" for rank, error in errors.items()], "failed")
+    return MismatchError("other ranks failed, so nothing was run here:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _first(lines: Sequence[str], what: str) -> list[str]:
+    """The lines of the first ranks."""
+    return [*lines[:_KINDS], *[f"and {len(lines) - _KINDS} more ranks {what}"] * (len(lines) > _KINDS)]
 
 
 def _differences(name: str, values: Mapping[str, Sequence[str]]) -> list[str]:
-    """One line per rank that differs from the majority, or without a majority from the lowest rank's value."""
+    """Lines of the ranks that differ from the majority, or without a majority from the lowest rank's value."""
     usual, _ = Counter(tuple(value) for value in values.values()).most_common(1)[0]
-    return [
-        f"{rank} differs in {name}: {_first_difference(value, usual)}"
-        for rank, value in values.items()
-        if tuple(value) != usual
-    ]
+    others = {rank: value for rank, value in values.items() if tuple(value) != usual}
+    lines = [f"{rank} differs in {name}: {_first_difference(value, usual)}" for rank, value in others.items()]
+    return _first(lines, f"differ in {name}")
 
 
 def _few(names: Collection[str]) -> str:

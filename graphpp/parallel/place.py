@@ -3,7 +3,7 @@
 Contract:
 - `mesh=` is a `DeviceMesh` (dimensions: `mesh.py`), a process group of the pipeline's ranks, or None: the world, which is
   initialised here if it is not yet, and torchrun's variables are set.
-- All ranks agree in a `RankTree`, then make groups of the mesh's dimensions: a mesh has no process group of all ranks.
+- All ranks agree in a `RankTree`, which needs no group of all ranks, and then make the groups of the mesh's dimensions.
 - The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
 - Raises `GraphPPError` if a rank lacks the device, is not in the mesh or group, or the mesh has other dimensions; then
   `MismatchError` on all other ranks of the mesh, and if ranks were given different meshes.
@@ -150,7 +150,7 @@ def _everyone(ranks: Sequence[int], given: dist.ProcessGroup | None) -> RankTree
     """All ranks that compile together; None if this rank is alone. `given`: the caller's group of them, if there is one."""
     like = given or dist.group.WORLD
     assert like is not None
-    with FailureBoard((RankTree(tuple(ranks), (like,)),), "mesh").watching():
+    with FailureBoard((RankTree(tuple(ranks), (like,), len(ranks)),), "mesh").watching():
         return RankTree.made(ranks, like) if len(ranks) > 1 else None
 
 

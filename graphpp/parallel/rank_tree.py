@@ -32,7 +32,7 @@ class RankTree:
 
     ranks: tuple[int, ...]
     rows: tuple[dist.ProcessGroup | None, ...]
-    width: int = ROW
+    width: int
 
     @classmethod
     def over(cls, group: dist.ProcessGroup) -> RankTree:
@@ -48,7 +48,7 @@ class RankTree:
             first = level.index(me) // ROW * ROW
             rows.append(group_among(level[first : first + ROW], like))
             level = level[::ROW]
-        return cls(tuple(ranks), tuple(rows))
+        return cls(tuple(ranks), tuple(rows), ROW)
 
     @cached_property
     def groups(self) -> list[dist.ProcessGroup]:

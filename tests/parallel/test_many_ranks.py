@@ -6,6 +6,7 @@ gloo does: a rank writes its own, then waits for that of each rank of the group 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _set_thread_isolation_mode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
+import graphpp
+from graphpp import api
 from graphpp.errors import MismatchError, RankFailure
 from graphpp.parallel import groups, late_rank, lost_rank, rank_tree
 from graphpp.parallel.agreement import Agreement, Round
@@ -31,6 +34,7 @@ from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.place import place_of
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.rank_tree import ROW, RankTree
+from tests.distributed import WorkerDied, rank_outcomes
 
 CPU = torch.device("cpu")
 
@@ -218,3 +222,22 @@ def test_many_ranks_of_gpus_agree_in_rows_over_gloo() -> None:
 
     with patch.object(rank_tree.dist, "get_backend", lambda group: "nccl" if dist.get_world_size(group) == 40 else "gloo"):
         assert FakeRanks(40).run(work) == [([39], 2 if rank % ROW == 0 else 1) for rank in range(40)]
+
+
+def dies_in_compile(rank: int) -> str:
+    """The error of `compile` on four ranks in rows of two, of which the last one dies once all rows are made."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
+    with patch.object(rank_tree, "ROW", 2), patch.object(api, "check_meshes", lambda *_: rank == 3 and os.kill(os.getpid(), 9)):
+        try:
+            graphpp.compile(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.functional.mse_loss, mesh=mesh)
+        except RankFailure as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_rank_that_dies_is_named_by_the_ranks_of_other_rows() -> None:
+    *outcomes, died = rank_outcomes(dies_in_compile, 4)
+    assert isinstance(died.error, WorkerDied)
+    for outcome in outcomes:
+        assert outcome.value.startswith("rank 3 (pp 1, dp_replicate 1) is lost"), outcome
