@@ -141,7 +141,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 3_890,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 48_740,
+    "tests": 48_760,
 }
 MOST_FILES = 428  # Python files of graphpp/, `__init__.py` included
 

@@ -34,7 +34,7 @@ from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.place import place_of
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.rank_tree import ROW, RankTree
-from tests.distributed import WorkerDied, rank_outcomes
+from tests.distributed import DEVICE, WorkerDied, rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -241,3 +241,21 @@ def test_a_rank_that_dies_is_named_by_the_ranks_of_other_rows() -> None:
     assert isinstance(died.error, WorkerDied)
     for outcome in outcomes:
         assert outcome.value.startswith("rank 3 (pp 1, dp_replicate 1) is lost"), outcome
+
+
+def trains(rank: int, most: int, row: int) -> list[float]:
+    """The losses of three steps with dropout over four stages, in groups of gloo of at most `most` ranks."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
+    with patch.object(groups, "MOST", most), patch.object(rank_tree, "ROW", row):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to(DEVICE)
+        pipe = graphpp.compile(model, nn.functional.mse_loss, split=["2"], microbatches=2, mesh=mesh)
+        x = torch.randn(8, 8).to(DEVICE)
+        return [float(pipe.step(x, target=x).loss) for _ in range(3)] + [float(pipe.clip_grad_norm_(1.0))]
+
+
+@pytest.mark.nccl
+def test_training_has_the_same_numbers_in_rows() -> None:
+    """On GPUs the group of all four ranks has NCCL alone if gloo may connect two."""
+    assert run_ranks(trains, 4, 2, 2) == run_ranks(trains, 4, 64, 16)
