@@ -112,7 +112,7 @@ def _is_over(event: torch.cuda.Event) -> bool:
 
 
 def end_marker(device: torch.device) -> Callable[[], Callable[[], bool]] | None:
-    """A function that marks the present end of the current stream and returns whether the device has passed it; None on a CPU."""
+    """A function that marks the current stream's present end, and returns whether the device has passed it; None on a CPU."""
     if device.type != "cuda":
         return None
     return lambda: partial(_is_over, torch.cuda.current_stream(device).record_event())

@@ -142,8 +142,8 @@ class Checkpoint:
         All ranks of a machine give one folder, only for this training. `mirror`: whether a rank's part is also sent to the next
         machine; None: only if no replica on another machine has the same values.
         """
-        groups = self._place.same_parameters, self._place.whole_model
-        own = MeshRank(*(0 if group is None else dist.get_rank(group) for group in groups))
+        copies, model = self._place.same_parameters, self._place.whole_model
+        own = MeshRank(0 if copies is None else dist.get_rank(copies), 0 if len(model) == 1 else model.index(dist.get_rank()))
         return LocalCheckpoint(self._state, own, Path(folder).expanduser().resolve(), mirror)
 
     def _path(self, folder: str | os.PathLike[str]) -> Path:

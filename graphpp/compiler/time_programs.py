@@ -2,7 +2,7 @@
 
 - Programs with the same operations and input layouts are timed once.
 - All ranks time the same program at once, since ranks of a machine share memory bandwidth in a step too. The result, equal on
-  all ranks, is the mean over the ranks of each rank's median.
+  all ranks, is the mean over the first row of ranks (`RankTree`; all of them if they are 16 or fewer) of each rank's median.
 - Results are cached by the first rank. The key names program, device, threads, ranks, torch's version, precision and
   determinism.
 - If sizes depend on data, or a program raises on made-up values, all programs are estimated, with a warning. If programs
@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -103,10 +102,11 @@ class Stopwatch:
         together = any(is_collective(node) for _, graph in items for node in graph.nodes)
         trials = self._on_all_ranks(lambda: warmed_up(items, self.device), together)
         once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials), together)
-        slowest = float(self.agreement.of_all(torch.tensor([once], dtype=torch.float64)).max())
+        slowest = self.agreement.largest([round(1e9 * once)])[0] / 1e9
         rounds = min(max(round(_SECONDS / slowest), _LEAST_ROUNDS), _MOST_ROUNDS)
-        mine = self._on_all_ranks(lambda: medians(trials, rounds), together)
-        return [fmean(each) for each in self.agreement.of_all(torch.tensor(mine, dtype=torch.float64)).T.tolist()]
+        mine = torch.tensor(self._on_all_ranks(lambda: medians(trials, rounds), together), dtype=torch.float64)
+        means = self.agreement.of_row(mine).mean(0).tolist()
+        return list(map(float, json.loads(self.agreement.from_first(lambda: json.dumps(means).encode()))))
 
     def _on_all_ranks(self, work: Callable[[], T], together: bool) -> T:
         """The result of `work`; raises `_CannotRunError` on all ranks if it raises on any. Called by all ranks.

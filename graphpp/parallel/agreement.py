@@ -9,6 +9,7 @@ Contract:
 - The check is one all-reduce of a digest of the facts, a checksum of the given tensors, and the complements of both. If these
   differ, one rank of each kind sends its text: kinds that failed, then the most frequent ones, at most `_KINDS`.
 - The exchange runs on the CPU if the group has a CPU backend, so that no step waits for a GPU.
+- Ranks without a group of all of them agree in the rows of a `RankTree`; a difference in one row reaches all rows.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from graphpp._torch.distributed import group_named
 from graphpp.errors import MismatchError
 from graphpp.parallel.facts import Facts, failure_in, hashed
 from graphpp.parallel.groups import group_among, has_gloo
-from graphpp.parallel.transport import transport_of
+from graphpp.parallel.rank_tree import Ranks, RankTree
 
 Lines = Mapping[str, Sequence[str]]  # the text of facts by name
 
 _MADE = b"\0"  # prefix of the first rank's bytes, which an error's text lacks
 _LONG = 240  # characters of a line that an error shows
 _SHOWN = 3  # names of facts, and of tensors, that an error shows
-_KINDS = 16  # maximal number of texts that differing ranks exchange
+_KINDS = 16  # maximal number of texts that differing ranks exchange, and of ranks that an error names
 _CALL = "the call"
 _SAME_CALLS = (
     "Every rank makes each call of a pipeline: move saves, evaluations and norms out of callbacks and branches of one."
@@ -48,31 +49,31 @@ _LEAST = -(2**63)  # of int64
 
 
 class Agreement:
-    """Compares facts over the ranks of one group; a single process agrees with itself."""
+    """Compares facts over the ranks of one group or tree; a single process agrees with itself."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, described: Callable[[int], str] = "rank {}".format
-    ) -> None:
-        """`device`: of the rank's tensors. `described`: how an error names a rank of the world."""
+    def __init__(self, ranks: Ranks, device: torch.device, described: Callable[[int], str] = "rank {}".format) -> None:
+        """`device`: of the rank's tensors; the attribute: of `message`. `described`: how an error names a rank of the world."""
         self._described = described
-        self._group = group
-        self.device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
+        self._group = ranks if isinstance(ranks, dist.ProcessGroup) else None
+        self._tree = RankTree.over(ranks) if isinstance(ranks, dist.ProcessGroup) else ranks
+        self._device = torch.device("cpu") if self._tree is None or self._tree.on_gloo else device
+        self.device = self._device if self._group is None or has_gloo(self._group) else device
 
     @property
     def ranks(self) -> int:
-        return 1 if self._group is None else dist.get_world_size(self._group)
+        return 1 if self._tree is None else len(self._tree.ranks)
 
     @property
     def rank(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
+        return 0 if self._tree is None else self._tree.at
 
     @property
     def several(self) -> bool:
-        return self._group is not None
+        return self._tree is not None
 
     def compare(self, facts: Facts) -> bool:
         """Whether a rank lacks a tensor of the checksums. Raises `MismatchError` on every rank if the facts differ."""
-        if self._group is None:
+        if self._tree is None:
             return facts.lacking
         digest = struct.unpack("<2q", facts.digest)
         total, flags = facts.sum, [int(facts.lacking)]
@@ -96,12 +97,10 @@ class Agreement:
 
     def largest(self, mine: Sequence[int]) -> list[int]:
         """The maximum over all ranks of each number; `mine`: 64-bit integers, equally many on all ranks."""
-        if self._group is None:
-            return list(mine)
-        return transport_of(self._group, self.device).largest(mine)
+        return list(mine) if self._tree is None else self._tree.largest(mine, self._device)
 
     def name_of(self, rank: int) -> str:
-        return self._described(rank if self._group is None else dist.get_global_rank(self._group, rank))
+        return self._described(rank if self._tree is None else self._tree.ranks[rank])
 
     def message(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.P2POp:
         """A send or receive for `batch_isend_irecv`; `peer`: a rank of the group."""
@@ -109,12 +108,11 @@ class Agreement:
 
     def of_all(self, mine: torch.Tensor) -> torch.Tensor:
         """The tensor `mine` of every rank (small, equal shapes), in order of rank, [ranks, ..] on the CPU."""
-        if self._group is None:
-            return mine[None]
-        sent = mine.to(self.device)
-        received = [torch.empty_like(sent) for _ in range(self.ranks)]
-        dist.all_gather(received, sent, group=self._group)
-        return torch.stack(received).cpu()
+        return mine[None] if self._tree is None else self._tree.of_all(mine.to(self._device)).cpu()
+
+    def of_row(self, mine: torch.Tensor) -> torch.Tensor:
+        """As `of_all`, of the ranks of this rank's row: at most `ROW` in a tree, all in a group."""
+        return mine[None] if self._tree is None else self._tree.of_row(mine.to(self._device)).cpu()
 
     def bytes_of_all(self, make: Callable[[], bytes]) -> list[bytes]:
         """The result of `make` of every rank, in order of rank; raises on all ranks if it raises on one."""
@@ -131,7 +129,7 @@ class Agreement:
 
         An error of `make` is raised on the first rank, and a `MismatchError` with its text on the others.
         """
-        if self._group is None:
+        if self._tree is None:
             return make()
         failure, content = None, b""
         if self.rank == 0:
@@ -147,15 +145,14 @@ class Agreement:
         return content.removeprefix(_MADE)
 
     def _broadcast(self, content: bytes, source: int = 0) -> bytes:
-        assert self._group is not None
-        source = dist.get_global_rank(self._group, source)
-        length = torch.tensor([len(content)], device=self.device)
-        dist.broadcast(length, source, group=self._group)
+        assert self._tree is not None
+        length = torch.tensor([len(content)], device=self._device)
+        self._tree.broadcast(length, source)
         memory = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         if len(content) == len(memory) and content:
             memory.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        sent = memory.to(self.device)
-        dist.broadcast(sent, source, group=self._group)
+        sent = memory.to(self._device)
+        self._tree.broadcast(sent, source)
         return bytes(sent.cpu().numpy())
 
     def shared_name(self) -> str:
@@ -168,8 +165,8 @@ class Agreement:
         mine = bytearray(bytes([failure_in(facts.lines) is not None]) + hashed(text))
         digests = [bytes(row) for row in self.of_all(torch.frombuffer(mine, dtype=torch.uint8)).tolist()]
         frequent = sorted(Counter(digests).items(), key=lambda kind: (-kind[0][0], -kind[1], digests.index(kind[0])))
-        sent = {kind: self._broadcast(text, digests.index(kind)) for kind, _ in frequent[:_KINDS]}
-        return {self.name_of(rank): json.loads(sent[digest]) for rank, digest in enumerate(digests) if digest in sent}
+        sent = {kind: json.loads(self._broadcast(text, digests.index(kind))) for kind, _ in frequent[:_KINDS]}
+        return {self.name_of(rank): sent[digest] for rank, digest in enumerate(digests) if digest in sent}
 
 
 class Round:
@@ -263,18 +260,21 @@ def _refuse_other_calls(by_rank: Mapping[str, Lines]) -> None:
 
 
 def _others_failed(errors: Mapping[str, str]) -> MismatchError:
-    lines = (f"  {rank}: {error}" for rank, error in errors.items())
-    return MismatchError("other ranks failed, so nothing was run here:\n" + "\n".join(lines))
+    lines = _first([f"{rank}: {error}" for rank, error in errors.items()], "failed")
+    return MismatchError("other ranks failed, so nothing was run here:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _first(lines: Sequence[str], what: str) -> list[str]:
+    """The lines of the first ranks."""
+    return [*lines[:_KINDS], *[f"and {len(lines) - _KINDS} more ranks {what}"] * (len(lines) > _KINDS)]
 
 
 def _differences(name: str, values: Mapping[str, Sequence[str]]) -> list[str]:
-    """One line per rank that differs from the majority, or without a majority from the lowest rank's value."""
+    """Lines of the ranks that differ from the majority, or without a majority from the lowest rank's value."""
     usual, _ = Counter(tuple(value) for value in values.values()).most_common(1)[0]
-    return [
-        f"{rank} differs in {name}: {_first_difference(value, usual)}"
-        for rank, value in values.items()
-        if tuple(value) != usual
-    ]
+    others = {rank: value for rank, value in values.items() if tuple(value) != usual}
+    lines = [f"{rank} differs in {name}: {_first_difference(value, usual)}" for rank, value in others.items()]
+    return _first(lines, f"differ in {name}")
 
 
 def _few(names: Collection[str]) -> str:

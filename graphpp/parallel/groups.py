@@ -2,13 +2,15 @@
 
 Contract: graphpp sends no message on a process group of the caller (the world, a mesh's, `dist.new_group`'s), where the order
 of messages is the caller's, also in other threads. For each group of the caller, a set of ranks has one own group: all of them
-make it at its first use, and all pipelines share it until the world group ends. `Timeouts` gives own groups the timeout of
-steps, and inside `starting` the timeout of the start, as long as a call runs; None: the timeout of the caller's group.
+make it at its first use, and all pipelines share it until the world group ends. gloo connects every pair of a group's ranks, so
+own groups of GPUs have gloo for up to `MOST` ranks; more ranks agree in a `RankTree`. `Timeouts` gives own groups the timeout
+of steps, and inside `starting` the timeout of the start, as long as a call runs; None: the timeout of the caller's group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from graphpp._torch import gloo_gathers as gloo_gathers  # changes operators of torch
 from graphpp._torch.distributed import (
+    Store,
     default_store,
     group_of,
     open_groups,
@@ -30,7 +33,10 @@ from graphpp._torch.distributed import (
 
 _CPU = torch.device("cpu")
 _TAG = 0x6C6F7374  # messages of a step have no tag, so that no receive matches a probe
-_BETWEEN_PROBES = 5.0  # seconds
+_BETWEEN_PROBES = timedelta(seconds=5)
+MOST = 64  # ranks of a group of GPUs that gloo connects too
+_ON_GPUS = "cpu:gloo,cuda:nccl"
+_LONGEST = 100  # characters
 # a shared own group -> the name and the timeout of the caller's group
 _CALLERS = weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, timedelta]]()
 
@@ -68,36 +74,50 @@ class PeerLost(RuntimeError):  # noqa: N818 - it names an event
 
 
 def own_group(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The own group of these world ranks, in this order, with the backend and timeout of `like`. Called by all of them.
+    """The own group of these world ranks, in this order. Called by all of them.
 
-    `like`: a group of the caller, or an own one. Raises `PeerLost` if a rank is lost, and `RuntimeError`.
+    `like`: a group of the caller, or an own one, with the same timeout and, but for gloo, the same backend. Raises `PeerLost`
+    if a rank is lost, and `RuntimeError`.
     """
     callers = _CALLERS.get(like) or (like.group_name, timeout_of(like))
-    name = f"graphpp {callers[0]} {'_'.join(map(str, ranks))}"
-    found = open_groups().get(name) or _made(name, ranks, like, dist.get_backend(like), callers[1])
+    name = f"graphpp {callers[0]} {_listed(ranks)}"
+    found = open_groups().get(name) or _made(name, ranks, like, _backend(len(ranks), dist.get_backend(like)), callers[1])
     if _CALLERS.get(found, callers) != callers:
         set_timeout(found, callers[1])
     _CALLERS[found] = callers
     return found
 
 
-def gloo_twin(group: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:
-    """Another gloo group of the same ranks, for messages of a thread beside that of the calls; None for a single rank.
+def _backend(ranks: int, like: str) -> str:
+    on_gpus = {"nccl", "cuda:nccl"}.intersection(like.split(","))
+    return like if not on_gpus else _ON_GPUS if ranks <= MOST else "nccl"
 
-    All ranks make their twins in the same order. `timeout`: seconds; None: that of `group`.
+
+def gloo_twin(
+    ranks: Sequence[int], like: dist.ProcessGroup, timeout: float | None
+) -> dist.ProcessGroup | None:
+    """A gloo group of its own of these world ranks, for messages of a thread beside that of the calls; None for a single rank.
+
+    All ranks make their twins in the same order. `like`: an own group of this rank. `timeout`: seconds; None: that of `like`.
     """
-    if group is None:
+    if len(ranks) == 1:
         return None
-    ranks, seconds = dist.get_process_group_ranks(group), _CALLERS[group][1] if timeout is None else timedelta(seconds=timeout)
-    name = f"graphpp twin {'_'.join(map(str, ranks))} "
-    return _made(f"{name}{sum(each.startswith(name) for each in open_groups())}", ranks, group, "gloo", seconds)
+    seconds, name = _CALLERS[like][1] if timeout is None else timedelta(seconds=timeout), f"graphpp twin {_listed(ranks)} "
+    return _made(f"{name}{sum(each.startswith(name) for each in open_groups())}", ranks, like, "gloo", seconds)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """The ranks in a name, which is part of every key of the store; a digest of many."""
+    text = "_".join(map(str, ranks))
+    return text if len(text) <= _LONGEST else f"{len(ranks)} ranks {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _made(name: str, ranks: Sequence[int], like: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     if backend == "fake":  # torch's group whose other ranks do not exist
         return group_of(name, ranks, backend, timeout, default_store())
-    _await(ranks, like, f"{name}/here", timeout)
-    return group_of(name, ranks, backend, timeout, own_connection(default_store()))  # the caller's thread may wait in the store
+    store = own_connection(default_store())  # the caller's thread may wait in the store
+    _await(ranks, like, store, f"{name}/here", timeout)
+    return group_of(name, ranks, backend, timeout, store)
 
 
 def group_among(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -110,24 +130,32 @@ def subgroup(ranks: Sequence[int], group: dist.ProcessGroup | None) -> dist.Proc
     return None if group is None else group_among([dist.get_global_rank(group, rank) for rank in ranks], group)
 
 
-def _await(ranks: Sequence[int], like: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
-    """Wait until all ranks are about to make a group, or raise; a lost rank is noticed over gloo."""
-    store, keys = default_store(), {f"{name}/{rank}": rank for rank in ranks}
-    store.set(f"{name}/{dist.get_rank()}", "")
-    began = probed = time.monotonic()
-    pause = 0.001  # seconds; longer and longer, for the store serves all ranks
-    while missing := [rank for key, rank in keys.items() if not store.check([key])]:
-        now = time.monotonic()
-        if now - began > timeout.total_seconds():
-            raise RuntimeError(f"Timed out waiting for rank {missing[0]} to make a process group")
-        if now - probed > _BETWEEN_PROBES and has_gloo(like):
-            probed = now
-            for peer in (dist.get_group_rank(like, rank) for rank in missing):
-                if not reaches(like, peer):
-                    raise PeerLost(peer, "Connection closed by peer")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-        keys = {key: rank for key, rank in keys.items() if rank in missing}
+def _await(ranks: Sequence[int], like: dist.ProcessGroup, store: Store, name: str, timeout: timedelta) -> None:
+    """Wait until all ranks are about to make a group, or raise; a lost rank is noticed over gloo.
+
+    A rank calls the store three times, however many ranks there are, and more often only if one of them is late.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    if store.add(f"{name}/{dist.get_rank()}", 1) == 1 and store.add(f"{name}/count", 1) == len(ranks):
+        store.set(f"{name}/all", "")
+    while not _is_set(store, f"{name}/all", min(_BETWEEN_PROBES, timeout)):
+        for peer, rank in enumerate(dist.get_process_group_ranks(like) if has_gloo(like) else ()):
+            if rank in ranks and not reaches(like, peer):
+                raise PeerLost(None, "Connection closed by peer")
+        if time.monotonic() > until:
+            missing = next((rank for rank in ranks if not store.check([f"{name}/{rank}"])), None)
+            raise RuntimeError(f"Timed out waiting for rank {missing} to make a process group")
+
+
+def _is_set(store: Store, key: str, timeout: timedelta) -> bool:
+    """Whether a key is set before the timeout. Raises `RuntimeError` if the store is lost."""
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:
+        if "timeout" not in str(error).lower():
+            raise
+        return False
+    return True
 
 
 class Timeouts:

@@ -30,6 +30,7 @@ from graphpp._torch.distributed import default_store, timeout_of
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.parallel import late_rank
 from graphpp.parallel.groups import PeerLost, has_gloo, reaches
+from graphpp.parallel.rank_tree import Ranks, RankTree
 
 _LOG = logging.getLogger("graphpp")
 _STORE_TIMEOUT = timedelta(seconds=5)
@@ -47,19 +48,25 @@ class FailureBoard:
 
     def __init__(
         self,
-        groups: Sequence[dist.ProcessGroup | None],
+        groups: Sequence[Ranks],
         name: str,
         described: Callable[[int], str] = "rank {}".format,
         mark: Callable[[], Callable[[], bool]] | None = None,
+        peers: dist.ProcessGroup | None = None,
     ) -> None:
-        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: how an error names a rank.
+        """`groups`: the ranks of a call, and this rank's replicas. `described`: how an error names a rank.
 
-        `mark` is called after a call; its result says whether the device has done the call's work by now. None: a call returns
-        when its messages have arrived.
+        `peers`: the group in which the peer of a `PeerLost` is counted (None: the first of `groups`). `mark` is called after
+        a call; its result says whether the device has done the call's work by now. None: a call returns when its messages
+        have arrived.
         """
+        self._peers = peers
         self._described = described
-        self._pipeline = groups[0]
-        self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
+        trees = [RankTree.over(each) if isinstance(each, dist.ProcessGroup) else each for each in groups]
+        several = [tree for tree in trees if tree is not None and len(tree.ranks) > 1]
+        self._pipeline = trees[0]
+        self._groups = [group for tree in several for group in tree.groups]
+        self._ranks = {rank for tree in several for rank in tree.ranks}
         self._name = name
         self._calls = 0
         self._mark, self._issued = mark if self._groups else None, _Issued(lambda: True, 0.0)
@@ -107,8 +114,8 @@ class FailureBoard:
             default_store().set(self._end_of(dist.get_rank()), str(self._calls))
         me, known = dist.get_rank(), None if self._is_first() else self._published()
         lost = self._lost_by_now(error, known)
-        if known is not None and "Timed out" in str(error):
-            lost = lost or list(known.ranks)  # a late rank still answers the probe
+        if known is not None and ("Timed out" in str(error) or not self._probed.issuperset(known.ranks)):
+            lost = lost or list(known.ranks)  # a late rank still answers the probe, and a rank of another row is not asked
         if known is not None and me in known.ranks:
             raise RankFailure(
                 f"the other ranks have given up this step, because {self._described(me)}, this one, {known.fate}.\n{_RESTART}"
@@ -127,16 +134,14 @@ class FailureBoard:
 
     def _late(self, waited_for: Sequence[int]) -> _Finding | None:
         """The ranks for which the others wait after a timeout; None if all ranks can be reached, run, and wait too."""
-        me = dist.get_rank()
-        others = sorted({rank for group in self._groups for rank in dist.get_process_group_ranks(group)} - {me})
         try:
-            answers = late_rank.ask(others)
+            answers = late_rank.ask(sorted(self._ranks - {dist.get_rank()}))
         except RuntimeError:  # the store is lost
             return _Finding(tuple(waited_for), _LATE) if waited_for else None
         stopped = tuple(rank for rank, answer in answers.items() if answer is None)
         if stopped:
             return _Finding(stopped, f"{_LATE}: stopped by a signal or a debugger, with its host, or in native code")
-        own = dist.get_process_group_ranks(self._pipeline) if self._pipeline is not None else []
+        own = self._pipeline.ranks if self._pipeline is not None else ()
         # A rank of another replica is in a call of its own pipeline, whose name differs.
         here, calls = self._key(""), {rank: answer.call for rank, answer in answers.items() if answer is not None}
         waiting = {rank for rank, call in calls.items() if call == here or (call is not None and rank not in own)}
@@ -160,13 +165,19 @@ class FailureBoard:
         """The world ranks (of the known ones, if given) that cannot be reached or whose message did not arrive."""
         lost = set[int]()
         if isinstance(error, PeerLost) and error.peer is not None and self._pipeline is not None:
-            lost.add(dist.get_global_rank(self._pipeline, error.peer))
+            counted = self._pipeline.ranks if self._peers is None else dist.get_process_group_ranks(self._peers)
+            lost.add(counted[error.peer])
         for group in filter(has_gloo, self._groups):
             ranks = dist.get_process_group_ranks(group)
-            suspects = {rank for rank in ranks if known is None or rank in known.ranks} - {dist.get_rank()}
+            suspects = self._ranks.intersection(ranks if known is None else known.ranks, ranks) - {dist.get_rank()}
             lost |= {rank for rank in suspects if not reaches(group, ranks.index(rank))}
         first = lost - self._ended_by_themselves(lost) if len(lost) > 1 else lost
         return sorted(first or lost)
+
+    @property
+    def _probed(self) -> set[int]:
+        """The world ranks to which this rank has a connection of gloo, itself among them."""
+        return {rank for group in filter(has_gloo, self._groups) for rank in dist.get_process_group_ranks(group)}
 
     def _key(self, name: str) -> str:
         return f"graphpp/lost/{self._name}/{self._calls}/{name}"

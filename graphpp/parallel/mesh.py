@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphpp.errors import GraphPPError
 from graphpp.parallel.groups import own_group
 from graphpp.parallel.rank_place import RankPlace, Sharding, SpreadExperts
+from graphpp.parallel.rank_tree import RankTree
 
 PIPELINE, TENSOR = "pp", "tp"
 _REPLICAS, _SHARDS, _EXPERTS, _CONTEXT = "dp_replicate", "dp_shard", "ep", "cp"
@@ -27,7 +28,7 @@ _KNOWN = (PIPELINE, *_DATA, TENSOR)
 
 
 def place_in(
-    mesh: DeviceMesh, everyone: dist.ProcessGroup | None, device: torch.device, least_shards: int
+    mesh: DeviceMesh, everyone: RankTree | None, device: torch.device, least_shards: int
 ) -> RankPlace:
     """The place of this rank. `everyone`: the ranks of the mesh. `least_shards`: the fewest ranks that get shards."""
     along = _Along(mesh, everyone)
@@ -49,7 +50,7 @@ def place_in(
         pp_tp_group=along(PIPELINE, TENSOR),
         experts=experts,
         sharding=sharding,
-        parts_group=along(PIPELINE, TENSOR, _SHARDS, _EXPERTS) if sharded or spreads_experts else None,
+        parts=_ranks_along(mesh, (PIPELINE, TENSOR, _SHARDS, _EXPERTS)) if sharded or spreads_experts else None,
         mesh=mesh,
         everyone=everyone,
     )
@@ -58,8 +59,8 @@ def place_in(
 class _Along:
     """The own groups of ranks along some dimensions: those with this rank's coordinates in all other dimensions."""
 
-    def __init__(self, mesh: DeviceMesh, everyone: dist.ProcessGroup | None) -> None:
-        self._mesh, self._like = mesh, mesh.get_group(0) if everyone is None else everyone
+    def __init__(self, mesh: DeviceMesh, everyone: RankTree | None) -> None:
+        self._mesh, self._like = mesh, mesh.get_group(0) if everyone is None else everyone.groups[0]
 
     def __call__(self, *names: str) -> dist.ProcessGroup | None:
         """None if this rank is alone."""

@@ -3,6 +3,7 @@
 Contract:
 - `mesh=` is a `DeviceMesh` (dimensions: `mesh.py`), a process group of the pipeline's ranks, or None: the world, which is
   initialised here if it is not yet, and torchrun's variables are set.
+- All ranks agree in a `RankTree`, which needs no group of all ranks, and then make the groups of the mesh's dimensions.
 - The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
 - Raises `GraphPPError` if a rank lacks the device, is not in the mesh or group, or the mesh has other dimensions; then
   `MismatchError` on all other ranks of the mesh, and if ranks were given different meshes.
@@ -31,6 +32,7 @@ from graphpp.parallel.groups import group_among
 from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.mesh import described, dimensions, pipeline_size, place_in, shard_size
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.parallel.rank_tree import RankTree
 
 _LOG = logging.getLogger("graphpp")
 
@@ -54,8 +56,14 @@ def place_of(
     _check_group(mesh)
     found = usable_device(device if device is not None else _default_device(model))
     given = mesh if mesh is not None else _world(found, timeout)
-    group = None if given is None else _everyone(dist.get_process_group_ranks(given), given)
-    return RankPlace(found, group, everyone=group)
+    if given is None:
+        return RankPlace(found, None)
+    ranks = dist.get_process_group_ranks(given)
+    everyone = _everyone(ranks, given)
+    with FailureBoard((everyone,), "mesh").watching():
+        with Round(Agreement(everyone, found)) as r:
+            r.compare(Facts({"mesh=": [f"a group of the ranks {ranks}"]}))
+        return RankPlace(found, group_among(ranks, given), everyone=everyone)
 
 
 def planned_mesh(
@@ -138,12 +146,12 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
         return place_in(mesh, everyone, found, least_shards)
 
 
-def _everyone(ranks: Sequence[int], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The own group of all ranks that compile together; `given`: the caller's group of them, if there is one."""
+def _everyone(ranks: Sequence[int], given: dist.ProcessGroup | None) -> RankTree | None:
+    """All ranks that compile together; None if this rank is alone. `given`: the caller's group of them, if there is one."""
     like = given or dist.group.WORLD
     assert like is not None
-    with FailureBoard((like if len(ranks) == dist.get_world_size(like) else None,), "mesh").watching():
-        return group_among(ranks, like)
+    with FailureBoard((RankTree(tuple(ranks), (like,), len(ranks)),), "mesh").watching():
+        return RankTree.made(ranks, like) if len(ranks) > 1 else None
 
 
 def _device_on(model: object, mesh: DeviceMesh, device: torch.device | None) -> torch.device:
@@ -189,7 +197,7 @@ def _world(device: torch.device, timeout: float | None) -> dist.ProcessGroup | N
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
-        _initialise("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+        _initialise("nccl" if device.type == "cuda" else "gloo", timeout)  # gloo would connect all pairs of ranks
     return dist.group.WORLD
 
 

@@ -8,12 +8,13 @@ None stands for a group in which this rank would be alone. On a mesh, a group's 
     cp_ep_group              cp, ep                    experts.replicas         dp_replicate, dp_shard, cp
     replicas                 dp_replicate, dp_shard,   experts.sharding.group   dp_shard
                              ep, cp                    experts.sharding.copies  dp_replicate, cp
-    whole_model              pp, tp, dp_shard, ep      everyone                 all
+    whole_model (ranks)      pp, tp, dp_shard, ep      everyone (tree)          all
     same_parameters          replicas, or the copies of a sharding
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.rank_tree import Ranks, RankTree
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class RankPlace:
     `cp_ep_group`: of the replicas with which the model itself may exchange values (None: none). `tp_group`: of the ranks that
     share the layers of its stages (None: none), `pp_tp_group`: of all ranks of their pipelines, which compute the same
     microbatches (None: `group`). `experts`: None if no other rank has other experts. `sharding`: of parameters that are no
-    experts (None: not sharded). `parts_group`: of the ranks that together have one copy of the model, where parameters are
-    sharded or experts spread (None: `model_parallel`). `mesh`: the caller's, or None. `everyone`: all ranks that compile the
-    model together (None: one process).
+    experts (None: not sharded). `parts`: the world ranks that together have one copy of the model, where parameters are sharded
+    or experts spread (None: `model_parallel`). `mesh`: the caller's, or None. `everyone`: all ranks that compile the model
+    together (None: one process). `parts` and `everyone` may be all ranks of the job, and have no process group.
     """
 
     device: torch.device
@@ -85,12 +87,12 @@ class RankPlace:
     pp_tp_group: dist.ProcessGroup | None = None
     experts: SpreadExperts | None = None
     sharding: Sharding | None = None
-    parts_group: dist.ProcessGroup | None = None
+    parts: Sequence[int] | None = None
     mesh: DeviceMesh | None = None
-    everyone: dist.ProcessGroup | None = None
+    everyone: RankTree | None = None
 
-    def agreement(self, group: dist.ProcessGroup | None) -> Agreement:
-        return Agreement(group, self.device, self.described)
+    def agreement(self, ranks: Ranks) -> Agreement:
+        return Agreement(ranks, self.device, self.described)
 
     def described(self, rank: int) -> str:
         """How an error names a rank of the world: "rank 5", or "rank 5 (pp 1, tp 0)" with its coordinates on the mesh."""
@@ -106,9 +108,11 @@ class RankPlace:
         return self.group if self.pp_tp_group is None else self.pp_tp_group
 
     @property
-    def whole_model(self) -> dist.ProcessGroup | None:
-        """The ranks that together have one copy of the model; None for one process."""
-        return self.model_parallel if self.parts_group is None else self.parts_group
+    def whole_model(self) -> Sequence[int]:
+        """The world ranks that together have one copy of the model, in order; [0] for one process."""
+        if self.parts is not None:
+            return self.parts
+        return [0] if self.model_parallel is None else dist.get_process_group_ranks(self.model_parallel)
 
     def name_along(self, dimension: str) -> str:
         """The name of the mesh's process group along a dimension, for the model's own collectives."""
@@ -148,7 +152,7 @@ class RankPlace:
 
     @property
     def first_of_all(self) -> bool:
-        return self.everyone is None or dist.get_rank(self.everyone) == 0
+        return self.everyone is None or self.everyone.at == 0
 
     @property
     def first_of_stage(self) -> bool:

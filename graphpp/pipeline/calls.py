@@ -54,10 +54,11 @@ class Calls:
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
         groups, mark = (place.model_parallel, place.replicas), end_marker(place.device)
-        self._board = FailureBoard(groups, self._name, place.described, mark)
+        self._board = FailureBoard(groups, self._name, place.described, mark, place.group)
         self._every = options.parallel.check_data if agreement.several else 0
         self._timeouts = Timeouts(options.parallel.timeout, options.parallel.start_timeout)
-        self._lock = threading.RLock() if place.everyone is None else _LOCKS.setdefault(place.everyone, threading.RLock())
+        lock, everyone = threading.RLock(), place.everyone
+        self._lock = lock if everyone is None else _LOCKS.setdefault(everyone.groups[0], lock)
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         # Whether evaluations too exchange values with replicas.
@@ -239,8 +240,12 @@ class Calls:
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
         """The ranks of one copy of the model, as a separate group for checkpoints, which are written while steps run."""
-        return gloo_twin(self._place.whole_model, self._options.parallel.start_timeout)
+        return self._twin(self._place.whole_model)
 
     @cached_property
     def file_group_of_all(self) -> dist.ProcessGroup | None:
-        return gloo_twin(self._place.everyone, self._options.parallel.start_timeout)
+        return self._twin(() if self._place.everyone is None else self._place.everyone.ranks)
+
+    def _twin(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        everyone = self._place.everyone
+        return None if everyone is None else gloo_twin(ranks, everyone.groups[0], self._options.parallel.start_timeout)

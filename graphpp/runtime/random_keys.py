@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphpp.parallel.groups import has_gloo
+from graphpp.parallel.rank_tree import RankTree
 
 _MASK = (1 << 63) - 1
 
@@ -34,9 +34,9 @@ def step_keys(microbatches: int, group: dist.ProcessGroup | None, device: torch.
     """One key per microbatch, equal on every rank of the group."""
     drawn = torch.randint(_MASK, ())
     if group is not None:
-        # gloo, if available: reading the number from a GPU would make the host wait
-        drawn = drawn if has_gloo(group) else drawn.to(device)
-        dist.broadcast(drawn, group=group, group_src=0)
+        tree = RankTree.over(group)  # on gloo, if available: reading the number from a GPU would make the host wait
+        drawn = drawn if tree.on_gloo else drawn.to(device)
+        tree.broadcast(drawn, 0)
     return [mix(int(drawn), microbatch) for microbatch in range(microbatches)]
 
 

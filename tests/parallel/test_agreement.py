@@ -376,6 +376,22 @@ def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, lose_store: bool) -
         assert seconds < SOON
 
 
+def loses_its_neighbour(rank: int) -> str:
+    """On a mesh of 2 x 2 (pp, tp), a message of rank 1 to the second rank of its pipeline, which is rank 3, fails."""
+    everyone, pipelines = dist.new_group([0, 1, 2, 3]), [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    board, found = lost_rank.FailureBoard((everyone, None), "of four", peers=pipelines[rank % 2]), ""
+    if rank == 1:
+        with pytest.raises(RankFailure) as caught, board.watching():
+            raise lost_rank.PeerLost(1, "Connection closed by peer")
+        found = str(caught.value)
+    dist.barrier()
+    return found
+
+
+def test_a_lost_neighbour_is_named_by_its_rank_of_the_world() -> None:
+    assert run_ranks(loses_its_neighbour, 4)[1].startswith("rank 3 is lost, and rank 1 cannot finish this step")
+
+
 def test_a_rank_that_does_not_answer() -> None:
     """The error names the rank once the group's timeout is over."""
     waiting, slow = run_ranks(blow, 2, 1, is_late, False, STEP)

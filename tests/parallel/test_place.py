@@ -111,7 +111,7 @@ def differing(rank: int, other: str) -> str:
         ("renamed", "rank 1 differs in mesh=: it has pp 2, dp_replicate 2"),
         ("unknown", "rank 1: GraphPPError: mesh: unknown dimension 'data'"),
         ("option", "rank 1 (pp 0, dp_shard 1) differs in parallel.sum_order=: it has any, the others have ranks"),
-        ("none", "rank 0 compares mesh= with the others, rank 1 the torch version, "),
+        ("none", "rank 1 differs in mesh=: it has a group of the ranks [0, 1, 2, 3], the others have pp 2, dp_shard 2 of the"),
     ],
 )
 def test_ranks_with_other_meshes_or_options_raise_on_all_ranks(other: str, words: str) -> None:
