@@ -56,7 +56,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     ),
     "graphpp.options": ("graphpp.schedules.table", "graphpp.schedules.generate", "graphpp.runtime.program"),
     "graphpp.passes.graph": ("graphpp._torch", *_PROGRAMS),  # for graphs whose Python code is made when they first run
-    "graphpp.passes.forward": _PROGRAMS,
+    "graphpp.passes.forward": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.text": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.joint": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.recompute": ("graphpp.passes.graph", *_PROGRAMS),

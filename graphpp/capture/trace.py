@@ -49,13 +49,14 @@ from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
 from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, drop_unused_numbers, refuse_rounding
-from graphpp.capture.source_lines import user_line
+from graphpp.capture.source_lines import source_line, user_line
 from graphpp.capture.stacked_rnn import whole_recurrences
 from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.errors import CaptureError
 from graphpp.passes.forward.causal_attention import causal_attention
+from graphpp.passes.forward.chunk_logits import chunk_logits
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
@@ -96,6 +97,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     param_dtype: torch.dtype | None = None,
     outputs: bool = False,
     any_size: bool = False,
+    logits_tokens: int | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
@@ -103,8 +105,9 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     change the exported forward before the joint trace (not called for `DTensor` models). `varying`: the dynamic dimensions by
     path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension, the
     model gets the Python number, of any value. `param_dtype`: the dtype of floating-point parameters (None: their own).
-    `outputs`: whether a training graph has the output too. `any_size`: no choice depends on a size (`causal_attention`). Raises
-    `CaptureError` with the user's source line if the model cannot be captured.
+    `outputs`: whether a training graph has the output too. `any_size`: no choice depends on a size (`causal_attention`).
+    `logits_tokens`: as `memory.logits_tokens`. Raises `CaptureError` with the user's source line if the model cannot be
+    captured.
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 
@@ -113,8 +116,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     wrapper = TracedStep(model, loss, example, training, numbers, outputs)
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
-    spread = SpreadTensors.of(model)
-    direct = bool(spread.places)
+    direct = bool((spread := SpreadTensors.of(model)).places)
     example_mode = aot.fake_mode() if varying else mode  # export converts these inputs to symbolic ones
     places = {path: torch.device("cpu") if path in numbers else device for path in tensors_by_path(example)}
     fakes = {path: aot.fake_like(example_mode, x, places[path]) for path, x in tensors_by_path(example).items()}
@@ -122,8 +124,8 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(user_line)
-    if direct and varying:
-        raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
+    if direct:
+        _check_direct(sizes_vary=bool(varying), logits_tokens=logits_tokens if training else None)
 
     def export(updates: Iterable[NumberUpdate]) -> Exported:
         given = tuple(fakes.values())
@@ -132,7 +134,8 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
             wrapper.objects = used
             if direct:
                 return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
-            return as_eager_first(partial(_export, wrapper, given, dims, mode, updates, any_size), contextlib.nullcontext)
+            changed = partial(_change_forward, any_size=any_size, logits_tokens=logits_tokens, device=device, training=training)
+            return as_eager_first(partial(_export, wrapper, given, dims, mode, updates, changed), contextlib.nullcontext)
 
         return with_objects_first(exported_with, objects.with_attributes_alone() if direct else objects)
 
@@ -217,16 +220,47 @@ class TracedStep(nn.Module):
         return [(program.Output(at), value) for at, value in enumerate(values)]
 
 
+def _check_direct(*, sizes_vary: bool, logits_tokens: int | None) -> None:
+    """Raise `CaptureError` for an option that graphs with DTensor parameters do not have."""
+    if sizes_vary:
+        raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
+    if logits_tokens is not None:
+        raise CaptureError(
+            "memory.logits_tokens: the model has DTensor parameters, and its logits may be spread over ranks: leave it out"
+        )
+
+
+def _change_forward(
+    module: fx.GraphModule, *, any_size: bool, logits_tokens: int | None, device: torch.device, training: bool
+) -> None:
+    """Run the passes over the exported forward.
+
+    Raises `CaptureError` if a training has no loss for `logits_tokens`; an evaluation may return its logits.
+    """
+    causal_attention(module, any_size)
+    if logits_tokens is None:
+        return
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    rewritten, others = chunk_logits(module, logits_tokens, autocast)
+    if training and not rewritten:
+        found = [f"at {source_line(node.stack_trace or '') or node.name} {reason}" for node, reason in others]
+        raise CaptureError(
+            "memory.logits_tokens: no cross entropy of this model or loss can be computed for some tokens at a time: "
+            f"{'; '.join(found) or 'none is called'}. Give torch.nn.functional.cross_entropy the results of a linear layer, or "
+            "leave the option out"
+        )
+
+
 def _export(
     wrapper: TracedStep,
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
     updates: Iterable[NumberUpdate],
-    any_size: bool,
+    change: Callable[[fx.GraphModule], None],
     answering: Answering,
 ) -> Exported:
-    """Export a call that begins with `updates`, within the context `answering()`."""
+    """Export a call that begins with `updates`, within the context `answering()`; `change` rewrites the forward."""
     functions = FunctionCalls(wrapper.objects.again)
     wrapper.begin(updates)
     marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
@@ -249,5 +283,5 @@ def _export(
         drop_unused_numbers(module)
         refuse_unknown_numbers(module.graph, wrapper.are_numbers)
     refuse_generators(module.graph)
-    causal_attention(module, any_size)
+    change(module)
     return Exported(module, functions, wrapper.found, inputs)

@@ -98,6 +98,7 @@ class Artifact:
             "the device, the mesh or autocast": [device, _place(self._request.place), autocast],
             "parallel.param_dtype": str(self._request.options.parallel.param_dtype),
             "memory.outputs": self._request.options.memory.outputs,
+            "memory.logits_tokens": self._request.options.memory.logits_tokens,
             "the parameters and buffers": [line for tree in trees for line in tensor_lines(tree)],
             "training or evaluation": [training, *flags],
             "the microbatch": [*example.signature, varying, self._request.options.debug.dynamic is True],

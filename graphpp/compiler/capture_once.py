@@ -53,8 +53,10 @@ def capture_graph(
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
         param_dtype, outputs = request.options.parallel.param_dtype, request.options.memory.outputs
-        sizes = bool(open_sizes)
-        run = partial(capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs, any_size=sizes)
+        run = partial(
+            capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs, any_size=bool(open_sizes),
+            logits_tokens=request.options.memory.logits_tokens,
+        )  # fmt: skip
         captured = with_unseen(run(example.with_numbers(frozenset()).microbatch(), device))
         reason, numbers = "", dict.fromkeys(example.numbers, ())
         if open_sizes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphpp.arguments import FLAG, NUMBER, shown
+from graphpp.arguments import COUNT, FLAG, NUMBER, or_none, shown
 from graphpp.errors import GraphPPError
 from graphpp.options.offload import OFFLOAD_FORMS, Offload, OffloadLike, read_offload
 from graphpp.options.option import Group, Option, group_reader
@@ -95,6 +95,15 @@ class Memory(Group):
         about="Whether steps too return the model's output on the rank of the last stage, as `pipe.eval` does: "
         "`StepResult.output`, without gradients. That rank keeps the output of each microbatch until the step ends, and "
         "`pipe.plan.memory` and `memory.cap` count these bytes among the buffers.",
+    )
+
+    logits_tokens: Option[int | None, int | None] = Option(
+        None,
+        read=or_none(COUNT),
+        about="How many tokens' logits exist at one time. The head, a linear layer over many words, and its cross entropy work "
+        "through a microbatch's tokens in pieces: logits, their softmax and their gradients never exist for all tokens. The "
+        "gradient of the head's weight is computed in the forward and kept until the backward. Numbers are equal but for the "
+        "rounding of sums over pieces. None: all at once. A model without a cross entropy over a linear layer is refused.",
     )
 
     def optimizer_bytes(self, elements: int, itemsize: int) -> int:

@@ -3,14 +3,16 @@
 Contract: a value lives until its last reader, where the rendered program deletes it; a view lies in the memory of its source.
 The peak counts received, saved and computed values, including results. A saved value that a later program of the microbatch
 also reads (`meta["kept"]`) stays alive. A gradient counts until it is handed to the runtime; if its factors are handed over,
-the workspace of the multiplication counts (`meta["workspace"]`). Parameters, buffers, inputs of the microbatch, workspace
-inside an operator, and gathered parameters (`meta["gathers"]`, see `Program.layers`) do not count.
+the workspace of the multiplication counts (`meta["workspace"]`), and so does that of `linear_cross_entropy`. Parameters,
+buffers, inputs of the microbatch, the workspace of other operators, and gathered parameters (`meta["gathers"]`, see
+`Program.layers`) do not count.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +20,7 @@ from torch import fx
 from graphpp._torch.numbers_of_data import known
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import is_tensor, results_of
+from graphpp.passes.graph.linear_cross_entropy import LINEAR_CROSS_ENTROPY, workspace
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
@@ -72,6 +75,9 @@ def _size(node: fx.Node) -> int:
         return 0
     if node.target is deferred_matmul:  # the runtime adds the product directly into the gradient sum
         return int(node.meta.get("workspace", 0))
+    if node.target is LINEAR_CROSS_ENTROPY:
+        operands: Any = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+        return int(known(workspace(*operands)))
     if not is_tensor(node) or "gathers" in node.meta:
         return 0
     value: torch.Tensor = node.meta["val"]

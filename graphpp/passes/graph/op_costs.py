@@ -18,6 +18,8 @@ from graphpp._torch import recurrence
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
+from graphpp.passes.graph.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from graphpp.passes.graph.linear_cross_entropy import flops as linear_cross_entropy_flops
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 from graphpp.runtime.random_keys import seeded
 
@@ -109,6 +111,7 @@ def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> Any
 
 _OWN: Mapping[Any, Callable[..., Any]] = {  # kernels that torch does not count
     aten._grouped_mm: _flops_of_groups,
+    LINEAR_CROSS_ENTROPY.overloadpacket: linear_cross_entropy_flops,
     recurrence.FORWARD: recurrence.forward_flops,
     recurrence.BACKWARD: lambda *operands: 3 * recurrence.forward_flops(*operands),
 }

@@ -1,0 +1,109 @@
+"""A linear layer and the cross entropy of its results as one operator, which never has the results of all rows.
+
+Contract: `linear_cross_entropy(hidden [rows, d], weight [words, d], bias or None, target [rows], ..)` computes the logits of
+`tokens` rows at a time. While it has them, the forward also computes the gradients of the sum of the losses by `hidden`,
+`weight` and `bias` (those that are `needed`); the backward multiplies them by the gradient of the loss. So there are as many
+products as with all logits, and the gradient of the weight is alive from the forward to the backward. Softmax and losses are
+computed in at least 32 bits. Gradients differ from those of one product by the rounding of a sum over the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # FRAGMENT: this module may be loaded twice in a process
+_LIBRARY.define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int ignore_index, bool mean, "
+    "float smoothing, float scale, ScalarType dtype, SymInt tokens, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LINEAR_CROSS_ENTROPY = torch.ops.graphpp.linear_cross_entropy.default
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def workspace(hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
+    """Bytes of the logits of some rows, of their logarithms or slopes, and of a copy in the dtype of `hidden`."""
+    wide, rows = torch.promote_types(hidden.dtype, torch.float32), torch.sym_min(hidden.shape[0], rest[-2])
+    return rows * weight.shape[0] * (2 * wide.itemsize + (0 if hidden.dtype is wide else hidden.dtype.itemsize))
+
+
+def flops(hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
+    """FLOPs of the products of the forward: one for the logits, and one for each of the gradients by hidden and weight."""
+    products = 1 + sum(rest[-1][:2])
+    return 2 * products * hidden.shape[0] * hidden.shape[1] * weight.shape[0]
+
+
+def _forward(  # noqa: PLR0913 - the operator's arguments
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, mean: bool, smoothing: float,
+    scale: float, dtype: torch.dtype, tokens: int, needed: Sequence[bool],
+) -> Results:  # fmt: skip
+    """The loss (`dtype`), the number by which losses and gradients are divided, and the gradients, empty where not needed."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    valid = target != ignore_index
+    total = hidden.new_zeros((), dtype=wide)
+    count = valid.sum().to(wide) if mean else torch.ones_like(total)
+    grads = [each.new_zeros(each.shape if need else 0) for each, need in zip((hidden, weight), needed, strict=False)]
+    grads.append(hidden.new_zeros(weight.shape[0] if bias is not None and needed[2] else 0, dtype=wide))
+    for begin in range(0, hidden.shape[0], tokens):
+        rows, words, real = (each[begin : begin + tokens] for each in (hidden, target, valid))
+        scores = F.linear(rows, weight, bias).to(wide)
+        logs = F.log_softmax(scores if scale == 1 else scores.mul_(scale), -1)
+        del scores
+        total += (1 - smoothing) * F.nll_loss(logs, words, ignore_index=ignore_index, reduction="sum")
+        if smoothing:
+            total -= smoothing / weight.shape[0] * (logs.sum(-1) * real).sum()
+        if any(needed):
+            _add_gradients(grads, rows, weight, logs, words.where(real, 0), real, smoothing, scale, begin, needed)
+    if bias is not None:
+        grads[2] = grads[2].to(bias.dtype)
+    return (total / count).to(dtype), count, *grads  # type: ignore[return-value]
+
+
+def _add_gradients(  # noqa: PLR0913 - a part of `_forward`
+    grads: list[Tensor], rows: Tensor, weight: Tensor, logs: Tensor, words: Tensor, real: Tensor, smoothing: float,
+    scale: float, begin: int, needed: Sequence[bool],
+) -> None:  # fmt: skip
+    """Add the gradients of the sum of the losses of some rows; `logs` is overwritten."""
+    slopes = logs.exp_().sub_(smoothing / weight.shape[0])
+    slopes.scatter_add_(1, words[:, None], slopes.new_full((len(rows), 1), smoothing - 1))
+    slopes.mul_(real[:, None]).mul_(scale)
+    own = slopes.to(rows.dtype)
+    if needed[0]:
+        grads[0][begin : begin + len(rows)] = own @ weight
+    if needed[1]:
+        grads[1].addmm_(own.t(), rows)
+    if grads[2].numel():
+        grads[2] += slopes.sum(0)
+
+
+def _fake(  # noqa: PLR0913 - the operator's arguments
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, mean: bool, smoothing: float,
+    scale: float, dtype: torch.dtype, tokens: int, needed: Sequence[bool],
+) -> Results:  # fmt: skip
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    grads = [each.new_empty(each.shape if need else 0) for each, need in zip((hidden, weight), needed, strict=False)]
+    last = bias.new_empty(bias.shape if needed[2] else 0) if bias is not None else hidden.new_empty(0, dtype=wide)
+    return hidden.new_empty((), dtype=dtype), hidden.new_empty((), dtype=wide), *grads, last  # type: ignore[return-value]
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.needed, ctx.has_bias = inputs[-1], inputs[2] is not None
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(ctx: Any, loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    count, *grads = ctx.saved_tensors
+    factor = None if loss is None else loss.to(count.dtype) / count
+    given = [need and (at < 2 or ctx.has_bias) and factor is not None for at, need in enumerate(ctx.needed)]
+    found = [(each.to(count.dtype) * factor).to(each.dtype) if own else None for each, own in zip(grads, given, strict=True)]
+    return (*found, *(None,) * 8)
+
+
+_LIBRARY.impl("linear_cross_entropy", _forward, "CompositeExplicitAutograd")
+torch.library.register_fake("graphpp::linear_cross_entropy", _fake, lib=_LIBRARY)
+torch.library.register_autograd("graphpp::linear_cross_entropy", _backward, setup_context=_set_up, lib=_LIBRARY)
