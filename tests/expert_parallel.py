@@ -23,6 +23,7 @@ from tests.sharding import Mesh
 from tests.tensor_parallel import VOCAB, WIDTH, Trained, compiled, train
 
 HIDDEN, EXPERTS = 12, 4
+CUTS = {1: None, 2: ["layers.1"], 4: ["layers.0.experts", "layers.1", "layers.1.experts"]}  # by number of stages
 
 
 class Experts(nn.Module):

@@ -21,6 +21,7 @@ from tests.distributed import on_cpu
 from tests.sharding import Mesh
 
 VOCAB, WIDTH, LENGTH, ROWS, MICROBATCHES, STEPS = 24, 8, 6, 8, 4, 2
+CUTS = {1: None, 2: ["layers.1"], 4: ["layers.0.norm2", "layers.1", "layers.1.norm2"]}  # by number of stages
 
 
 class Layer(nn.Module):

@@ -255,12 +255,12 @@ def sharded(rank: int, mesh: Mesh, schedule: str, keep: int | None, sum_order: A
 
 
 def tensors(rank: int, mesh: Mesh, schedule: str, sequence: bool) -> Any:
-    options = {"split": CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
+    options = {"split": tensor_parallel.CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
     return tensor_parallel.train_on_mesh(rank, mesh, {}, sequence, options)
 
 
 def experts(rank: int, mesh: Mesh, schedule: str) -> Any:
-    options = {"split": CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
+    options = {"split": expert_parallel.CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
     return expert_parallel.train_on_mesh(rank, mesh, options)
 
 

@@ -15,7 +15,7 @@ import graphpp
 from graphpp.runtime.dtensors import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.expert_parallel import mixture, train_alone, train_on_mesh
+from tests.expert_parallel import CUTS, mixture, train_alone, train_on_mesh
 from tests.sharding import Mesh
 from tests.tensor_parallel import MICROBATCHES, Trained, assert_near, batch, compiled, loss, train
 
@@ -23,7 +23,6 @@ ALONE, PIPE, TURNED = Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep")), Mesh((2, 
 REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "ep")), Mesh((2, 2), ("dp_shard", "ep"))
 FLAT, SHARDS_LAST = Mesh((1, 4), ("dp_shard", "ep")), Mesh((2, 2), ("ep", "dp_shard"))
 SHARDED_PIPE = Mesh((2, 1, 2), ("pp", "dp_shard", "ep"))
-CUTS = {1: None, 2: ["layers.1"], 4: ["layers.0.experts", "layers.1", "layers.1.experts"]}
 
 
 def gradients_beside_eager(rank: int, mesh: Mesh, options: dict[str, Any]) -> list[str]:

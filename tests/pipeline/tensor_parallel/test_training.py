@@ -15,6 +15,7 @@ from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh
 from tests.tensor_parallel import (
+    CUTS,
     MICROBATCHES,
     assert_near,
     batch,
@@ -29,7 +30,6 @@ from tests.tensor_parallel import (
 TENSOR, PIPE = Mesh((2,), ("tp",)), Mesh((2, 2), ("pp", "tp"))
 REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "tp")), Mesh((2, 2), ("dp_shard", "tp"))
 TURNED, EVERYTHING = Mesh((2, 2), ("tp", "dp_shard")), Mesh((2, 2, 2), ("pp", "dp_shard", "tp"))
-CUTS = {2: ["layers.1"], 4: ["layers.0.norm2", "layers.1", "layers.1.norm2"]}
 
 
 def gradients_beside_eager(rank: int, mesh: Mesh, sequence: bool, tied: bool, options: dict[str, Any]) -> list[str]:
