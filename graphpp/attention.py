@@ -1,5 +1,6 @@
-"""Attention over sequences that the ranks of a process group share: context parallelism, for models of any kind.
+"""Attention over the documents of a packed row; and over sequences that the ranks of a process group share: context parallelism.
 
+- `packed` computes the attention of each document of a row to itself, as one operator of a captured graph.
 - Each rank of the group has a part of every sequence: `sequence_part` cuts it, `sequence_positions` gives the positions of its
   tokens. A model calls `ulysses` or `gathered` in place of attention. Both give each rank its part of the output that one
   process computes for the whole sequence, and of its gradients.
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from graphpp._torch import packed_attention
 from graphpp._torch.parallel.functional_collectives import all_gather, all_to_all
 from graphpp.arguments import FLAG, INDEX, INTEGER, Accepted, checked, or_none
 from graphpp.errors import GraphPPError
@@ -26,7 +28,47 @@ _TENSOR = Accepted("a tensor", lambda value: isinstance(value, torch.Tensor))
 _ATTENTION_TENSOR = Accepted(
     "a tensor [batch, heads, tokens, width]", lambda value: isinstance(value, torch.Tensor) and value.dim() == 4
 )
+_PACKED_TENSOR = Accepted("a tensor [tokens, heads, width]", lambda value: isinstance(value, torch.Tensor) and value.dim() == 3)
+_ENDS = Accepted(
+    "int32 [documents + 1]",
+    lambda value: isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype is torch.int32,
+)
+_LONGEST = Accepted("an integer", lambda value: isinstance(value, int | torch.SymInt) and not isinstance(value, bool))
 _THREE = dict.fromkeys(("query", "key", "value"), _ATTENTION_TENSOR)
+
+
+@checked(
+    GraphPPError, **dict.fromkeys(_THREE, _PACKED_TENSOR), cu_seqlens=_ENDS, max_seqlen=or_none(_LONGEST), is_causal=FLAG
+)
+def packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention within each document of a packed row, whose lengths and number of documents may differ in each call.
+
+    `query`: [tokens, heads, width]; `key`, `value`: the same, or with a divisor of its heads. `cu_seqlens`: where documents
+    begin, and last the number of tokens, int32 [documents + 1]. `max_seqlen`: at least the tokens of the longest document; None
+    for all. `scale`: of the products; None for width ** -0.5. Returns the output, shaped as `query`.
+
+    On the CPU the numbers are those of `scaled_dot_product_attention` on each document, bit for bit. On a GPU it is the kernel of
+    `torch.nn.attention.varlen`. Raises `GraphPPError` for misshaped tensors, and on a GPU for other types than float16 and
+    bfloat16; the CPU's kernel raises `ValueError` if `cu_seqlens` or `max_seqlen` do not fit.
+    """
+    heads, width = query.shape[1:]
+    if key.shape != value.shape or (key.shape[0], key.shape[2]) != (query.shape[0], width) or heads % key.shape[1]:
+        shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
+        raise GraphPPError(f"query, key, value: take equal tokens and widths, and heads that divide query's, got {shapes}")
+    if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
+        raise GraphPPError(f"query: torch's flash kernel takes float16 and bfloat16, got {query.dtype}: train under autocast")
+    longest = query.shape[0] if max_seqlen is None else max_seqlen
+    output: torch.Tensor = packed_attention.FORWARD(query, key, value, cu_seqlens, longest, is_causal, scale)[0]
+    return output
 
 
 @checked(GraphPPError, **_THREE, group=_GROUP)

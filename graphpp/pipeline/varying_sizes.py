@@ -3,7 +3,7 @@
 Contract:
 - The first microbatch of a kind (structure and dtypes, under one state of the model) is captured for its own sizes. When
   another one has other sizes, the dimensions that varied so far are left open; the graph serves all sizes for which it is valid
-  (`_torch/symbols.py`).
+  (`_torch/symbols.py`). Three shapes in one call leave sizes open at once.
 - Floating tensors whose elements are not in memory order, and dimensions of size 0 or 1, are never left open: torch takes other
   branches for them.
 - If model or loss fix every open size, or cannot be captured with open sizes, each size gets its own capture, and one warning
@@ -25,6 +25,7 @@ from graphpp.pipeline.cache_key import GraphKey
 
 _LOG = logging.getLogger("graphpp")
 _MOST = 4  # graphs with open sizes for one kind of microbatch
+_SEVERAL = 3  # shapes in one call that leave their sizes open at once; a batch that does not divide has two
 Kind = tuple[Any, ...]
 
 
@@ -80,6 +81,23 @@ class VaryingSizes:
 
     def use(self, graph: CompiledGraph) -> None:
         self._graphs.sort(key=lambda pair: pair[1] is graph)
+
+    def open_together(self, new: Mapping[GraphKey, FlatMicrobatch]) -> list[tuple[list[GraphKey], dict[str, tuple[int, ...]]]]:
+        """Microbatches of one call that one capture may serve, and the dimensions that it leaves open."""
+        alike = defaultdict[Kind, list[FlatMicrobatch]](list)
+        for key, part in new.items() if self._dynamic is None else ():
+            alike[_structure(key, part)].append(part)
+        for seen, parts in alike.items():
+            shapes = {tuple((path, tuple(each.shape)) for path, each in part.tensors.items()) for part in parts}
+            for each in zip(*shapes, strict=True) if len(shapes) >= _SEVERAL else ():
+                sizes = zip(*(shape for _, shape in each), strict=True)
+                self._varied[seen][each[0][0]] |= {dim for dim, found in enumerate(sizes) if len(set(found)) > 1}
+        together = defaultdict[Any, list[GraphKey]](list)
+        open_sizes = {key: self.open(key, part) for key, part in new.items()}  # the last one knows what all others varied
+        open_sizes = {key: self.open(key, part) for key, part in new.items()}
+        for key, part in new.items():
+            together[(key.of_kind(part), *sorted(open_sizes[key].items())) if open_sizes[key] else key].append(key)
+        return [(keys, open_sizes[keys[0]]) for keys in together.values()]
 
     def open(self, key: GraphKey, part: FlatMicrobatch) -> dict[str, tuple[int, ...]]:
         """The dimensions to leave open in a capture of this microbatch, by path of the tensor."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import recurrence
+from graphpp._torch import packed_attention, recurrence
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
@@ -111,6 +111,8 @@ _OWN: Mapping[Any, Callable[..., Any]] = {  # kernels that torch does not count
     aten._grouped_mm: _flops_of_groups,
     recurrence.FORWARD: recurrence.forward_flops,
     recurrence.BACKWARD: lambda *operands: 3 * recurrence.forward_flops(*operands),
+    packed_attention.FORWARD: packed_attention.forward_flops,
+    packed_attention.BACKWARD: lambda *operands: 5 * packed_attention.forward_flops(*operands[3:]) // 2,
 }
 
 
