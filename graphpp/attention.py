@@ -28,7 +28,6 @@ _TENSOR = Accepted("a tensor", lambda value: isinstance(value, torch.Tensor))
 _ATTENTION_TENSOR = Accepted(
     "a tensor [batch, heads, tokens, width]", lambda value: isinstance(value, torch.Tensor) and value.dim() == 4
 )
-_PACKED_TENSOR = Accepted("a tensor [tokens, heads, width]", lambda value: isinstance(value, torch.Tensor) and value.dim() == 3)
 _ENDS = Accepted(
     "int32 [documents + 1]",
     lambda value: isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype is torch.int32,
@@ -37,9 +36,7 @@ _LONGEST = Accepted("an integer", lambda value: isinstance(value, int | torch.Sy
 _THREE = dict.fromkeys(("query", "key", "value"), _ATTENTION_TENSOR)
 
 
-@checked(
-    GraphPPError, **dict.fromkeys(_THREE, _PACKED_TENSOR), cu_seqlens=_ENDS, max_seqlen=or_none(_LONGEST), is_causal=FLAG
-)
+@checked(GraphPPError, **_THREE, cu_seqlens=_ENDS, max_seqlen=or_none(_LONGEST), is_causal=FLAG)
 def packed(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -50,25 +47,26 @@ def packed(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention within each document of a packed row, whose lengths and number of documents may differ in each call.
+    """Attention of each document of a packed row to itself; lengths and number of documents may differ in each call.
 
-    `query`: [tokens, heads, width]; `key`, `value`: the same, or with a divisor of its heads. `cu_seqlens`: where documents
-    begin, and last the number of tokens, int32 [documents + 1]. `max_seqlen`: at least the tokens of the longest document; None
-    for all. `scale`: of the products; None for width ** -0.5. Returns the output, shaped as `query`.
+    `query`: [batch, heads, tokens, width]; `key`, `value`: the same, or a divisor of its heads. `cu_seqlens`: where documents begin,
+    counted through all rows, and last the number of tokens, int32 [documents + 1]. `max_seqlen`: at least the tokens of the longest
+    document; None for all. `scale`: of the products; None for width ** -0.5. Returns the output, shaped as `query`.
 
-    On the CPU the numbers are those of `scaled_dot_product_attention` on each document, bit for bit. On a GPU it is the kernel of
-    `torch.nn.attention.varlen`. Raises `GraphPPError` for misshaped tensors, and on a GPU for other types than float16 and
-    bfloat16; the CPU's kernel raises `ValueError` if `cu_seqlens` or `max_seqlen` do not fit.
+    On the CPU the numbers are those of `scaled_dot_product_attention` on each document, with heads of key and value repeated. On a
+    GPU all documents are one call of the kernel of `torch.nn.attention.varlen`. Raises `GraphPPError` for misshaped tensors, and on a
+    GPU for types other than float16 and bfloat16. The CPU's kernel raises `ValueError` if `cu_seqlens` or `max_seqlen` do not fit.
     """
-    heads, width = query.shape[1:]
-    if key.shape != value.shape or (key.shape[0], key.shape[2]) != (query.shape[0], width) or heads % key.shape[1]:
+    same = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:] and key.shape == value.shape
+    if not same or query.shape[1] % key.shape[1]:
         shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
-        raise GraphPPError(f"query, key, value: take equal tokens and widths, and heads that divide query's, got {shapes}")
+        raise GraphPPError(f"query, key, value: take equal shapes, or heads of key and value that divide query's, got {shapes}")
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
         raise GraphPPError(f"query: torch's flash kernel takes float16 and bfloat16, got {query.dtype}: train under autocast")
-    longest = query.shape[0] if max_seqlen is None else max_seqlen
-    output: torch.Tensor = packed_attention.FORWARD(query, key, value, cu_seqlens, longest, is_causal, scale)[0]
-    return output
+    rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # [tokens of all rows, heads, width]
+    longest = rows[0].shape[0] if max_seqlen is None else max_seqlen
+    output: torch.Tensor = packed_attention.FORWARD(*rows, cu_seqlens, longest, is_causal, scale)[0]
+    return output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
 @checked(GraphPPError, **_THREE, group=_GROUP)
@@ -113,7 +111,7 @@ def gathered(
 
     `query`, `key`, `value`: [batch, heads, tokens of this rank, width]. `positions`: of this rank's tokens in the sequence,
     integers [tokens of this rank]; None for contiguous parts in order of rank. With `is_causal` a token attends to those at its
-    position and before. `options` go to `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the
+    position and before, also where positions restart: for packed rows call `ulysses` with `attention=packed`. `options` go to `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the
     output, shaped as `query`. Two gathers forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and misshaped
     positions.
     """

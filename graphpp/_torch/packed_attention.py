@@ -38,7 +38,10 @@ def _documents(cu_seqlens: Tensor, tokens: int, max_seqlen: int) -> Iterator[sli
     ends = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens: take ends of documents that ascend from 0 to the {tokens} tokens of the row, got {ends}")
+        raise ValueError(
+            f"cu_seqlens: take the beginnings of documents, which ascend from 0, and last the {tokens} tokens of the rows, got {ends}. "
+            "For rows that ranks share call graphpp.attention.ulysses with attention=graphpp.attention.packed"
+        )
     if max(lengths) > max_seqlen:
         raise ValueError(f"max_seqlen: the longest document has {max(lengths)} tokens, got {max_seqlen}")
     return (slice(start, end) for start, end in zip(ends, ends[1:], strict=False) if end > start)
