@@ -1,4 +1,4 @@
-"""Attention over the documents of a packed row; and over sequences that the ranks of a process group share: context parallelism.
+"""Attention over packed documents, and over sequences that the ranks of a process group share (context parallelism).
 
 - `packed` computes the attention of each document of a row to itself, as one operator of a captured graph.
 - Each rank of the group has a part of every sequence: `sequence_part` cuts it, `sequence_positions` gives the positions of its
@@ -49,20 +49,22 @@ def packed(
 ) -> torch.Tensor:
     """Attention of each document of a packed row to itself; lengths and number of documents may differ in each call.
 
-    `query`: [batch, heads, tokens, width]; `key`, `value`: the same, or a divisor of its heads. `cu_seqlens`: where documents begin,
-    counted through all rows, and last the number of tokens, int32 [documents + 1]. `max_seqlen`: at least the tokens of the longest
-    document; None for all. `scale`: of the products; None for width ** -0.5. Returns the output, shaped as `query`.
+    `query`: [batch, heads, tokens, width]; `key`, `value`: the same, or a divisor of its heads. `cu_seqlens`: where documents
+    begin, counted through all rows, and last the number of tokens, int32 [documents + 1]. `max_seqlen`: at least the tokens of
+    the longest document; None for all tokens. `scale`: of the products; None for width ** -0.5. Returns the output, shaped as
+    `query`.
 
-    On the CPU the numbers are those of `scaled_dot_product_attention` on each document, with heads of key and value repeated. On a
-    GPU all documents are one call of the kernel of `torch.nn.attention.varlen`. Raises `GraphPPError` for misshaped tensors, and on a
-    GPU for types other than float16 and bfloat16. The CPU's kernel raises `ValueError` if `cu_seqlens` or `max_seqlen` do not fit.
+    On the CPU the numbers are those of `scaled_dot_product_attention` on each document, with heads of key and value repeated.
+    On a GPU all documents are one call of the kernel of `torch.nn.attention.varlen`. Raises `GraphPPError` for misshaped
+    tensors, and on a GPU for types other than float16 and bfloat16. The CPU's kernel raises `ValueError` if `cu_seqlens` or
+    `max_seqlen` do not fit; the GPU's kernel does not check them.
     """
     same = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:] and key.shape == value.shape
-    if not same or query.shape[1] % key.shape[1]:
-        shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
-        raise GraphPPError(f"query, key, value: take equal shapes, or heads of key and value that divide query's, got {shapes}")
+    if not same or query.shape[1] % key.shape[1] or not query.dtype == key.dtype == value.dtype:
+        given = ", ".join(f"{list(each.shape)} {each.dtype}" for each in (query, key, value))
+        raise GraphPPError(f"packed: take tensors that are alike, or heads of key and value that divide query's, got {given}")
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
-        raise GraphPPError(f"query: torch's flash kernel takes float16 and bfloat16, got {query.dtype}: train under autocast")
+        raise GraphPPError(f"packed: torch's flash kernel takes float16 and bfloat16, got {query.dtype}: cast the tensors")
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # [tokens of all rows, heads, width]
     longest = rows[0].shape[0] if max_seqlen is None else max_seqlen
     output: torch.Tensor = packed_attention.FORWARD(*rows, cu_seqlens, longest, is_causal, scale)[0]
@@ -111,9 +113,9 @@ def gathered(
 
     `query`, `key`, `value`: [batch, heads, tokens of this rank, width]. `positions`: of this rank's tokens in the sequence,
     integers [tokens of this rank]; None for contiguous parts in order of rank. With `is_causal` a token attends to those at its
-    position and before, also where positions restart: for packed rows call `ulysses` with `attention=packed`. `options` go to `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the
-    output, shaped as `query`. Two gathers forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and misshaped
-    positions.
+    position and before, of all documents: for packed rows call `ulysses` with `attention=packed`. `options` go to
+    `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the output, shaped as `query`. Two gathers
+    forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and misshaped positions.
     """
     if "attn_mask" in options:
         raise GraphPPError("attn_mask: gathered makes the mask of is_causal and positions; for another one call ulysses")

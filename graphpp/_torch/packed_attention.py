@@ -13,6 +13,7 @@ Checked on torch 2.11.0 and 2.13.0:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,15 +37,15 @@ def forward_flops(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor,
 def _documents(cu_seqlens: Tensor, tokens: int, max_seqlen: int) -> Iterator[slice]:
     """The tokens of each document that has some. Raises `ValueError` if the documents do not make up the row."""
     ends = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(ends)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
         raise ValueError(
-            f"cu_seqlens: take the beginnings of documents, which ascend from 0, and last the {tokens} tokens of the rows, got {ends}. "
+            f"cu_seqlens: take the beginnings of documents, from 0 on, and last the {tokens} tokens of the rows, got {ends}. "
             "For rows that ranks share call graphpp.attention.ulysses with attention=graphpp.attention.packed"
         )
     if max(lengths) > max_seqlen:
         raise ValueError(f"max_seqlen: the longest document has {max(lengths)} tokens, got {max_seqlen}")
-    return (slice(start, end) for start, end in zip(ends, ends[1:], strict=False) if end > start)
+    return (slice(start, end) for start, end in pairwise(ends) if end > start)
 
 
 def _batched(tensor: Tensor, heads: int) -> Tensor:

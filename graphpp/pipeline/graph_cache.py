@@ -32,7 +32,7 @@ from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
 from graphpp.pipeline.cache_key import CallKey, GraphKey, KeyMaker, Recent, StepCall, check_same_updates
-from graphpp.pipeline.varying_sizes import VaryingSizes
+from graphpp.pipeline.varying_sizes import Open, VaryingSizes, for_sizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import ModelState, tensor_lines
@@ -229,7 +229,15 @@ class GraphCache:
 
         known = {key: self._known(key, part) for key, part in call.distinct.items()}
         new = {key: part for key, part in call.distinct.items() if known[key] is None}
-        captured = self._captured_once(new, call.training)
+
+        def capture(some: Sequence[GraphKey], open_sizes: Sequence[Open]) -> list[CapturedGraph]:
+            for reason in {self._reason(key) for key in some} - self._reasons:
+                if self._request.place.rank == 0:
+                    _LOG.info("model and loss are captured again, because %s", reason)
+                self._reasons.add(reason)
+            return capture_graphs(self._request, self._pipeline, [new[key] for key in some], call.training, open_sizes)
+
+        captured = self._sizes.captured(new, capture)
         if new:
             self._keys.after_capture()
         plain = [(part, captured[key].plain_because) for key, part in new.items() if captured[key].plain_because]
@@ -238,14 +246,9 @@ class GraphCache:
         if plain:
             parts = [part.with_numbers(frozenset()) for part in call.parts]
             return self._capture(self.call(parts, call.weighting, training=call.training), microbatches)
-        compiled = dict[int, CompiledGraph]()
+        made = dict[int, CompiledGraph]()
         for key, part in call.distinct.items():
-            graph = known[key]
-            if graph is None:
-                found = captured[key]
-                general = compiled.get(id(found)) or compile_graph(self._request, found, table_for, first)
-                compiled[id(found)] = general
-                graph = _for_sizes(general, part)
+            graph = known[key] or for_sizes(self._compiled(captured[key], made, table_for, first), part)
             first = first or graph
             check_homes(first, graph)
             graphs[key] = graph
@@ -262,23 +265,13 @@ class GraphCache:
         cap = self._request.options.memory.caps(place.ranks) if call.training else None
         return lowered(self._request, each, table, self._assembly.regions, cap)
 
-    def _captured_once(self, new: Mapping[GraphKey, FlatMicrobatch], training: bool) -> dict[GraphKey, CapturedGraph]:
-        """The graph of each kind of microbatch: microbatches that leave the same sizes open share one that serves them all."""
-        captured, left = dict[GraphKey, CapturedGraph](), dict(new)
-        while left:
-            together = self._sizes.open_together(left)
-            examples = [left[keys[0]] for keys, _ in together]
-            for reason in {self._reason(keys[0]) for keys, _ in together} - self._reasons:
-                if self._request.place.rank == 0:
-                    _LOG.info("model and loss are captured again, because %s", reason)
-                self._reasons.add(reason)
-            made = capture_graphs(self._request, self._pipeline, examples, training, [sizes for _, sizes in together])
-            for (keys, _), graph in zip(together, made, strict=True):
-                symbols = graph.joint.symbols
-                served = [key for key in keys if symbols is not None and symbols.values(left[key].shapes) is not None]
-                captured |= dict.fromkeys((keys[0], *served), graph)
-            left = {key: part for key, part in left.items() if key not in captured}
-        return captured
+    def _compiled(
+        self, captured: CapturedGraph, made: dict[int, CompiledGraph], table_for: TableFor, first: CompiledGraph | None
+    ) -> CompiledGraph:
+        """`made`: the graphs of this call, by the identity of the captured one."""
+        if id(captured) not in made:
+            made[id(captured)] = compile_graph(self._request, captured, table_for, first)
+        return made[id(captured)]
 
     def _known(self, key: GraphKey, part: FlatMicrobatch) -> CompiledGraph | None:
         return self._graphs.get(key) or self._sizes.find(key, part)
@@ -320,11 +313,3 @@ class GraphCache:
         for key, step in list(self._prepared.items()):
             if key != latest and any((graph.general or graph) not in kept for graph in step.lowered.graphs):
                 del self._prepared[key]
-
-
-def _for_sizes(graph: CompiledGraph, part: FlatMicrobatch) -> CompiledGraph:
-    """The graph with its programs for the sizes of this microbatch."""
-    symbols = graph.captured.joint.symbols
-    values = None if symbols is None else symbols.values(part.shapes)
-    assert symbols is None or values is not None, "a graph does not hold for the sizes of which it was captured"
-    return graph if values is None else graph.at(values)

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphpp.batch.microbatch import FlatMicrobatch, is_unordered_integers
+from graphpp.capture.sizes.open_sizes import Open
+from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.pipeline.cache_key import GraphKey
 
@@ -27,6 +29,7 @@ _LOG = logging.getLogger("graphpp")
 _MOST = 4  # graphs with open sizes for one kind of microbatch
 _SEVERAL = 3  # shapes in one call that leave their sizes open at once; a batch that does not divide has two
 Kind = tuple[Any, ...]
+Capture = Callable[[Sequence[GraphKey], Sequence[Open]], list[CapturedGraph]]
 
 
 class VaryingSizes:
@@ -82,24 +85,41 @@ class VaryingSizes:
     def use(self, graph: CompiledGraph) -> None:
         self._graphs.sort(key=lambda pair: pair[1] is graph)
 
-    def open_together(self, new: Mapping[GraphKey, FlatMicrobatch]) -> list[tuple[list[GraphKey], dict[str, tuple[int, ...]]]]:
+    def captured(self, new: Mapping[GraphKey, FlatMicrobatch], capture: Capture) -> dict[GraphKey, CapturedGraph]:
+        """The graphs of new microbatches of a call; those that leave the same sizes open share one, where it is valid for them.
+
+        `capture(keys, open sizes of each)` makes a graph for each key.
+        """
+        captured, left = dict[GraphKey, CapturedGraph](), dict(new)
+        while left:
+            together = self._together(left)
+            made = capture([keys[0] for keys, _ in together], [sizes for _, sizes in together])
+            for (keys, _), graph in zip(together, made, strict=True):
+                symbols = graph.joint.symbols
+                served = [key for key in keys if symbols is not None and symbols.values(left[key].shapes) is not None]
+                captured |= dict.fromkeys((keys[0], *served), graph)
+            left = {key: part for key, part in left.items() if key not in captured}
+        return captured
+
+    def _together(self, new: Mapping[GraphKey, FlatMicrobatch]) -> list[tuple[list[GraphKey], Open]]:
         """Microbatches of one call that one capture may serve, and the dimensions that it leaves open."""
-        alike = defaultdict[Kind, list[FlatMicrobatch]](list)
+        alike = defaultdict[Kind, set[tuple[Any, ...]]](set)
         for key, part in new.items() if self._dynamic is None else ():
-            alike[_structure(key, part)].append(part)
-        for seen, parts in alike.items():
-            shapes = {tuple((path, tuple(each.shape)) for path, each in part.tensors.items()) for part in parts}
+            alike[_structure(key, part)].add(tuple((path, tuple(each.shape)) for path, each in part.tensors.items()))
+        for seen, shapes in alike.items():
             for each in zip(*shapes, strict=True) if len(shapes) >= _SEVERAL else ():
                 sizes = zip(*(shape for _, shape in each), strict=True)
                 self._varied[seen][each[0][0]] |= {dim for dim, found in enumerate(sizes) if len(set(found)) > 1}
-        together = defaultdict[Any, list[GraphKey]](list)
-        open_sizes = {key: self.open(key, part) for key, part in new.items()}  # the last one knows what all others varied
-        open_sizes = {key: self.open(key, part) for key, part in new.items()}
         for key, part in new.items():
-            together[(key.of_kind(part), *sorted(open_sizes[key].items())) if open_sizes[key] else key].append(key)
-        return [(keys, open_sizes[keys[0]]) for keys in together.values()]
+            self.open(key, part)  # notes what varied, for the microbatches before it too
+        together = defaultdict[Any, tuple[list[GraphKey], Open]](lambda: ([], {}))
+        for key, part in new.items():
+            sizes = self.open(key, part)
+            same = (key.of_kind(part), *sorted(sizes.items())) if sizes else key
+            together[same] = ([*together[same][0], key], sizes)
+        return list(together.values())
 
-    def open(self, key: GraphKey, part: FlatMicrobatch) -> dict[str, tuple[int, ...]]:
+    def open(self, key: GraphKey, part: FlatMicrobatch) -> Open:
         """The dimensions to leave open in a capture of this microbatch, by path of the tensor."""
         if self._dynamic is False:
             return {}
@@ -144,3 +164,10 @@ class VaryingSizes:
 
 def _structure(key: GraphKey, part: FlatMicrobatch) -> Kind:
     return key.training, part.wide_kind
+
+def for_sizes(graph: CompiledGraph, part: FlatMicrobatch) -> CompiledGraph:
+    """The graph with its programs for the sizes of this microbatch."""
+    symbols = graph.captured.joint.symbols
+    values = None if symbols is None else symbols.values(part.shapes)
+    assert symbols is None or values is not None, "a graph does not hold for the sizes of which it was captured"
+    return graph if values is None else graph.at(values)

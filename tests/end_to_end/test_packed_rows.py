@@ -1,21 +1,25 @@
-"""Packed rows: several documents in a row, other lengths and other numbers of documents in each microbatch, and attention within
-each document by one operator. A step has the numbers of a plain loop over the microbatches, bit for bit.
+"""Packed rows: several documents in a row, with other lengths and another number of documents in each microbatch.
+
+Attention within the documents is one operator. A step has the numbers of a plain loop over the microbatches, bit for bit.
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 import graphpp
 from graphpp import attention
 from graphpp.errors import GraphPPError
+from graphpp.passes.graph.op_costs import flops
 from tests import internals
 from tests.distributed import DEVICE, run_ranks
 from tests.exhaustive import further
@@ -268,11 +272,12 @@ def test_two_rows_are_as_one() -> None:
     assert torch.equal(torch.cat(two.chunk(2), 2), one)
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "sizes": (lambda q, c: attention.packed(q, q[:, :3], q[:, :3], c), "take equal shapes, or heads of key and value that divide"),
-    "dtype": (lambda q, c: attention.packed(q, q, q, c.long()), r"cu_seqlens: take int32 \[documents \+ 1\], got a tensor \[3\]"),
-    "a part": (lambda q, c: attention.packed(q[:, :, :7], q[:, :, :7], q[:, :, :7], c), r"last the 7 tokens of the rows, .* call graphpp.attention.ulysses with"),
-    "longest": (lambda q, c: attention.packed(q, q, q, c, 5), "max_seqlen: the longest document has 6 tokens, got 5"),
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "sizes": (lambda q, ends: attention.packed(q, q[:, :3], q[:, :3], ends), "or heads of key and value that divide query's"),
+    "types": (lambda q, ends: attention.packed(q, q, q.double(), ends), "or heads of key and value that divide query's"),
+    "ends": (lambda q, ends: attention.packed(q, q, q, ends.long()), r"cu_seqlens: take int32 \[documents \+ 1\], got"),
+    "a part": (lambda q, ends: attention.packed(*[q[:, :, :7]] * 3, ends), "last the 7 tokens of the rows, .* call graphpp"),
+    "longest": (lambda q, ends: attention.packed(q, q, q, ends, 5), "max_seqlen: the longest document has 6 tokens, got 5"),
 }
 
 
@@ -284,7 +289,65 @@ def test_what_cannot_be_is_refused_by_name(name: str) -> None:
         call(q, torch.tensor([0, 4, 10], dtype=torch.int32))
 
 
-def test_models_are_copied_and_verified() -> None:
-    example = row([3, 5], 0)
-    found = graphpp.verify(copy.deepcopy(Decoder()), mean_loss, microbatch(example, example.labels), split=2)
-    assert found.ok
+def test_the_planner_counts_its_arithmetic() -> None:
+    q, k, v, _ = documents([4, 6], 2, torch.float32)
+    ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+
+    def gradients(*operands: Tensor) -> Any:
+        return torch.autograd.grad(attention.packed(*operands).sum(), operands[:3])
+
+    graph = make_fx(gradients, tracing_mode="fake")(*(each.requires_grad_() for each in (q, k, v)), ends)
+    products = [flops(node) for node in graph.graph.nodes if "packed_attention" in str(node.target)]
+    one = 2 * 4 * 16 * 2 * 5 * 5  # two documents of five tokens, four heads, sixteen wide
+    assert products == [2 * one, 5 * one]
+
+
+def documents_of_transformers(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **given: Any) -> Any:
+    ends, longest = given["cu_seq_lens_q"], given["max_length_q"]
+    return attention.packed(query, key, value, ends, longest, is_causal=True, scale=given["scaling"]).transpose(1, 2), None
+
+
+def transformer(kind: str) -> nn.Module:
+    AttentionInterface.register("documents", documents_of_transformers)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    own = {"vocab_size": 64, "num_hidden_layers": 4, "use_cache": False, "attn_implementation": "documents"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **own))
+
+
+def collated(step: int) -> list[dict[str, Any]]:
+    """Four rows of transformers' padding-free collator, and the number of labels of the step; the second row has no label."""
+    generator = torch.Generator().manual_seed(step)
+    draw = lambda most: int(torch.randint(1, most, (), generator=generator))  # noqa: E731
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    found = [collate([{"input_ids": [draw(64) for _ in range(draw(9))]} for _ in range(1 + draw(5))]) for _ in range(4)]
+    found[1]["labels"].fill_(-100)
+    count = sum(int((each["labels"][:, 1:] != -100).sum()) for each in found)
+    return [{**each, "num_items_in_batch": count} for each in found]
+
+
+def transformer_on_rank(rank: int, kind: str, options: dict[str, Any]) -> Steps:
+    torch.set_num_threads(1)
+    pipe, found = graphpp.compile(transformer(kind), gradients="sum", microbatches=4, **options), Steps([], [])
+    for step in range(STEPS):
+        found.losses.append(pipe.step_microbatches([graphpp.Microbatch((), each) for each in collated(step)]).losses)
+        found.grads.append({fqn: each.grad.clone() for fqn, each in pipe.named_parameters()})
+        pipe.zero_grad()
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_transformers_without_padding(kind: str, schedule: str) -> None:
+    """With the model's own loss, and its number of labels in the step."""
+    options = {"schedule": schedule, "split": 2 if schedule == "1F1B" else 4}
+    found, model = run_ranks(transformer_on_rank, 2, kind, options), transformer(kind)
+    for step in range(STEPS):
+        losses = [model(**each).loss for each in collated(step)]
+        for each in losses:
+            each.backward()
+        assert all(torch.equal(each.losses[step], torch.stack(losses)) for each in found)
+        for fqn, grad in (pair for each in found for pair in each.grads[step].items()):
+            torch.testing.assert_close(grad, model.get_parameter(fqn).grad, rtol=0, atol=0)
+        model.zero_grad()
