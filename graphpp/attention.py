@@ -56,8 +56,8 @@ def packed(
 
     On the CPU the numbers are those of `scaled_dot_product_attention` on each document, with heads of key and value repeated.
     On a GPU all documents are one call of the kernel of `torch.nn.attention.varlen`. Raises `GraphPPError` for misshaped
-    tensors, and on a GPU for types other than float16 and bfloat16. The CPU's kernel raises `ValueError` if `cu_seqlens` or
-    `max_seqlen` do not fit; the GPU's kernel does not check them.
+    tensors, and on a GPU for types other than float16 and bfloat16. If `cu_seqlens` or `max_seqlen` do not fit, `ValueError` on
+    the CPU, and a device-side assertion on a GPU.
     """
     same = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:] and key.shape == value.shape
     if not same or query.shape[1] % key.shape[1] or not query.dtype == key.dtype == value.dtype:
@@ -67,8 +67,9 @@ def packed(
         raise GraphPPError(f"packed: torch's flash kernel takes float16 and bfloat16, got {query.dtype}: cast the tensors")
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # [tokens of all rows, heads, width]
     longest = rows[0].shape[0] if max_seqlen is None else max_seqlen
-    output: torch.Tensor = packed_attention.FORWARD(*rows, cu_seqlens, longest, is_causal, scale)[0]
-    return output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+    output = packed_attention.FORWARD(*rows, cu_seqlens, longest, is_causal, scale)[0]
+    found: torch.Tensor = output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+    return found
 
 
 @checked(GraphPPError, **_THREE, group=_GROUP)

@@ -120,8 +120,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 52_700,
-    "graphpp/_torch": 2_350,
+    "graphpp": 52_920,
+    "graphpp/_torch": 2_480,
     "graphpp/backends": 1_240,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
@@ -135,15 +135,15 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_360,
     "graphpp/passes": 5_490,
-    "graphpp/pipeline": 3_380,
+    "graphpp/pipeline": 3_430,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 49_010,
+    "tests": 49_520,
 }
-MOST_FILES = 427  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 428  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

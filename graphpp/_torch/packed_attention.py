@@ -8,6 +8,7 @@ Checked on torch 2.11.0 and 2.13.0:
 
 - `aten._scaled_dot_product_flash_attention_for_cpu`, and `_backward`: the CPU's kernel
 - `aten._flash_attention_forward`, `aten._flash_attention_backward`: the kernel of `torch.nn.attention.varlen`
+- `torch._assert_async`: an error of a later call if a condition on the GPU is false
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def _batched(tensor: Tensor, heads: int) -> Tensor:
 
 def _of_heads(grad: Tensor, like: Tensor) -> Tensor:
     """[1, heads, tokens, width] -> as `like`, [tokens, its heads, width]: sums over the heads that shared one."""
-    return grad[0].unflatten(0, (like.shape[1], -1)).sum(1).transpose(0, 1)
+    by_head: Tensor = grad[0].unflatten(0, (like.shape[1], -1))
+    return by_head.sum(1).transpose(0, 1)
 
 
 def _forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, causal: bool, scale: Any) -> Any:
@@ -82,6 +84,8 @@ def _backward_on_cpu(
 
 
 def _forward_on_gpu(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, causal: bool, scale: Any) -> Any:
+    fits = (cu[-1] == query.shape[0]) & (cu.diff().max() <= longest)  # else the kernel reads other memory, or skips tokens
+    torch._assert_async(fits, "cu_seqlens, max_seqlen: they do not fit the tokens of the packed rows")
     out, sums, *_ = aten._flash_attention_forward(
         query, key, value, cu, cu, longest, longest, 0.0, causal, return_debug_mask=False, scale=scale
     )

@@ -19,6 +19,7 @@ import torch
 
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture.sizes.open_sizes import Open
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
@@ -32,7 +33,7 @@ from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
 from graphpp.pipeline.cache_key import CallKey, GraphKey, KeyMaker, Recent, StepCall, check_same_updates
-from graphpp.pipeline.varying_sizes import Open, VaryingSizes, for_sizes
+from graphpp.pipeline.varying_sizes import VaryingSizes, for_sizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import ModelState, tensor_lines

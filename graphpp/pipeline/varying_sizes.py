@@ -39,7 +39,7 @@ class VaryingSizes:
         self._dynamic, self._limit, self._warns = dynamic, limit, warns
         self._first: dict[Kind, dict[str, tuple[int, ...]]] = {}
         self._varied: dict[Kind, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-        self._fixed: dict[Kind, Mapping[str, tuple[int, ...]]] = {}
+        self._fixed: dict[Kind, Open] = {}
         self._graphs: list[tuple[Kind, CompiledGraph]] = []  # the one used last at the end
         self._told: set[str] = set()
         self._numbers: dict[Kind, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # the values seen, by path
@@ -108,8 +108,8 @@ class VaryingSizes:
             alike[_structure(key, part)].add(tuple((path, tuple(each.shape)) for path, each in part.tensors.items()))
         for seen, shapes in alike.items():
             for each in zip(*shapes, strict=True) if len(shapes) >= _SEVERAL else ():
-                sizes = zip(*(shape for _, shape in each), strict=True)
-                self._varied[seen][each[0][0]] |= {dim for dim, found in enumerate(sizes) if len(set(found)) > 1}
+                dims = zip(*(shape for _, shape in each), strict=True)
+                self._varied[seen][each[0][0]] |= {dim for dim, found in enumerate(dims) if len(set(found)) > 1}
         for key, part in new.items():
             self.open(key, part)  # notes what varied, for the microbatches before it too
         together = defaultdict[Any, tuple[list[GraphKey], Open]](lambda: ([], {}))

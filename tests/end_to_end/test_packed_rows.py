@@ -6,6 +6,7 @@ Attention within the documents is one operator. A step has the numbers of a plai
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,11 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 import graphpp
 from graphpp import attention
 from graphpp.errors import GraphPPError
+from graphpp.integrations.transformers import PipelineTrainer
 from graphpp.passes.graph.op_costs import flops
 from tests import internals
 from tests.distributed import DEVICE, run_ranks
@@ -307,11 +317,11 @@ def documents_of_transformers(module: nn.Module, query: Tensor, key: Tensor, val
     return attention.packed(query, key, value, ends, longest, is_causal=True, scale=given["scaling"]).transpose(1, 2), None
 
 
-def transformer(kind: str) -> nn.Module:
+def transformer(kind: str, attention: str = "documents") -> PreTrainedModel:
     AttentionInterface.register("documents", documents_of_transformers)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    own = {"vocab_size": 64, "num_hidden_layers": 4, "use_cache": False, "attn_implementation": "documents"}
+    own = {"vocab_size": 64, "num_hidden_layers": 4, "use_cache": False, "attn_implementation": attention}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **own))
 
 
@@ -326,9 +336,10 @@ def collated(step: int) -> list[dict[str, Any]]:
     return [{**each, "num_items_in_batch": count} for each in found]
 
 
-def transformer_on_rank(rank: int, kind: str, options: dict[str, Any]) -> Steps:
+def transformer_on_rank(rank: int, kind: str, attention: str, options: dict[str, Any]) -> Steps:
     torch.set_num_threads(1)
-    pipe, found = graphpp.compile(transformer(kind), gradients="sum", microbatches=4, **options), Steps([], [])
+    model, found = transformer(kind, attention), Steps([], [])
+    pipe = graphpp.compile(model, gradients="sum", microbatches=4, **options)
     for step in range(STEPS):
         found.losses.append(pipe.step_microbatches([graphpp.Microbatch((), each) for each in collated(step)]).losses)
         found.grads.append({fqn: each.grad.clone() for fqn, each in pipe.named_parameters()})
@@ -337,12 +348,20 @@ def transformer_on_rank(rank: int, kind: str, options: dict[str, Any]) -> Steps:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_transformers_without_padding(kind: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "attention", "schedule"),
+    [
+        ("llama", "documents", "ZBVZeroBubble"),
+        ("llama", "sdpa", "1F1B"),  # equal to the bit for rows of several documents: transformers masks no row of one
+        ("llama", "documents", "1F1B"),
+        ("qwen3", "documents", "1F1B"),
+        ("qwen3", "documents", "ZBVZeroBubble"),
+    ],
+)
+def test_transformers_without_padding(kind: str, attention: str, schedule: str) -> None:
     """With the model's own loss, and its number of labels in the step."""
     options = {"schedule": schedule, "split": 2 if schedule == "1F1B" else 4}
-    found, model = run_ranks(transformer_on_rank, 2, kind, options), transformer(kind)
+    found, model = run_ranks(transformer_on_rank, 2, kind, attention, options), transformer(kind, attention)
     for step in range(STEPS):
         losses = [model(**each).loss for each in collated(step)]
         for each in losses:
@@ -351,3 +370,18 @@ def test_transformers_without_padding(kind: str, schedule: str) -> None:
         for fqn, grad in (pair for each in found for pair in each.grads[step].items()):
             torch.testing.assert_close(grad, model.get_parameter(fqn).grad, rtol=0, atol=0)
         model.zero_grad()
+
+
+@pytest.mark.exhaustive
+def test_the_trainer_takes_the_collator_without_padding(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.randint(64, (1 + at % 9,)).tolist()} for at in range(24)]
+    usual = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "logging_steps": 1, "num_train_epochs": 1}
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    logs = []
+    for kind, own in ((Trainer, {}), (PipelineTrainer, {"pipeline": {}})):
+        args = TrainingArguments(str(tmp_path), **usual, **quiet)
+        collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        trainer = kind(transformer("llama"), args, train_dataset=data, data_collator=collate, **own)
+        trainer.train()
+        logs.append([(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each])
+    assert len(logs[0]) == 4 and logs[0] == logs[1]
