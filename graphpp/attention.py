@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from graphpp._torch import packed_attention
+from graphpp._torch.operators import packed_attention
 from graphpp._torch.parallel.functional_collectives import all_gather, all_to_all
 from graphpp.arguments import FLAG, INDEX, INTEGER, Accepted, checked, or_none
 from graphpp.errors import GraphPPError

@@ -143,7 +143,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/verification": 1_370,
     "tests": 49_520,
 }
-MOST_FILES = 428  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 429  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

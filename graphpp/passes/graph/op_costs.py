@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import packed_attention, recurrence
+from graphpp._torch.operators import packed_attention, recurrence
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
