@@ -1,5 +1,6 @@
-"""Attention over sequences that the ranks of a process group share: context parallelism, for models of any kind.
+"""Attention over packed documents, and over sequences that the ranks of a process group share (context parallelism).
 
+- `packed` computes the attention of each document of a row to itself, as one operator of a captured graph.
 - Each rank of the group has a part of every sequence: `sequence_part` cuts it, `sequence_positions` gives the positions of its
   tokens. A model calls `ulysses` or `gathered` in place of attention. Both give each rank its part of the output that one
   process computes for the whole sequence, and of its gradients.
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from graphpp._torch.operators import packed_attention
 from graphpp._torch.parallel.functional_collectives import all_gather, all_to_all
 from graphpp.arguments import FLAG, INDEX, INTEGER, Accepted, checked, or_none
 from graphpp.errors import GraphPPError
@@ -26,7 +28,48 @@ _TENSOR = Accepted("a tensor", lambda value: isinstance(value, torch.Tensor))
 _ATTENTION_TENSOR = Accepted(
     "a tensor [batch, heads, tokens, width]", lambda value: isinstance(value, torch.Tensor) and value.dim() == 4
 )
+_ENDS = Accepted(
+    "int32 [documents + 1]",
+    lambda value: isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype is torch.int32,
+)
+_LONGEST = Accepted("an integer", lambda value: isinstance(value, int | torch.SymInt) and not isinstance(value, bool))
 _THREE = dict.fromkeys(("query", "key", "value"), _ATTENTION_TENSOR)
+
+
+@checked(GraphPPError, **_THREE, cu_seqlens=_ENDS, max_seqlen=or_none(_LONGEST), is_causal=FLAG)
+def packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of each document of a packed row to itself; lengths and number of documents may differ in each call.
+
+    `query`: [batch, heads, tokens, width]; `key`, `value`: the same, or a divisor of its heads. `cu_seqlens`: where documents
+    begin, counted through all rows, and last the number of tokens, int32 [documents + 1]. `max_seqlen`: at least the tokens of
+    the longest document; None for all tokens. `scale`: of the products; None for width ** -0.5. Returns the output, shaped as
+    `query`.
+
+    On the CPU the numbers are those of `scaled_dot_product_attention` on each document, with heads of key and value repeated.
+    On a GPU all documents are one call of the kernel of `torch.nn.attention.varlen`. Raises `GraphPPError` for misshaped
+    tensors, and on a GPU for types other than float16 and bfloat16. If `cu_seqlens` or `max_seqlen` do not fit, `ValueError` on
+    the CPU, and a device-side assertion on a GPU.
+    """
+    same = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:] and key.shape == value.shape
+    if not same or query.shape[1] % key.shape[1] or not query.dtype == key.dtype == value.dtype:
+        given = ", ".join(f"{list(each.shape)} {each.dtype}" for each in (query, key, value))
+        raise GraphPPError(f"packed: take tensors that are alike, or heads of key and value that divide query's, got {given}")
+    if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
+        raise GraphPPError(f"packed: torch's flash kernel takes float16 and bfloat16, got {query.dtype}: cast the tensors")
+    rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # [tokens of all rows, heads, width]
+    longest = rows[0].shape[0] if max_seqlen is None else max_seqlen
+    output = packed_attention.FORWARD(*rows, cu_seqlens, longest, is_causal, scale)[0]
+    found: torch.Tensor = output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+    return found
 
 
 @checked(GraphPPError, **_THREE, group=_GROUP)
@@ -71,9 +114,9 @@ def gathered(
 
     `query`, `key`, `value`: [batch, heads, tokens of this rank, width]. `positions`: of this rank's tokens in the sequence,
     integers [tokens of this rank]; None for contiguous parts in order of rank. With `is_causal` a token attends to those at its
-    position and before. `options` go to `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the
-    output, shaped as `query`. Two gathers forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and misshaped
-    positions.
+    position and before, of all documents: for packed rows call `ulysses` with `attention=packed`. `options` go to
+    `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the output, shaped as `query`. Two gathers
+    forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and misshaped positions.
     """
     if "attn_mask" in options:
         raise GraphPPError("attn_mask: gathered makes the mask of is_causal and positions; for another one call ulysses")

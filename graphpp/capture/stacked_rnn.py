@@ -1,7 +1,7 @@
 """Keep `nn.LSTM`, `nn.GRU` and `nn.RNN` whole in an exported graph.
 
 Contract: within `whole_recurrences`, torch's recurrent functions call an operator that no trace decomposes into the operations
-of each time step (`_torch/recurrence.py`). Layers with active dropout between them are called one by one: torch's decomposition
+of each time step (`_torch/operators`). Layers with active dropout between them are called one by one: torch's decomposition
 loses that dropout, because its condition on the layer's number is never true (torch 2.11 to 2.15). Packed sequences are left
 to torch.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpp._torch.recurrence import KINDS, OWNERS, recurrence
+from graphpp._torch.operators.recurrence import KINDS, OWNERS, recurrence
 from graphpp._torch.this_thread import replaced
 
 

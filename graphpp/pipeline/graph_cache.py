@@ -19,6 +19,7 @@ import torch
 
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture.sizes.open_sizes import Open
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
@@ -32,7 +33,7 @@ from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
 from graphpp.pipeline.cache_key import CallKey, GraphKey, KeyMaker, Recent, StepCall, check_same_updates
-from graphpp.pipeline.varying_sizes import VaryingSizes
+from graphpp.pipeline.varying_sizes import VaryingSizes, for_sizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.messages.mailbox import message_flow
 from graphpp.runtime.model_state import ModelState, tensor_lines
@@ -229,23 +230,26 @@ class GraphCache:
 
         known = {key: self._known(key, part) for key, part in call.distinct.items()}
         new = {key: part for key, part in call.distinct.items() if known[key] is None}
-        open_sizes = [self._sizes.open(key, part) for key, part in new.items()]
-        for reason in {self._reason(key) for key in new} - self._reasons:
-            if self._request.place.rank == 0:
-                _LOG.info("model and loss are captured again, because %s", reason)
-            self._reasons.add(reason)
-        made = capture_graphs(self._request, self._pipeline, list(new.values()), call.training, open_sizes)
+
+        def capture(some: Sequence[GraphKey], open_sizes: Sequence[Open]) -> list[CapturedGraph]:
+            for reason in {self._reason(key) for key in some} - self._reasons:
+                if self._request.place.rank == 0:
+                    _LOG.info("model and loss are captured again, because %s", reason)
+                self._reasons.add(reason)
+            return capture_graphs(self._request, self._pipeline, [new[key] for key in some], call.training, open_sizes)
+
+        captured = self._sizes.captured(new, capture)
         if new:
             self._keys.after_capture()
-        plain = [(part, graph.plain_because) for part, graph in zip(new.values(), made, strict=True) if graph.plain_because]
+        plain = [(part, captured[key].plain_because) for key, part in new.items() if captured[key].plain_because]
         for part, reasons in plain:
             self._sizes.keep_plain(call.training, part, reasons)
         if plain:
             parts = [part.with_numbers(frozenset()) for part in call.parts]
             return self._capture(self.call(parts, call.weighting, training=call.training), microbatches)
-        captured = dict(zip(new, made, strict=True))
+        made = dict[int, CompiledGraph]()
         for key, part in call.distinct.items():
-            graph = known[key] or self._compiled(captured[key], part, table_for, first)
+            graph = known[key] or for_sizes(self._compiled(captured[key], made, table_for, first), part)
             first = first or graph
             check_homes(first, graph)
             graphs[key] = graph
@@ -263,12 +267,12 @@ class GraphCache:
         return lowered(self._request, each, table, self._assembly.regions, cap)
 
     def _compiled(
-        self, captured: CapturedGraph, part: FlatMicrobatch, table_for: TableFor, first: CompiledGraph | None
+        self, captured: CapturedGraph, made: dict[int, CompiledGraph], table_for: TableFor, first: CompiledGraph | None
     ) -> CompiledGraph:
-        graph, symbols = compile_graph(self._request, captured, table_for, first), captured.joint.symbols
-        values = None if symbols is None else symbols.values(part.shapes)
-        assert symbols is None or values is not None, "a graph does not hold for the sizes of which it was captured"
-        return graph if values is None else graph.at(values)
+        """`made`: the graphs of this call, by the identity of the captured one."""
+        if id(captured) not in made:
+            made[id(captured)] = compile_graph(self._request, captured, table_for, first)
+        return made[id(captured)]
 
     def _known(self, key: GraphKey, part: FlatMicrobatch) -> CompiledGraph | None:
         return self._graphs.get(key) or self._sizes.find(key, part)

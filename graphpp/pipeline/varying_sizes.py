@@ -3,7 +3,7 @@
 Contract:
 - The first microbatch of a kind (structure and dtypes, under one state of the model) is captured for its own sizes. When
   another one has other sizes, the dimensions that varied so far are left open; the graph serves all sizes for which it is valid
-  (`_torch/symbols.py`).
+  (`_torch/symbols.py`). Three shapes in one call leave sizes open at once.
 - Floating tensors whose elements are not in memory order, and dimensions of size 0 or 1, are never left open: torch takes other
   branches for them.
 - If model or loss fix every open size, or cannot be captured with open sizes, each size gets its own capture, and one warning
@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphpp.batch.microbatch import FlatMicrobatch, is_unordered_integers
+from graphpp.capture.sizes.open_sizes import Open
+from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.pipeline.cache_key import GraphKey
 
 _LOG = logging.getLogger("graphpp")
 _MOST = 4  # graphs with open sizes for one kind of microbatch
+_SEVERAL = 3  # shapes in one call that leave their sizes open at once; a batch that does not divide has two
 Kind = tuple[Any, ...]
+Capture = Callable[[Sequence[GraphKey], Sequence[Open]], list[CapturedGraph]]
 
 
 class VaryingSizes:
@@ -35,7 +39,7 @@ class VaryingSizes:
         self._dynamic, self._limit, self._warns = dynamic, limit, warns
         self._first: dict[Kind, dict[str, tuple[int, ...]]] = {}
         self._varied: dict[Kind, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-        self._fixed: dict[Kind, Mapping[str, tuple[int, ...]]] = {}
+        self._fixed: dict[Kind, Open] = {}
         self._graphs: list[tuple[Kind, CompiledGraph]] = []  # the one used last at the end
         self._told: set[str] = set()
         self._numbers: dict[Kind, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # the values seen, by path
@@ -81,7 +85,41 @@ class VaryingSizes:
     def use(self, graph: CompiledGraph) -> None:
         self._graphs.sort(key=lambda pair: pair[1] is graph)
 
-    def open(self, key: GraphKey, part: FlatMicrobatch) -> dict[str, tuple[int, ...]]:
+    def captured(self, new: Mapping[GraphKey, FlatMicrobatch], capture: Capture) -> dict[GraphKey, CapturedGraph]:
+        """The graphs of new microbatches of a call; those that leave the same sizes open share one, where it is valid for them.
+
+        `capture(keys, open sizes of each)` makes a graph for each key.
+        """
+        captured, left = dict[GraphKey, CapturedGraph](), dict(new)
+        while left:
+            together = self._together(left)
+            made = capture([keys[0] for keys, _ in together], [sizes for _, sizes in together])
+            for (keys, _), graph in zip(together, made, strict=True):
+                symbols = graph.joint.symbols
+                served = [key for key in keys if symbols is not None and symbols.values(left[key].shapes) is not None]
+                captured |= dict.fromkeys((keys[0], *served), graph)
+            left = {key: part for key, part in left.items() if key not in captured}
+        return captured
+
+    def _together(self, new: Mapping[GraphKey, FlatMicrobatch]) -> list[tuple[list[GraphKey], Open]]:
+        """Microbatches of one call that one capture may serve, and the dimensions that it leaves open."""
+        alike = defaultdict[Kind, set[tuple[Any, ...]]](set)
+        for key, part in new.items() if self._dynamic is None else ():
+            alike[_structure(key, part)].add(tuple((path, tuple(each.shape)) for path, each in part.tensors.items()))
+        for seen, shapes in alike.items():
+            for each in zip(*shapes, strict=True) if len(shapes) >= _SEVERAL else ():
+                dims = zip(*(shape for _, shape in each), strict=True)
+                self._varied[seen][each[0][0]] |= {dim for dim, found in enumerate(dims) if len(set(found)) > 1}
+        for key, part in new.items():
+            self.open(key, part)  # notes what varied, for the microbatches before it too
+        together = defaultdict[Any, tuple[list[GraphKey], Open]](lambda: ([], {}))
+        for key, part in new.items():
+            sizes = self.open(key, part)
+            same = (key.of_kind(part), *sorted(sizes.items())) if sizes else key
+            together[same] = ([*together[same][0], key], sizes)
+        return list(together.values())
+
+    def open(self, key: GraphKey, part: FlatMicrobatch) -> Open:
         """The dimensions to leave open in a capture of this microbatch, by path of the tensor."""
         if self._dynamic is False:
             return {}
@@ -126,3 +164,10 @@ class VaryingSizes:
 
 def _structure(key: GraphKey, part: FlatMicrobatch) -> Kind:
     return key.training, part.wide_kind
+
+def for_sizes(graph: CompiledGraph, part: FlatMicrobatch) -> CompiledGraph:
+    """The graph with its programs for the sizes of this microbatch."""
+    symbols = graph.captured.joint.symbols
+    values = None if symbols is None else symbols.values(part.shapes)
+    assert symbols is None or values is not None, "a graph does not hold for the sizes of which it was captured"
+    return graph if values is None else graph.at(values)

@@ -1,9 +1,9 @@
 """Let a head and its cross entropy work through the tokens in pieces, so that the logits of all tokens never exist.
 
 Contract of `chunk_logits(module, tokens, ..)`
-- `linear` and `cross_entropy` become `linear_cross_entropy` (passes/graph) if only operations on the rows stand between them
-  (views, slices, a cast, a product with or quotient by a number) and the logits have no other reader. The operations on the
-  rows then stand before the head.
+- `linear` and `cross_entropy` become `linear_cross_entropy` (`_torch/operators`) if only operations on the rows stand between
+  them (views, slices, a cast, a product with or quotient by a number) and the logits have no other reader. The operations on
+  the rows then stand before the head.
 - The loss has class indices [rows], a mean or a sum over the rows, an index to ignore, and label smoothing. For any other cross
   entropy the function returns the reason why it stays. The order of all else stays.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp.passes.graph.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from graphpp._torch.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 
 aten = torch.ops.aten
 _LOSS, _LINEAR = aten.cross_entropy_loss.default, aten.linear.default

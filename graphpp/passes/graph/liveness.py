@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from graphpp._torch.numbers_of_data import known
+from graphpp._torch.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY, workspace
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import is_tensor, results_of
-from graphpp.passes.graph.linear_cross_entropy import LINEAR_CROSS_ENTROPY, workspace
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import recurrence
+from graphpp._torch.operators import linear_cross_entropy, packed_attention, recurrence
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.passes.graph.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from graphpp.passes.graph.linear_cross_entropy import flops as linear_cross_entropy_flops
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 from graphpp.runtime.random_keys import seeded
 
@@ -111,9 +109,11 @@ def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> Any
 
 _OWN: Mapping[Any, Callable[..., Any]] = {  # kernels that torch does not count
     aten._grouped_mm: _flops_of_groups,
-    LINEAR_CROSS_ENTROPY.overloadpacket: linear_cross_entropy_flops,
+    linear_cross_entropy.LINEAR_CROSS_ENTROPY.overloadpacket: linear_cross_entropy.flops,
     recurrence.FORWARD: recurrence.forward_flops,
     recurrence.BACKWARD: lambda *operands: 3 * recurrence.forward_flops(*operands),
+    packed_attention.FORWARD: packed_attention.forward_flops,
+    packed_attention.BACKWARD: lambda *operands: 5 * packed_attention.forward_flops(*operands[3:]) // 2,
 }
 
 

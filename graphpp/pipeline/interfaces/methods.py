@@ -111,7 +111,7 @@ class Interfaces(RankPart):
         accumulation_steps: int = 1,
         output: OutputRanks = "last",
     ) -> StepResult:
-        """Like `step`, with the microbatches given one by one; each distinct shape is captured once.
+        """Like `step`, with the microbatches given one by one, in any shapes.
 
         `output`: the ranks and the form of `StepResult.output`, as in `eval`. Raises `GraphPPError` for "all" and "each" if the
         pipeline lacks `memory.outputs`.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
+from graphpp._torch.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from graphpp.errors import CaptureError
-from graphpp.passes.graph.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.models import MODELS

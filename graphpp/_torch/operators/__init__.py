@@ -1,0 +1,1 @@
+"""Operators of graphpp for graphs, each with a backward of its own."""
