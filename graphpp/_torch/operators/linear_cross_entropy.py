@@ -5,6 +5,8 @@ Contract: `linear_cross_entropy(hidden [rows, d], weight [words, d], bias or Non
 `weight` and `bias` (those that are `needed`); the backward multiplies them by the gradient of the loss. So there are as many
 products as with all logits, and the gradient of the weight is alive from the forward to the backward. Softmax and losses are
 computed in at least 32 bits. Gradients differ from those of one product by the rounding of a sum over the pieces.
+
+Checked on torch 2.13.0; no private names.
 """
 
 from __future__ import annotations
