@@ -114,11 +114,12 @@ def sharded(rank: int, mesh: Mesh, stages: int, schedule: str, keep: int | None)
 
 
 def experts(rank: int, mesh: Mesh, schedule: str) -> None:
-    expert_parallel.train_on_mesh(rank, mesh, {"split": CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule})
+    options = {"split": expert_parallel.CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
+    expert_parallel.train_on_mesh(rank, mesh, options)
 
 
 def tensors(rank: int, mesh: Mesh, schedule: str) -> None:
-    options = {"split": CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
+    options = {"split": tensor_parallel.CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
     tensor_parallel.train_on_mesh(rank, mesh, {}, True, options)
 
 
