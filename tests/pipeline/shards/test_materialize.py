@@ -206,9 +206,11 @@ def uniform(module: nn.Module) -> None:
     ],
 )
 def test_a_rank_takes_memory_for_its_shards_and_one_layer(mesh: Mesh, form: str, tmp_path: Path) -> None:
+    """A layer has 4 MiB. Torch's reader of distributed checkpoints has it three times: bytes, the tensor in them, the result."""
+    copies = 3 if form == "distributed" else 1
     if form != "init":
         write(form, {f"layers.{at}.weight": torch.ones(1024, 1024) for at in range(24)}, tmp_path)
     for most, shards, stages in run_ranks(peak, mesh.ranks, mesh, None if form == "init" else tmp_path):
         assert stages == 96 * MIB // (mesh.sizes[0] if "pp" in mesh.names else 1)
         assert shards == 24 * MIB
-        assert most < shards + (4 + 4) * MIB
+        assert most < shards + (4 * copies + 4) * MIB
