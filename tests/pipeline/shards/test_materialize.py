@@ -206,7 +206,7 @@ def uniform(module: nn.Module) -> None:
     ],
 )
 def test_a_rank_takes_memory_for_its_shards_and_one_layer(mesh: Mesh, form: str, tmp_path: Path) -> None:
-    """A layer has 4 MiB. Torch's reader of distributed checkpoints has it three times: bytes, the tensor in them, the result."""
+    """A layer has 4 MiB. Torch's reader of distributed checkpoints has three of it: bytes, the tensor in them, the result."""
     copies = 3 if form == "distributed" else 1
     if form != "init":
         write(form, {f"layers.{at}.weight": torch.ones(1024, 1024) for at in range(24)}, tmp_path)
