@@ -47,7 +47,7 @@ class Answer:
 
 class Watcher(Protocol):
     def look(self) -> None:
-        """Look for something wrong; takes a few seconds at most."""
+        """Look for something wrong; takes a few seconds, or `patience()` if it asks other ranks."""
 
 
 @dataclass
@@ -132,8 +132,12 @@ def _answer(store: Store, rank: int) -> None:
 
 
 def _look() -> None:
-    for watcher in list(_WATCHERS):
-        watcher.look()
+    try:
+        for watcher in list(_WATCHERS):
+            watcher.look()
+    except (RuntimeError, ValueError, KeyError):  # the process group has ended meanwhile
+        if dist.is_initialized():
+            raise
 
 
 def _interval() -> float:
