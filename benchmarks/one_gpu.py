@@ -88,15 +88,26 @@ def outcome(command: str, seconds: int, variables: Mapping[str, str], log: Path)
     """Run a command of Python, print the end of its log, and return its exit code and time."""
     began = time.monotonic()
     with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command.split()], cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT
+        )
         try:
-            code: object = subprocess.run(
-                [sys.executable, *command.split()], cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT,
-                timeout=seconds, check=False,
-            ).returncode
+            code: object = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = f"stopped at its limit of {seconds} s"
+            stop(process)
     print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:]), flush=True)
     return f"exit {code}, {time.monotonic() - began:.0f} s"
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a part: torchrun ends its ranks when it is asked to, and leaves them on the GPU when it is killed."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextmanager

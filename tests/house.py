@@ -56,7 +56,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     ),
     "graphpp.options": ("graphpp.schedules.table", "graphpp.schedules.generate", "graphpp.runtime.program"),
     "graphpp.passes.graph": ("graphpp._torch", *_PROGRAMS),  # for graphs whose Python code is made when they first run
-    "graphpp.passes.forward": ("graphpp._torch.operators", *_PROGRAMS),
+    "graphpp.passes.forward": ("graphpp._torch.operators", "graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.text": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.joint": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.recompute": ("graphpp.passes.graph", *_PROGRAMS),
@@ -120,12 +120,12 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 53_420,
+    "graphpp": 53_490,
     "graphpp/_torch": 2_590,
     "graphpp/backends": 1_240,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_430,
+    "graphpp/capture": 5_440,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_940,
     "graphpp/cluster_planner": 4_250,
@@ -133,15 +133,15 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_530,
-    "graphpp/passes": 5_650,
+    "graphpp/parallel": 2_560,
+    "graphpp/passes": 5_680,
     "graphpp/pipeline": 3_440,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_000,
+    "tests": 50_070,
 }
 MOST_FILES = 432  # Python files of graphpp/, `__init__.py` included
 

@@ -14,6 +14,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +62,8 @@ from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
+
+_LOG = logging.getLogger("graphpp")
 
 
 @dataclass(frozen=True)
@@ -235,15 +238,18 @@ def _change_forward(
 ) -> None:
     """Run the passes over the exported forward.
 
-    Raises `CaptureError` if a training has no loss for `logits_tokens`; an evaluation may return its logits.
+    Raises `CaptureError` if a training has no loss for `logits_tokens`, and warns of others whose logits stay whole; an
+    evaluation may return its logits.
     """
     causal_attention(module, any_size)
     if logits_tokens is None:
         return
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     rewritten, others = chunk_logits(module, logits_tokens, autocast)
+    found = [f"at {source_line(node.stack_trace or '') or node.name} {reason}" for node, reason in others]
+    if training and rewritten and others:
+        _LOG.warning("memory.logits_tokens: a cross entropy of the model or loss still has all logits: %s", "; ".join(found))
     if training and not rewritten:
-        found = [f"at {source_line(node.stack_trace or '') or node.name} {reason}" for node, reason in others]
         raise CaptureError(
             "memory.logits_tokens: no cross entropy of this model or loss can be computed for some tokens at a time: "
             f"{'; '.join(found) or 'none is called'}. Give torch.nn.functional.cross_entropy the results of a linear layer, or "

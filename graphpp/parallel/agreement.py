@@ -52,7 +52,10 @@ class Agreement:
     """Compares facts over the ranks of one group or tree; a single process agrees with itself."""
 
     def __init__(self, ranks: Ranks, device: torch.device, described: Callable[[int], str] = "rank {}".format) -> None:
-        """`device`: of the rank's tensors; the attribute: of `message`. `described`: how an error names a rank of the world."""
+        """`device`: of this rank's tensors. `described`: how an error names a rank of the world.
+
+        The attribute `device` is that of the tensors that `message` sends.
+        """
         self._described = described
         self._group = ranks if isinstance(ranks, dist.ProcessGroup) else None
         self._tree = RankTree.over(ranks) if isinstance(ranks, dist.ProcessGroup) else ranks

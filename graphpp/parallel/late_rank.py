@@ -18,8 +18,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
@@ -30,29 +31,32 @@ from graphpp._torch.distributed import Store, default_store, own_connection
 
 _PATIENCE = 4  # intervals
 _QUESTIONS_PER_SECOND = 500
+_ENDED = 16  # calls
 _KEY = "graphpp/late"
 _LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__, os.__file__))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The pipeline call that a rank is in (None: none), and the line of the program that it has reached."""
+    """The pipeline call that a rank is in (None: none), the latest calls that have ended there, and the line it has reached."""
 
     call: str | None
+    ended: Sequence[str]
     line: str
 
 
 class Watcher(Protocol):
     def look(self) -> None:
-        """Look for something wrong; takes a few seconds at most."""
+        """Look for something wrong; takes a few seconds, or `patience()` if it asks other ranks."""
 
 
 @dataclass
 class _Progress:
-    """This process's calls: how many have begun or ended, the running one, the thread of the latest one."""
+    """This process's calls: how many have begun or ended, the running one, the latest that have ended, the thread."""
 
     count: int = 0
     call: str | None = None
+    ended: deque[str] = field(default_factory=lambda: deque(maxlen=_ENDED))
     thread: int = threading.get_ident()
 
 
@@ -71,6 +75,7 @@ def calling(call: str) -> Iterator[None]:
         yield
     finally:
         _PROGRESS.count += 1
+        _PROGRESS.ended.append(call)
         _PROGRESS.call = outer
 
 
@@ -113,7 +118,9 @@ def _answer(store: Store, rank: int) -> None:
         own = own_connection(store)
         while dist.is_initialized() and default_store() is store:
             if seen == _PROGRESS.count and own.check([question]) and (asked := own.add(question, 0)) > answered:
-                own.set(f"{question}/{asked}", json.dumps([_PROGRESS.call, line()]))
+                answer = json.dumps([_PROGRESS.call, list(_PROGRESS.ended), line()])
+                for number in range(answered + 1, asked + 1):  # several ranks may have asked
+                    own.set(f"{question}/{number}", answer)
                 answered = asked
             if seen == _PROGRESS.count and _WATCHERS and (looking is None or not looking.is_alive()):
                 looking = threading.Thread(target=_look, name="graphpp idle", daemon=True)
@@ -125,8 +132,12 @@ def _answer(store: Store, rank: int) -> None:
 
 
 def _look() -> None:
-    for watcher in list(_WATCHERS):
-        watcher.look()
+    try:
+        for watcher in list(_WATCHERS):
+            watcher.look()
+    except (RuntimeError, ValueError, KeyError):  # the process group has ended meanwhile
+        if dist.is_initialized():
+            raise
 
 
 def _interval() -> float:

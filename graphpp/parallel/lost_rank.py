@@ -69,7 +69,7 @@ class FailureBoard:
         self._ranks = {rank for tree in several for rank in tree.ranks}
         self._name = name
         self._calls = 0
-        self._mark, self._issued = mark if self._groups else None, _Issued(lambda: True, 0.0)
+        self._mark, self._issued = mark if self._groups else None, _Issued("", lambda: True, 0.0)
         if self._mark is not None:
             late_rank.when_idle(self)
 
@@ -88,7 +88,8 @@ class FailureBoard:
                     self._tell(error)
                 raise
             if self._mark is not None:
-                self._issued = _Issued(self._mark(), min(timeout_of(group).total_seconds() for group in self._groups))
+                timeout = min(timeout_of(group).total_seconds() for group in self._groups)
+                self._issued = _Issued(self._key(""), self._mark(), timeout)
 
     def look(self) -> None:
         """Log once which rank is lost or late if the device has not finished the latest call."""
@@ -98,7 +99,7 @@ class FailureBoard:
         lost, seconds = self._lost(PeerLost(None, ""), None), time.monotonic() - issued.began
         found = _Finding(tuple(lost), f"{'is' if len(lost) == 1 else 'are'} lost") if lost else None
         if found is None and seconds > issued.timeout / 2:
-            found = self._late(())
+            found = self._late((), issued.call)
         if found is None or issued is not self._issued or issued.done():
             return
         issued.told = True
@@ -132,8 +133,11 @@ class FailureBoard:
                 f"{ranks} {known.fate}, and {self._described(me)} cannot finish this step: {_reason(error)}.\n{_RESTART}"
             ) from error
 
-    def _late(self, waited_for: Sequence[int]) -> _Finding | None:
-        """The ranks for which the others wait after a timeout; None if all ranks can be reached, run, and wait too."""
+    def _late(self, waited_for: Sequence[int], issued: str | None = None) -> _Finding | None:
+        """The ranks for which the others wait after a timeout; None if all ranks can be reached, run, and wait too.
+
+        `issued`: the call whose work this rank's device has not done, though the host has left it; None: the host is in a call.
+        """
         try:
             answers = late_rank.ask(sorted(self._ranks - {dist.get_rank()}))
         except RuntimeError:  # the store is lost
@@ -141,16 +145,22 @@ class FailureBoard:
         stopped = tuple(rank for rank, answer in answers.items() if answer is None)
         if stopped:
             return _Finding(stopped, f"{_LATE}: stopped by a signal or a debugger, with its host, or in native code")
-        own = self._pipeline.ranks if self._pipeline is not None else ()
-        # A rank of another replica is in a call of its own pipeline, whose name differs.
-        here, calls = self._key(""), {rank: answer.call for rank, answer in answers.items() if answer is not None}
-        waiting = {rank for rank, call in calls.items() if call == here or (call is not None and rank not in own)}
-        late = tuple(rank for rank in answers if rank not in waiting) or tuple(waited_for)
+        runs = [(rank, answer) for rank, answer in answers.items() if answer is not None]
+        late = tuple(rank for rank, answer in runs if not self._waits(rank, answer, issued)) or tuple(waited_for)
         if not late:
             return None
         reached = answers[late[0]]
         where = f", and is at {reached.line}" if reached is not None else ""
         return _Finding(late, f"{_LATE}: the process of rank {late[0]} runs{where}")
+
+    def _waits(self, rank: int, answer: late_rank.Answer, issued: str | None) -> bool:
+        """Whether a rank waits as this one does: in the same call, or its host has issued the same call too."""
+        # A rank of another replica makes the same calls of its own pipeline, whose name differs.
+        is_replica = self._pipeline is None or rank not in self._pipeline.ranks
+        if issued is None:
+            return answer.call == self._key("") or (is_replica and answer.call is not None)
+        number = f"/{issued.split('/')[-2]}/"
+        return issued in answer.ended or (is_replica and any(each.endswith(number) for each in answer.ended))
 
     def _lost_by_now(self, error: Exception, known: _Finding | None) -> list[int]:
         """Like `_lost`; retries for a second after a lost connection: a dying process closes connections one by one."""
@@ -228,6 +238,7 @@ class FailureBoard:
 class _Issued:
     """A call that has returned. `done`: whether the device has done its work; `timeout`: seconds, of its messages."""
 
+    call: str
     done: Callable[[], bool]
     timeout: float
     began: float = field(default_factory=time.monotonic)

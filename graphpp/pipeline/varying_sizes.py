@@ -165,6 +165,7 @@ class VaryingSizes:
 def _structure(key: GraphKey, part: FlatMicrobatch) -> Kind:
     return key.training, part.wide_kind
 
+
 def for_sizes(graph: CompiledGraph, part: FlatMicrobatch) -> CompiledGraph:
     """The graph with its programs for the sizes of this microbatch."""
     symbols = graph.captured.joint.symbols

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -17,6 +18,8 @@ import graphpp
 from graphpp._torch.distributed import default_store
 from graphpp.errors import RankFailure
 from graphpp.parallel import late_rank, lost_rank
+from graphpp.parallel.lost_rank import FailureBoard
+from graphpp.parallel.rank_tree import RankTree
 from tests.distributed import rank_outcomes, run_ranks
 from tests.parallel.test_agreement import SOON, STEP, TWO, Plain, X, Y
 
@@ -98,16 +101,18 @@ def test_one_thread_serves_all_pipelines() -> None:
     assert run_ranks(counts_threads, 2) == [["graphpp late rank"], ["graphpp late rank"]]
 
 
-def host_waits(rank: int, dies: bool) -> list[str]:
-    """The log of rank 0, whose device waits for a rank that has died or is late."""
+def host_waits(rank: int, fate: str) -> list[str]:
+    """The log of rank 0, whose device waits for a rank that has died, or is late before the call or in it."""
     pipe, store, records = two_good_steps(), default_store(), list[str]()
-    if rank == 1 and dies:
+    board, timeout = pipe._calls._board, STEP if fate == "dies" else 0.1
+    board._calls += 1
+    if rank == 1 and fate == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        read_from_a_slow_disk()
+        with late_rank.calling(board._key("")) if fate == "in the call" else contextlib.nullcontext():
+            read_from_a_slow_disk()
         return []
-    board, timeout = pipe._calls._board, STEP if dies else 0.1
-    board._issued = lost_rank._Issued(lambda: False, timeout)
+    board._issued = lost_rank._Issued(board._key(""), lambda: False, timeout)
     with (
         patch.object(lost_rank._LOG, "error", lambda text, *args: records.append(text % args)),
         patch.object(late_rank, "_PATIENCE", SOON),
@@ -120,9 +125,43 @@ def host_waits(rank: int, dies: bool) -> list[str]:
     return records
 
 
-@pytest.mark.parametrize("dies", [True, False])
-def test_a_host_that_waits_for_the_device_logs_for_whom(dies: bool) -> None:
-    (record,) = rank_outcomes(host_waits, 2, dies)[0].value
-    fate = "is lost" if dies else "did not answer in time: the process of rank 1 runs, and is at "
-    assert record.startswith(f"rank 1 {fate}") and ", and the GPU of rank 0 waits for a message, the host at " in record
+@pytest.mark.parametrize("fate", ["dies", "before the call", "in the call"])
+def test_a_host_that_waits_for_the_device_logs_for_whom(fate: str) -> None:
+    (record,) = rank_outcomes(host_waits, 2, fate)[0].value
+    found = "is lost" if fate == "dies" else "did not answer in time: the process of rank 1 runs, and is at "
+    assert record.startswith(f"rank 1 {found}") and ", and the GPU of rank 0 waits for a message, the host at " in record
     assert "test_late_rank.py" in record.partition("the host at")[2]
+
+
+def test_a_rank_whose_device_waits_too_is_not_late() -> None:
+    """Ranks 0 and 2 have issued the fourth call, and rank 1 is in it; rank 3, of a replica, has issued its own fourth call."""
+    here, board = "graphpp/lost/a/4/", FailureBoard((None,), "a")
+    board._pipeline, board._ranks = RankTree((0, 1, 2), (), 3), {0, 1, 2, 3}
+    answers = {
+        1: late_rank.Answer(here, ("graphpp/lost/a/3/",), "a.py:1"), 2: late_rank.Answer(None, (here,), "b.py:2"),
+        3: late_rank.Answer("graphpp/lost/c/5/", ("graphpp/lost/c/4/",), "c.py:3"),
+    }  # fmt: skip
+    with patch.object(late_rank, "ask", lambda ranks: answers), patch.object(lost_rank.dist, "get_rank", lambda: 0):
+        found = board._late((), here)
+        assert found is not None and found.ranks == (1,) and found.fate.endswith("and is at a.py:1")
+        answers[1] = answers[2]
+        assert board._late((), here) is None
+
+
+def asks_twice(rank: int) -> bool:
+    """Whether rank 1 answers two ranks that ask at the same time."""
+    two_good_steps()
+    store = default_store()
+    if rank == 1:
+        read_from_a_slow_disk()
+        return True
+    question = f"{late_rank._KEY}/1"
+    first = store.add(question, 1)
+    with patch.object(late_rank, "_PATIENCE", SOON):
+        second = late_rank.ask([1])[1]
+    store.set("given up", "")
+    return second is not None and store.check([f"{question}/{first}"])
+
+
+def test_a_rank_answers_all_ranks_that_ask() -> None:
+    assert run_ranks(asks_twice, 2) == [True, True]

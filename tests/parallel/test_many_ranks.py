@@ -188,7 +188,7 @@ def test_a_lost_or_stopped_rank_is_named_in_rows_without_it(reason: str, fate: s
         return fate != "is lost" or dist.get_global_rank(group, peer) != ODD
 
     def ask(ranks: Sequence[int]) -> dict[int, late_rank.Answer | None]:
-        answer = late_rank.Answer("graphpp/lost/compile/1/", "a line")
+        answer = late_rank.Answer("graphpp/lost/compile/1/", (), "a line")
         return {rank: None if rank == ODD else answer for rank in ranks}
 
     publish = FailureBoard._publish

@@ -84,7 +84,8 @@ def _backward_on_cpu(
 
 
 def _forward_on_gpu(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, causal: bool, scale: Any) -> Any:
-    fits = (cu[-1] == query.shape[0]) & (cu.diff().max() <= longest)  # else the kernel reads other memory, or skips tokens
+    lengths = cu.diff()  # the kernel would read other memory, or skip tokens
+    fits = (cu[0] == 0) & (cu[-1] == query.shape[0]) & (lengths.min() >= 0) & (lengths.max() <= longest)
     torch._assert_async(fits, "cu_seqlens, max_seqlen: they do not fit the tokens of the packed rows")
     out, sums, *_ = aten._flash_attention_forward(
         query, key, value, cu, cu, longest, longest, 0.0, causal, return_debug_mask=False, scale=scale

@@ -6,6 +6,8 @@ Contract of `chunk_logits(module, tokens, ..)`
   the rows then stand before the head.
 - The loss has class indices [rows], a mean or a sum over the rows, an index to ignore, and label smoothing. For any other cross
   entropy the function returns the reason why it stays. The order of all else stays.
+- The operator reads the head's input, weight and bias where the loss stood. If an in-place operation between the head and the
+  loss writes to one of them, the cross entropy stays.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import fx
 
 from graphpp._torch.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from graphpp.passes.graph.aliases import shares_memory
 
 aten = torch.ops.aten
 _LOSS, _LINEAR = aten.cross_entropy_loss.default, aten.linear.default
@@ -60,10 +63,10 @@ def _rewrite(module: fx.GraphModule, loss: fx.Node, tokens: int, autocast: torch
     given: dict[str, Any] = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
     given |= dict(zip(_LOSS_NAMES, loss.args, strict=False)) | loss.kwargs
     target = given["target"].meta["val"]
-    if given["weight"] is not None or given["reduction"] not in (1, 2) or target.is_floating_point() or target.dim() != 1:
-        raise _Stays(loss, "the cross entropy has class weights, probabilities, logits of another shape, or no reduction")
+    _check_form(loss, given, target)
     chain = list(_chain(given["self"]))
     linear = chain.pop()
+    _check_writes(linear, loss)
     graph, words = module.graph, linear.meta["val"].shape[-1]
     hidden, weight, bias = (*_args(linear), None)[:3]
     scale = 1.0
@@ -83,6 +86,38 @@ def _rewrite(module: fx.GraphModule, loss: fx.Node, tokens: int, autocast: torch
         value = graph.call_function(operator.getitem, (call, 0))
         value.meta = dict(loss.meta)
     loss.replace_all_uses_with(value)
+
+
+def _check_form(loss: fx.Node, given: dict[str, Any], target: torch.Tensor) -> None:
+    if given["weight"] is not None:
+        raise _Stays(loss, "the cross entropy has class weights")
+    if given["reduction"] not in (1, 2):
+        raise _Stays(loss, 'the cross entropy has reduction="none"')
+    if target.is_floating_point():
+        raise _Stays(loss, "the targets of the cross entropy are probabilities")
+    if target.dim() != 1:
+        raise _Stays(loss, f"the targets of the cross entropy have {target.dim()} dimensions: flatten them and the logits")
+
+
+def _check_writes(linear: fx.Node, loss: fx.Node) -> None:
+    """Raise `_Stays` if an operation between the two writes to memory that the linear layer reads."""
+    read, node = {_memory(operand) for operand in linear.all_input_nodes}, linear.next
+    while node is not loss:
+        if _writes(node) and _memory(node) in read:
+            raise _Stays(node, "the head's input, weight or bias is changed in place after the head has read it")
+        node = node.next
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and bool(node.all_input_nodes)
+
+
+def _memory(node: fx.Node) -> Any:
+    """The node that allocated a value's memory; of a parameter or buffer the name."""
+    while shares_memory(node) or _writes(node):
+        node = node.all_input_nodes[0]
+    return node.target if node.op == "get_attr" else node
 
 
 def _chain(node: fx.Node) -> Iterator[fx.Node]:

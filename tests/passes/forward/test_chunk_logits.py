@@ -167,10 +167,28 @@ def cut(rank: int, schedule: str, recompute: Any) -> Numbers:
     return {"losses": losses, **{fqn: each.grad for fqn, each in pipe.named_parameters()}}
 
 
+class Halved(Head):
+    """A head whose input is changed in place after it; a frozen head does not keep its input for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embed(tokens)))
+        rows = hidden + 0
+        logits = self.head(rows)
+        rows[:, 1:].mul_(0.5)
+        return logits
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "read twice": (Head, lambda logits, target: flat(logits, target) + logits.mean(), "the logits are read by other"),
     "capped": (lambda: Head(torch.tanh), flat, "tanh.default stands between a linear layer and the cross entropy"),
     "class weights": (Head, lambda logits, target: flat(logits, target, weight=torch.ones(WORDS)), "has class weights"),
+    "a loss for each token": (Head, lambda logits, target: flat(logits, target, reduction="none").mean(), 'reduction="none"'),
+    "words before tokens": (Head, lambda logits, target: F.cross_entropy(logits.mT, target), "have 2 dimensions"),
+    "input changed in place": (Halved, flat, "changed in place after the head has read it"),
     "no cross entropy": (Head, lambda logits, target: logits.square().mean(), "none is called"),
 }
 
@@ -181,8 +199,21 @@ def test_other_losses_are_refused_with_their_line(name: str) -> None:
     with pytest.raises(CaptureError, match=r"memory.logits_tokens: no cross entropy of this model") as caught:
         trained(make(), loss, 3)
     assert reason in str(caught.value)
-    in_model = name in ("read twice", "capped")  # torch.export keeps the lines of modules
+    in_model = name in ("read twice", "capped", "input changed in place")  # torch.export keeps the lines of modules
     assert in_model == ("test_chunk_logits.py:" in str(caught.value))
+
+
+def test_the_log_names_a_loss_that_still_has_all_logits(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(Head):
+        def forward(self, tokens: Tensor) -> Any:
+            hidden = torch.tanh(self.layer(self.embed(tokens)))
+            return self.head(hidden), self.head(hidden * 2)
+
+    def loss(logits: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return flat(logits[0], target) + flat(logits[1], target) + logits[1].logsumexp(-1).mean()
+
+    trained(Two(), loss, 3)
+    assert "still has all logits: at " in caplog.text and "the logits are read by other operations" in caplog.text
 
 
 def test_the_plan_has_fewer_bytes() -> None:
