@@ -29,8 +29,8 @@ _ATTENTION_TENSOR = Accepted(
     "a tensor [batch, heads, tokens, width]", lambda value: isinstance(value, torch.Tensor) and value.dim() == 4
 )
 _ENDS = Accepted(
-    "int32 [documents + 1]",
-    lambda value: isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype is torch.int32,
+    "int32 [documents + 1] of one document or more",
+    lambda value: isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype is torch.int32 and value.shape[0] > 1,
 )
 _LONGEST = Accepted("an integer", lambda value: isinstance(value, int | torch.SymInt) and not isinstance(value, bool))
 _THREE = dict.fromkeys(("query", "key", "value"), _ATTENTION_TENSOR)

@@ -120,7 +120,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 53_490,
+    "graphpp": 53_500,
     "graphpp/_torch": 2_590,
     "graphpp/backends": 1_240,
     "graphpp/batch": 690,
@@ -133,7 +133,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_560,
+    "graphpp/parallel": 2_570,
     "graphpp/passes": 5_680,
     "graphpp/pipeline": 3_440,
     "graphpp/planner": 1_870,

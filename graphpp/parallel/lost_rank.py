@@ -99,7 +99,7 @@ class FailureBoard:
         lost, seconds = self._lost(PeerLost(None, ""), None), time.monotonic() - issued.began
         found = _Finding(tuple(lost), f"{'is' if len(lost) == 1 else 'are'} lost") if lost else None
         if found is None and seconds > issued.timeout / 2:
-            found = self._late((), issued.call)
+            found = self._asked_once(issued)
         if found is None or issued is not self._issued or issued.done():
             return
         issued.told = True
@@ -108,6 +108,21 @@ class FailureBoard:
             "%s %s, and the GPU of %s waits for a message, the host at %s. NCCL ends this process after a wait of %g s. %s",
             ranks, found.fate, self._described(dist.get_rank()), waiting, issued.timeout, _RESTART,
         )  # fmt: skip
+
+    def _asked_once(self, issued: _Issued) -> _Finding | None:
+        """The late ranks of a call: the first rank that looks asks all ranks, and the others read its finding in the store."""
+        try:
+            store, key = default_store(), f"{issued.call}waits"
+            if issued.asks is None:
+                issued.asks = int(store.add(key, 1)) == 1
+            found = self._late((), issued.call) if issued.asks else None
+            if found is not None:
+                store.set(f"{key}/found", json.dumps([found.ranks, found.fate]))
+            elif not issued.asks and store.check([f"{key}/found"]):
+                found = _Finding.read(store.get(f"{key}/found"))
+        except RuntimeError:  # the store is lost
+            return None
+        return found
 
     def _tell(self, error: Exception) -> None:
         """Raise `RankFailure` if a rank is lost or late; else publish this rank's failure."""
@@ -243,6 +258,7 @@ class _Issued:
     timeout: float
     began: float = field(default_factory=time.monotonic)
     told: bool = False
+    asks: bool | None = None  # whether this rank asks the others; None: not decided yet
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,8 @@ def test_two_rows_are_as_one() -> None:
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "sizes": (lambda q, ends: attention.packed(q, q[:, :3], q[:, :3], ends), "or heads of key and value that divide query's"),
     "types": (lambda q, ends: attention.packed(q, q, q.double(), ends), "or heads of key and value that divide query's"),
-    "ends": (lambda q, ends: attention.packed(q, q, q, ends.long()), r"cu_seqlens: take int32 \[documents \+ 1\], got"),
+    "ends": (lambda q, ends: attention.packed(q, q, q, ends.long()), r"cu_seqlens: take int32 \[documents \+ 1\] of one"),
+    "no document": (lambda q, ends: attention.packed(q, q, q, ends[:1]), r"cu_seqlens: take int32 \[documents \+ 1\] of one"),
     "a part": (lambda q, ends: attention.packed(*[q[:, :, :7]] * 3, ends), "last the 7 tokens of the rows, .* call graphpp"),
     "longest": (lambda q, ends: attention.packed(q, q, q, ends, 5), "max_seqlen: the longest document has 6 tokens, got 5"),
 }
