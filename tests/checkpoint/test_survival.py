@@ -45,7 +45,7 @@ sys.argv = ["train_llama.py", *sys.argv[1:]]
 sys.path.insert(0, "examples")
 runpy.run_path("examples/train_llama.py", run_name="__main__")
 """
-SIZES = {"steps": 10, "every": 2, "dim": 64, "layers": 4, "batch": 4, "microbatches": 4, "length": 8}
+SIZES = {"steps": 10, "every": 2, "dim": 64, "layers": 8, "batch": 4, "microbatches": 4, "length": 8}
 
 
 def launched(scratch: Path, *launch: str, **environment: str) -> subprocess.Popen[str]:
