@@ -23,7 +23,8 @@ SLOW = """
 
     def build():
         print("ready", flush=True)
-        time.sleep(300)
+        for _ in range(3000):  # a signal that comes just before a sleep is noticed after it
+            time.sleep(0.1)
 """
 
 
