@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import resident_bytes
 from large_models import LARGE
 from rich.console import Console
 from rich.table import Table
@@ -130,11 +131,6 @@ def listen(clock: Clock) -> None:
         return lower(joint, starts, heard, *rest, **named)
 
     capture_once.capture, compiler.lower = timed_capture, heard_lower  # type: ignore[assignment]
-
-
-def resident_bytes() -> int:
-    """The resident bytes of the process now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def peak_bytes() -> int:

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,11 @@ def sample(contender: Contender, device: torch.device) -> Sample:
 def usage() -> tuple[float, float, float]:
     """The clock in seconds, and the CPU seconds and page faults of this process so far."""
     return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def resident_bytes() -> int:
+    """The resident bytes of the process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def wait_for_all(device: torch.device) -> None:

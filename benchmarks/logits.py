@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Contender, alternate, median_ratio, medians, start, synchronize
+from gpu_step import Step, peak_bytes
+from harness import Contender, alternate, median_ratio, medians, resident_bytes, start
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
-
-PAGE = 4096
 
 
 class Model(nn.Module):
@@ -125,23 +124,19 @@ def check(found: dict[str, dict[str, Tensor]]) -> None:
                 raise SystemExit(f"{name} tokens at a time: {key} differs from that of all logits")
 
 
-def peak(run: Callable[[], object], pipe: graphpp.Pipeline, device: torch.device) -> int:
+def peak(run: Callable[[], Any], pipe: graphpp.Pipeline, device: torch.device) -> int:
     """The most bytes that a step takes above those before it."""
     pipe.zero_grad()
     gc.collect()
-    if device.type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    before, most, ended = resident(), 0, threading.Event()
+    on_gpu = peak_bytes(Step(list(pipe.parameters()), run), device)
+    if on_gpu is not None:
+        return on_gpu
+    before, most, ended = resident_bytes(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not ended.is_set():
-            most = max(most, resident() - before)
+            most = max(most, resident_bytes() - before)
             time.sleep(0.001)
 
     thread = threading.Thread(target=watch)
@@ -150,10 +145,6 @@ def peak(run: Callable[[], object], pipe: graphpp.Pipeline, device: torch.device
     ended.set()
     thread.join()
     return most
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 if __name__ == "__main__":

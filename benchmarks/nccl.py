@@ -26,20 +26,19 @@ the host does not wait for the GPU.
 from __future__ import annotations
 
 import argparse
-import copy
-import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders import Step, check_losses
 from empty_stages import STAGES, empty_program
+from gpu_step import Case
 from harness import RANK, RANKS, Contender, alternate, median_ratio, medians, over_ranks, start, synchronize
-from models import Config, Llama, Part, llama_1b, llama_small, loss, new_llama
+from models import Part, llama_1b, llama_small, loss
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -57,63 +56,14 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model whose layers the ranks share equally, and microbatches of `rows` x `length` tokens."""
-
-    config: Config
-    dtype: torch.dtype
-    microbatches: int
-    rows: int
-    length: int
-    device: torch.device
-
-    @property
-    def cuts(self) -> list[int]:
-        """The layers at which stages start, and the end."""
-        return [rank * self.config.layers // RANKS for rank in range(RANKS + 1)]
-
-    @property
-    def tolerance(self) -> float:
-        return 1e-4 if self.dtype is torch.float32 else 2e-2
-
-    def model(self) -> Llama:
-        """A new model with the weights of all contenders."""
-        return copy.deepcopy(_weights(self.config, self.dtype, self.device))
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of all microbatches, each int64 [rows of all, length]."""
-        shape = (self.microbatches * self.rows, self.length + 1)
-        tokens = torch.randint(self.config.vocab, shape, generator=torch.Generator().manual_seed(1))
-        return tokens[:, :-1].contiguous().to(self.device), tokens[:, 1:].contiguous().to(self.device)
-
-
-@functools.cache
-def _weights(config: Config, dtype: torch.dtype, device: torch.device) -> Llama:
-    return new_llama(config, device).to(dtype)
-
-
-@dataclass
-class Step:
-    """A contender. `losses` runs a step and returns the losses, [microbatches], or None where a rank has none."""
-
-    parameters: list[nn.Parameter]
-    losses: Callable[[], Tensor | None]
-
-    def forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
 def main() -> None:
     option = options()
     device = start()
-    small = Case(llama_small(64, layers=2 * RANKS), torch.float32, 0, option.rows, 16, device)
-    large = Case(llama_1b(), torch.bfloat16, 0, option.rows, option.length, device)
     records = []
     for count in option.microbatches:
-        case = Case(**{**vars(small if option.small else large), "microbatches": count})
-        records.append(measured(case, option))
+        small = Case(llama_small(64, layers=2 * RANKS), torch.float32, count, option.rows, 16)
+        case = small if option.small else Case(llama_1b(), torch.bfloat16, count, option.rows, option.length)
+        records.append(measured(case, option, device))
         if RANK == 0:
             Console(width=150).print(table(records[-1]))
     host = host_time(device)
@@ -140,51 +90,56 @@ def options() -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------------------- contenders
 
 
-def graphpp_step(case: Case, backend: str) -> Step:
-    tokens, targets = case.batch()
+def graphpp_step(case: Case, backend: str, device: torch.device) -> Step:
+    tokens, targets = case.batch(device)
     pipe = graphpp.compile(
-        case.model(),
+        case.model(device),
         loss,
         example=graphpp.Microbatch((tokens[: case.rows],), target=targets[: case.rows]),
-        split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
+        split=[f"layers.{layer}" for layer in case.cuts(RANKS)[1:-1]],
         schedule="1F1B",
         microbatches=case.microbatches,
         backend=backend,
-        parallel=graphpp.Parallel(device=case.device),
+        parallel=graphpp.Parallel(device=device),
     )
-    return Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses)
+    return Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses, tolerance(case))
 
 
-def torch_step(case: Case, backend: str | None) -> Step:
+def torch_step(case: Case, backend: str | None, device: torch.device) -> Step:
     """torch.distributed.pipelining with the shapes given, so that no probe run finds them; outputs are not merged."""
-    part = Part(case.model(), *case.cuts[RANK : RANK + 2])
-    tokens, targets = case.batch()
-    hidden = torch.empty(case.rows, case.length, case.config.dim, dtype=case.dtype, device=case.device)
-    logits = torch.empty(case.rows, case.length, case.config.vocab, dtype=case.dtype, device=case.device)
+    part = Part(case.model(device), *case.cuts(RANKS)[RANK : RANK + 2])
+    tokens, targets = case.batch(device)
+    hidden = torch.empty(case.rows, case.length, case.config.dim, dtype=case.dtype, device=device)
+    logits = torch.empty(case.rows, case.length, case.config.vocab, dtype=case.dtype, device=device)
     first, last = RANK == 0, RANK == RANKS - 1
     into = tokens[: case.rows].clone() if first else hidden.clone().requires_grad_()
     out = (logits if last else hidden).requires_grad_()
     module = part if backend is None else torch.compile(part, dynamic=False, fullgraph=True, backend=backend)
-    stage = PipelineStage(module, RANK, RANKS, case.device, input_args=(into,), output_args=(out,))
+    stage = PipelineStage(module, RANK, RANKS, device, input_args=(into,), output_args=(out,))
     runner = Schedule1F1B(stage, case.microbatches, loss_fn=loss)
 
     def step() -> Tensor | None:
         losses: list[Tensor] = []
         given: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
         runner.step(*((tokens,) if first else ()), return_outputs=False, **given)
-        return torch.stack([value.detach() for value in losses]) if last else None
+        return torch.stack([value.detach().float() for value in losses]) if last else None
 
-    return Step(list(part.parameters()), step)
+    return Step(list(part.parameters()), step, tolerance(case))
 
 
-def steps_of(case: Case, option: argparse.Namespace) -> dict[str, Step]:
+def tolerance(case: Case) -> float:
+    """Of losses, relative."""
+    return 1e-4 if case.dtype is torch.float32 else 2e-2
+
+
+def steps_of(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Step]:
     """All contenders by name."""
     torch.compiler.reset()
     makers: dict[str, Callable[[], Step]] = {
-        "graphpp": lambda: graphpp_step(case, option.backend),
-        "graphpp, eager": lambda: graphpp_step(case, "eager"),
-        "torch, compiled": lambda: torch_step(case, option.compile_backend),
-        "torch, eager": lambda: torch_step(case, None),
+        "graphpp": lambda: graphpp_step(case, option.backend, device),
+        "graphpp, eager": lambda: graphpp_step(case, "eager", device),
+        "torch, compiled": lambda: torch_step(case, option.compile_backend, device),
+        "torch, eager": lambda: torch_step(case, None, device),
     }
     steps: dict[str, Step] = {}
     for name, make in makers.items():
@@ -192,7 +147,7 @@ def steps_of(case: Case, option: argparse.Namespace) -> dict[str, Step]:
         steps[name] = make()
         steps[name].losses()
         steps[name].forget_gradients()
-        synchronize(case.device)
+        synchronize(device)
         if RANK == 0:
             print(f"{name}: {time.perf_counter() - began:.1f} s to the end of the first step", flush=True)
     return steps
@@ -201,37 +156,21 @@ def steps_of(case: Case, option: argparse.Namespace) -> dict[str, Step]:
 # --------------------------------------------------------------------------------------------------------- measurement
 
 
-def measured(case: Case, option: argparse.Namespace) -> dict[str, Any]:
+def measured(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Check that the losses agree, then time all contenders in turn, and profile a step of the first."""
-    steps = steps_of(case, option)
-    check_losses(case, steps)
+    steps = steps_of(case, option, device)
+    check_losses(steps["torch, eager"], steps, device)
     timed = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
-    alternate(timed, 2, case.device)
-    samples = alternate(timed, option.rounds, case.device)
-    name = torch.cuda.get_device_name(case.device) if case.device.type == "cuda" else "cpu"
+    alternate(timed, 2, device)
+    samples = alternate(timed, option.rounds, device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "device": name, "ranks": RANKS, "microbatches": case.microbatches, "torch": torch.__version__,
         "seconds": {each: medians(taken).seconds for each, taken in samples.items()},
         "ratios": {each: median_ratio(taken, samples["graphpp"]) for each, taken in samples.items()},
-        "overlap": over_ranks(list(overlap(steps["graphpp"], case.device).values())),
+        "overlap": over_ranks(list(overlap(steps["graphpp"], device).values())),
         "samples": {each: [sample.seconds for sample in taken] for each, taken in samples.items()},
     }  # fmt: skip
-
-
-def check_losses(case: Case, steps: Mapping[str, Step]) -> None:
-    """Raise SystemExit on the last rank if losses differ from those of torch's eager stages."""
-    found = {name: losses_of(step, case.device) for name, step in steps.items()}
-    expected = found["torch, eager"]
-    for name, losses in found.items():
-        if expected is not None and losses is not None:
-            torch.testing.assert_close(losses.float(), expected.float(), rtol=case.tolerance, atol=0, msg=f"losses of {name}")
-
-
-def losses_of(step: Step, device: torch.device) -> Tensor | None:
-    losses = step.losses()
-    synchronize(device)
-    step.forget_gradients()
-    return losses
 
 
 def overlap(step: Step, device: torch.device) -> dict[str, float]:

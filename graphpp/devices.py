@@ -205,7 +205,7 @@ _FAST = Efficiency()
 GB = 10**9  # of a data sheet; 2 ** 30 - 10 ** 9 allows for contexts, communicators and allocator fragments
 
 # NVIDIA H100 SXM5: half of the figures with sparsity; NVLink 4, 900 GB/s both directions together; one 400 Gb/s NIC per GPU.
-# Shares, launch and the host's link: `graphpp doctor --calibrate` on an H100 80 GB HBM3, torch 2.11.0, CUDA 13.0, 2026-11-28.
+# Shares, launch and the host's link: kernels of `graphpp doctor --calibrate` on an H100 80 GB HBM3, torch 2.11.0, 2026-11-28.
 _HOPPER = Efficiency(
     Curve((
         (2.7e8, 0.095), (2.1e9, 0.378), (1.7e10, 0.691), (3.4e10, 0.652), (1.4e11, 0.729), (5.5e11, 0.750), (1.1e12, 0.643)

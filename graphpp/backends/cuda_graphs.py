@@ -162,7 +162,7 @@ def record(
 
 
 def _key(value: torch.Tensor, *, moves: bool) -> Key:
-    """What must not change of an argument."""
+    """The facts of an argument for which a recording holds: address (0 for a copied argument), shape, strides, dtype."""
     return 0 if moves else value.data_ptr(), value.shape, value.stride(), value.dtype
 
 

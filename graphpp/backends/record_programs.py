@@ -44,7 +44,7 @@ _NOWHERE = "only CUDA devices have such graphs"
 
 
 class Mode(Enum):
-    """What the tasks of a step do."""
+    """The way in which the tasks of a step run."""
 
     PLAIN = "run"
     WARM_UP = "run on the recorder's stream"

@@ -131,8 +131,8 @@ def calibrated(times: Mapping[Kernel, float], name: str, known: Device | None, m
     return replace(
         usual, name=name, launch=launch,
         efficiency=Efficiency(product, _narrow(times, used, product, usual), *curves),
-        inside=_link(gathers, known.inside if known else None) if gathers else usual.inside,
-        host=_link(copies, known.host if known else None) if copies else usual.host,
+        inside=_link("inside", gathers, known.inside if known else None) if gathers else usual.inside,
+        host=_link("host", copies, known.host if known else None) if copies else usual.host,
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def _curve(kind: str, spent: Mapping[Kernel, float], device: Device) -> Curve:
 
 
 def _narrow(times: Mapping[Kernel, float], spent: Mapping[Kernel, float], product: Curve, device: Device) -> Curve:
-    """What is left of the share of `product`, by the smallest side; all of it from the smallest side of a wide product on."""
+    """By smallest side, the share of a narrow product over that of `product`; 1 from the sides of wide products on."""
     wide = min(min(each.sizes) for each in times if each.kind == "product" and not each.held_out)
     of_kind = {each: seconds for each, seconds in spent.items() if each.kind == "narrow"}
     shares = {min(each.sizes): _share_of_peak(each, of_kind[each], device) / product.at(each.work) for each in of_kind}
@@ -187,7 +187,7 @@ def _gather_steps(kernel: Kernel) -> tuple[int, float]:
     return ceil(log2(ranks)), kernel.nbytes * (ranks - 1) / ranks
 
 
-def _link(rows: Iterable[tuple[int, float, float]], usual: Link | None) -> Link:
+def _link(name: str, rows: Iterable[tuple[int, float, float]], usual: Link | None) -> Link:
     """The link by (latencies, bytes, seconds) of messages. `usual`: the data sheet's, whose bandwidth stays."""
     scaled = [(steps / seconds, nbytes / seconds) for steps, nbytes, seconds in rows]
     aa, ab, bb = (sum(one[i] * one[j] for one in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -195,9 +195,9 @@ def _link(rows: Iterable[tuple[int, float, float]], usual: Link | None) -> Link:
     latency = max(0.0, (a * bb - b * ab) / (aa * bb - ab * ab))
     per_byte = (b - latency * ab) / bb
     if per_byte <= 0:
-        raise GraphPPError(f"link: messages of all sizes took the same time, which cannot be right: {_REMEDY}")
+        raise GraphPPError(f"link {name}: messages of all sizes took the same time, which cannot be right: {_REMEDY}")
     bandwidth = usual.bandwidth if usual else 1 / per_byte
-    return Link(latency, bandwidth, _share("link", 1 / per_byte, bandwidth))
+    return Link(latency, bandwidth, _share(f"link {name}", 1 / per_byte, bandwidth))
 
 
 def predicted(device: Device, kernel: Kernel) -> float:

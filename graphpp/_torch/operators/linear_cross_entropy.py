@@ -12,7 +12,7 @@ Checked on torch 2.13.0; no private names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,69 +27,82 @@ LINEAR_CROSS_ENTROPY = torch.ops.graphpp.linear_cross_entropy.default
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def workspace(hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
+class Options(NamedTuple):
+    """The operator's arguments after the tensors. `dtype`: of the loss; `needed`: gradients by hidden, weight and bias."""
+
+    ignore_index: int
+    mean: bool
+    smoothing: float
+    scale: float
+    dtype: torch.dtype
+    tokens: int
+    needed: Sequence[bool]
+
+
+def workspace(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Any:
     """Bytes of the logits of some rows, of their logarithms or slopes, and of a copy in the dtype of `hidden`."""
-    wide, rows = torch.promote_types(hidden.dtype, torch.float32), torch.sym_min(hidden.shape[0], rest[-2])
+    wide, rows = _wide(hidden), torch.sym_min(hidden.shape[0], Options(*options).tokens)
     return rows * weight.shape[0] * (2 * wide.itemsize + (0 if hidden.dtype is wide else hidden.dtype.itemsize))
 
 
-def flops(hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
+def flops(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Any:
     """FLOPs of the products of the forward: one for the logits, and one for each of the gradients by hidden and weight."""
-    products = 1 + sum(rest[-1][:2])
+    products = 1 + sum(Options(*options).needed[:2])
     return 2 * products * hidden.shape[0] * hidden.shape[1] * weight.shape[0]
 
 
-def _forward(  # noqa: PLR0913 - the operator's arguments
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, mean: bool, smoothing: float,
-    scale: float, dtype: torch.dtype, tokens: int, needed: Sequence[bool],
-) -> Results:  # fmt: skip
-    """The loss (`dtype`), the number by which losses and gradients are divided, and the gradients, empty where not needed."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    valid = target != ignore_index
+def _wide(hidden: Tensor) -> torch.dtype:
+    """The dtype of softmax and losses."""
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Results:
+    """The loss, the number by which losses and gradients are divided, and the gradients, empty where not needed."""
+    option, wide = Options(*options), _wide(hidden)
+    valid, smoothing = target != option.ignore_index, option.smoothing
     total = hidden.new_zeros((), dtype=wide)
-    count = valid.sum().to(wide) if mean else torch.ones_like(total)
-    grads = [each.new_zeros(each.shape if need else 0) for each, need in zip((hidden, weight), needed, strict=False)]
-    grads.append(hidden.new_zeros(weight.shape[0] if bias is not None and needed[2] else 0, dtype=wide))
-    for begin in range(0, hidden.shape[0], tokens):
-        rows, words, real = (each[begin : begin + tokens] for each in (hidden, target, valid))
+    count = valid.sum().to(wide) if option.mean else torch.ones_like(total)
+    grads = [each.new_zeros(each.shape if need else 0) for each, need in zip((hidden, weight), option.needed, strict=False)]
+    grads.append(hidden.new_zeros(weight.shape[0] if bias is not None and option.needed[2] else 0, dtype=wide))
+    for begin in range(0, hidden.shape[0], option.tokens):
+        rows, words, real = (each[begin : begin + option.tokens] for each in (hidden, target, valid))
         scores = F.linear(rows, weight, bias).to(wide)
-        logs = F.log_softmax(scores if scale == 1 else scores.mul_(scale), -1)
+        logs = F.log_softmax(scores if option.scale == 1 else scores.mul_(option.scale), -1)
         del scores
-        total += (1 - smoothing) * F.nll_loss(logs, words, ignore_index=ignore_index, reduction="sum")
+        total += (1 - smoothing) * F.nll_loss(logs, words, ignore_index=option.ignore_index, reduction="sum")
         if smoothing:
             total -= smoothing / weight.shape[0] * (logs.sum(-1) * real).sum()
-        if any(needed):
-            _add_gradients(grads, rows, weight, logs, words.where(real, 0), real, smoothing, scale, begin, needed)
+        if any(option.needed):
+            _add_gradients(grads, begin, rows, weight, _slopes(logs, words, real, option))
     if bias is not None:
         grads[2] = grads[2].to(bias.dtype)
-    return (total / count).to(dtype), count, *grads  # type: ignore[return-value]
+    return (total / count).to(option.dtype), count, *grads  # type: ignore[return-value]
 
 
-def _add_gradients(  # noqa: PLR0913 - a part of `_forward`
-    grads: list[Tensor], rows: Tensor, weight: Tensor, logs: Tensor, words: Tensor, real: Tensor, smoothing: float,
-    scale: float, begin: int, needed: Sequence[bool],
-) -> None:  # fmt: skip
-    """Add the gradients of the sum of the losses of some rows; `logs` is overwritten."""
-    slopes = logs.exp_().sub_(smoothing / weight.shape[0])
-    slopes.scatter_add_(1, words[:, None], slopes.new_full((len(rows), 1), smoothing - 1))
-    slopes.mul_(real[:, None]).mul_(scale)
+def _slopes(logs: Tensor, words: Tensor, real: Tensor, option: Options) -> Tensor:
+    """The gradients of the sum of the losses by the logits of some rows, [rows, words], in the memory of `logs`."""
+    slopes = logs.exp_().sub_(option.smoothing / logs.shape[1])
+    slopes.scatter_add_(1, words.where(real, 0)[:, None], slopes.new_full((len(words), 1), option.smoothing - 1))
+    return slopes.mul_(real[:, None]).mul_(option.scale)
+
+
+def _add_gradients(grads: Sequence[Tensor], begin: int, rows: Tensor, weight: Tensor, slopes: Tensor) -> None:
+    """Add the gradients of the rows from `begin` on to those that are not empty."""
+    by_hidden, by_weight, by_bias = grads
     own = slopes.to(rows.dtype)
-    if needed[0]:
-        grads[0][begin : begin + len(rows)] = own @ weight
-    if needed[1]:
-        grads[1].addmm_(own.t(), rows)
-    if grads[2].numel():
-        grads[2] += slopes.sum(0)
+    if by_hidden.numel():
+        by_hidden[begin : begin + len(rows)] = own @ weight
+    if by_weight.numel():
+        by_weight.addmm_(own.t(), rows)
+    if by_bias.numel():
+        by_bias += slopes.sum(0)
 
 
-def _fake(  # noqa: PLR0913 - the operator's arguments
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, mean: bool, smoothing: float,
-    scale: float, dtype: torch.dtype, tokens: int, needed: Sequence[bool],
-) -> Results:  # fmt: skip
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    grads = [each.new_empty(each.shape if need else 0) for each, need in zip((hidden, weight), needed, strict=False)]
-    last = bias.new_empty(bias.shape if needed[2] else 0) if bias is not None else hidden.new_empty(0, dtype=wide)
-    return hidden.new_empty((), dtype=dtype), hidden.new_empty((), dtype=wide), *grads, last  # type: ignore[return-value]
+def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Results:
+    option, wide = Options(*options), _wide(hidden)
+    grads = [each.new_empty(each.shape if need else 0) for each, need in zip((hidden, weight), option.needed, strict=False)]
+    last = bias.new_empty(bias.shape if option.needed[2] else 0) if bias is not None else hidden.new_empty(0, dtype=wide)
+    return hidden.new_empty((), dtype=option.dtype), hidden.new_empty((), dtype=wide), *grads, last  # type: ignore[return-value]
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:

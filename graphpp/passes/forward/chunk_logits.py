@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from graphpp._torch.operators.linear_cross_entropy import LINEAR_CROSS_ENTROPY, Options
 from graphpp.passes.graph.aliases import shares_memory
 
 aten = torch.ops.aten
@@ -67,6 +67,8 @@ def _rewrite(module: fx.GraphModule, loss: fx.Node, tokens: int, autocast: torch
     chain = list(_chain(given["self"]))
     linear = chain.pop()
     _check_writes(linear, loss)
+    if (autocast or linear.meta["val"].dtype) is torch.float16:
+        raise _Stays(linear, "the head computes in float16, in which a sum over tokens may overflow: use bfloat16")
     graph, words = module.graph, linear.meta["val"].shape[-1]
     hidden, weight, bias = (*_args(linear), None)[:3]
     scale = 1.0
@@ -80,8 +82,9 @@ def _rewrite(module: fx.GraphModule, loss: fx.Node, tokens: int, autocast: torch
             for each in operands:
                 _like(linear, each)
         dtype = torch.float32 if autocast is not None else loss.meta["val"].dtype
-        mean, needed = given["reduction"] == 1, [torch.is_grad_enabled() and trains for trains in _trained(module, linear)]
-        options = (given["ignore_index"], mean, given["label_smoothing"], scale, dtype, tokens, needed)
+        needed = [torch.is_grad_enabled() and trains for trains in _trained(module, linear)]
+        mean, smoothing = given["reduction"] == 1, given["label_smoothing"]
+        options = Options(given["ignore_index"], mean, smoothing, scale, dtype, tokens, needed)
         call = _like(linear, graph.call_function(LINEAR_CROSS_ENTROPY, (*operands, given["target"], *options)))
         value = graph.call_function(operator.getitem, (call, 0))
         value.meta = dict(loss.meta)
@@ -140,7 +143,10 @@ def _is_on_rows(node: fx.Node) -> bool:
     if node.target is aten.slice.Tensor:
         dims = node.meta["val"].dim()
         return bool((*_args(node), 0)[1] % dims != dims - 1)
-    return node.target in _VIEWS | _COPIES | _CASTS or (node.target in _SCALES and isinstance(_args(node)[1], int | float))
+    if node.target in _CASTS:  # the operator computes in at least 32 bits, and in no more than the head does
+        before = _args(node)[0].meta["val"].dtype
+        return node.meta["val"].dtype in (before, torch.promote_types(before, torch.float32))
+    return node.target in _VIEWS | _COPIES or (node.target in _SCALES and isinstance(_args(node)[1], int | float))
 
 
 def _on_rows(

@@ -184,6 +184,9 @@ class Halved(Head):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "read twice": (Head, lambda logits, target: flat(logits, target) + logits.mean(), "the logits are read by other"),
+    "wider": (lambda: Head(Tensor.double), flat, "to.dtype stands between a linear layer and the cross entropy"),
+    "narrower": (lambda: Head(Tensor.bfloat16), flat, "to.dtype stands between a linear layer and the cross entropy"),
+    "half": (lambda: Head(Tensor.float).to(torch.float16), flat, "the head computes in float16"),
     "capped": (lambda: Head(torch.tanh), flat, "tanh.default stands between a linear layer and the cross entropy"),
     "class weights": (Head, lambda logits, target: flat(logits, target, weight=torch.ones(WORDS)), "has class weights"),
     "a loss for each token": (Head, lambda logits, target: flat(logits, target, reduction="none").mean(), 'reduction="none"'),
@@ -199,7 +202,8 @@ def test_other_losses_are_refused_with_their_line(name: str) -> None:
     with pytest.raises(CaptureError, match=r"memory.logits_tokens: no cross entropy of this model") as caught:
         trained(make(), loss, 3)
     assert reason in str(caught.value)
-    in_model = name in ("read twice", "capped", "input changed in place")  # torch.export keeps the lines of modules
+    # torch.export keeps the lines of modules
+    in_model = name in ("read twice", "capped", "wider", "narrower", "half", "input changed in place")
     assert in_model == ("test_chunk_logits.py:" in str(caught.value))
 
 
