@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 def workspace(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Any:
     """Bytes of the logits of some rows, of their logarithms or slopes, and of a copy in the dtype of `hidden`."""
-    wide, rows = _wide(hidden), torch.sym_min(hidden.shape[0], Options(*options).tokens)
+    wide, rows = torch.promote_types(hidden.dtype, torch.float32), torch.sym_min(hidden.shape[0], Options(*options).tokens)
     return rows * weight.shape[0] * (2 * wide.itemsize + (0 if hidden.dtype is wide else hidden.dtype.itemsize))
 
 
@@ -51,14 +51,9 @@ def flops(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *
     return 2 * products * hidden.shape[0] * hidden.shape[1] * weight.shape[0]
 
 
-def _wide(hidden: Tensor) -> torch.dtype:
-    """The dtype of softmax and losses."""
-    return torch.promote_types(hidden.dtype, torch.float32)
-
-
 def _forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Results:
     """The loss, the number by which losses and gradients are divided, and the gradients, empty where not needed."""
-    option, wide = Options(*options), _wide(hidden)
+    option, wide = Options(*options), torch.promote_types(hidden.dtype, torch.float32)
     valid, smoothing = target != option.ignore_index, option.smoothing
     total = hidden.new_zeros((), dtype=wide)
     count = valid.sum().to(wide) if option.mean else torch.ones_like(total)
@@ -73,9 +68,14 @@ def _forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
         if smoothing:
             total -= smoothing / weight.shape[0] * (logs.sum(-1) * real).sum()
         if any(option.needed):
-            _add_gradients(grads, begin, rows, weight, _slopes(logs, words, real, option))
-    if bias is not None:
-        grads[2] = grads[2].to(bias.dtype)
+            slopes = _slopes(logs, words, real, option)
+            own = slopes.to(rows.dtype)
+            if option.needed[0]:
+                grads[0][begin : begin + option.tokens] = own @ weight
+            if option.needed[1]:
+                grads[1].addmm_(own.t(), rows)
+            grads[2] += slopes.sum(0) if grads[2].numel() else 0
+    grads[2] = grads[2].to(wide if bias is None else bias.dtype)
     return (total / count).to(option.dtype), count, *grads  # type: ignore[return-value]
 
 
@@ -86,20 +86,8 @@ def _slopes(logs: Tensor, words: Tensor, real: Tensor, option: Options) -> Tenso
     return slopes.mul_(real[:, None]).mul_(option.scale)
 
 
-def _add_gradients(grads: Sequence[Tensor], begin: int, rows: Tensor, weight: Tensor, slopes: Tensor) -> None:
-    """Add the gradients of the rows from `begin` on to those that are not empty."""
-    by_hidden, by_weight, by_bias = grads
-    own = slopes.to(rows.dtype)
-    if by_hidden.numel():
-        by_hidden[begin : begin + len(rows)] = own @ weight
-    if by_weight.numel():
-        by_weight.addmm_(own.t(), rows)
-    if by_bias.numel():
-        by_bias += slopes.sum(0)
-
-
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Results:
-    option, wide = Options(*options), _wide(hidden)
+    option, wide = Options(*options), torch.promote_types(hidden.dtype, torch.float32)
     grads = [each.new_empty(each.shape if need else 0) for each, need in zip((hidden, weight), option.needed, strict=False)]
     last = bias.new_empty(bias.shape if option.needed[2] else 0) if bias is not None else hidden.new_empty(0, dtype=wide)
     return hidden.new_empty((), dtype=option.dtype), hidden.new_empty((), dtype=wide), *grads, last  # type: ignore[return-value]
@@ -107,15 +95,14 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.set_materialize_grads(False)
-    ctx.needed, ctx.has_bias = inputs[-1], inputs[2] is not None
     ctx.save_for_backward(*output[1:])
 
 
 def _backward(ctx: Any, loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     count, *grads = ctx.saved_tensors
-    factor = None if loss is None else loss.to(count.dtype) / count
-    given = [need and (at < 2 or ctx.has_bias) and factor is not None for at, need in enumerate(ctx.needed)]
-    found = [(each.to(count.dtype) * factor).to(each.dtype) if own else None for each, own in zip(grads, given, strict=True)]
+    if loss is None:
+        return (None,) * 11
+    found = [(each.to(count.dtype) * (loss / count)).to(each.dtype) if each.numel() else None for each in grads]
     return (*found, *(None,) * 8)
 
 

@@ -62,8 +62,7 @@ def chunk_logits(
 def _rewrite(module: fx.GraphModule, loss: fx.Node, tokens: int, autocast: torch.dtype | None) -> None:
     given: dict[str, Any] = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
     given |= dict(zip(_LOSS_NAMES, loss.args, strict=False)) | loss.kwargs
-    target = given["target"].meta["val"]
-    _check_form(loss, given, target)
+    _check_form(loss, given, given["target"].meta["val"])
     chain = list(_chain(given["self"]))
     linear = chain.pop()
     _check_writes(linear, loss)
@@ -71,23 +70,19 @@ def _rewrite(module: fx.GraphModule, loss: fx.Node, tokens: int, autocast: torch
         raise _Stays(linear, "the head computes in float16, in which a sum over tokens may overflow: use bfloat16")
     graph, words = module.graph, linear.meta["val"].shape[-1]
     hidden, weight, bias = (*_args(linear), None)[:3]
-    scale = 1.0
+    rows, scale = hidden, 1.0
     with graph.inserting_before(loss):
-        rows = hidden
         for node in reversed(chain):
             rows, scale = _on_rows(graph, node, rows, scale, words, hidden)
         operands = [rows, weight, bias]
         if autocast is not None:
-            operands = [each if each is None else graph.call_function(aten.to.dtype, (each, autocast)) for each in operands]
-            for each in operands:
-                _like(linear, each)
+            operands = [each and _like(linear, graph.call_function(aten.to.dtype, (each, autocast))) for each in operands]
         dtype = torch.float32 if autocast is not None else loss.meta["val"].dtype
         needed = [torch.is_grad_enabled() and trains for trains in _trained(module, linear)]
-        mean, smoothing = given["reduction"] == 1, given["label_smoothing"]
-        options = Options(given["ignore_index"], mean, smoothing, scale, dtype, tokens, needed)
+        smoothing, ignored = given["label_smoothing"], given["ignore_index"]
+        options = Options(ignored, given["reduction"] == 1, smoothing, scale, dtype, tokens, needed)
         call = _like(linear, graph.call_function(LINEAR_CROSS_ENTROPY, (*operands, given["target"], *options)))
-        value = graph.call_function(operator.getitem, (call, 0))
-        value.meta = dict(loss.meta)
+        value = _like(loss, graph.call_function(operator.getitem, (call, 0)))
     loss.replace_all_uses_with(value)
 
 
