@@ -20,6 +20,7 @@ from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime import program
 from graphpp.runtime.model_state import own_tensors
+from graphpp.runtime.parameter_rows import rows_in, rows_name, whole_name
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -39,9 +40,9 @@ def assign_roles(
     Raises `CaptureError` if the loss of a training graph depends on no parameter, and for other in-place writes of the forward.
     """
     names = canonical_fqns(model)
-    state = _State(names, _written_parameters(traced.graph, model, names))
+    inputs = traced.graph.find_nodes(op="placeholder")
+    state = _State(names, _written_parameters(traced.graph, model, names), _rows_of_parameters(inputs, names))
     joint = JointGraph(traced, training, *state.metas(model))
-    inputs = joint.graph.find_nodes(op="placeholder")
     if training and not any(isinstance(node.meta["desc"], descriptors.TangentAOTInput) for node in inputs):
         raise CaptureError(
             "the loss does not depend on any parameter that requires grad: nothing could be trained. "
@@ -73,25 +74,46 @@ def canonical_fqns(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _State:
-    """`names`: FQN -> canonical FQN. `written`: the frozen parameters that the forward writes."""
+    """`names`: FQN -> canonical FQN. `written`: the frozen parameters that the forward writes. `rows`: by FQN, the rows of a
+    parameter that are parameters of their own."""
 
     names: dict[str, str]
     written: frozenset[str]
+    rows: dict[str, list[range]]
 
     def role(self, desc: Any) -> InputRole:
         """The role of an input. A tensor that export lifted out of the code has no FQN and is a constant."""
-        fqn = desc.target.removeprefix(MODEL + ".")
+        name = desc.target.removeprefix(MODEL + ".")
+        fqn, rows = whole_name(name), rows_in(name)
         if fqn not in self.names or not desc.target.startswith(MODEL + "."):
             return program.Constant(desc.target)
-        fqn = self.names[fqn]
+        fqn = self.names[fqn] if rows is None else rows_name(self.names[fqn], rows)
         parameter = isinstance(desc, descriptors.ParamAOTInput) and fqn not in self.written
         return program.Parameter(fqn) if parameter else program.Buffer(fqn)
 
     def metas(self, model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, TensorMeta]]:
         """Parameters and buffers by FQN, in model order."""
-        parameters, buffers = _metas(model.named_parameters()), _metas(model.named_buffers())
+        named = model.named_parameters()
+        parameters, buffers = _metas(pair for one in named for pair in self._cut(*one)), _metas(model.named_buffers())
         written = {fqn: parameters.pop(fqn) for fqn in list(parameters) if fqn in self.written}
         return parameters, written | buffers
+
+
+    def _cut(self, fqn: str, parameter: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        """A parameter, or its rows that are parameters of their own."""
+        if fqn not in self.rows:
+            return [(fqn, parameter)]
+        return [(rows_name(fqn, rows), parameter.detach()[rows.start : rows.stop].requires_grad_(parameter.requires_grad)) for rows in self.rows[fqn]]
+
+
+def _rows_of_parameters(inputs: Iterable[fx.Node], names: dict[str, str]) -> dict[str, list[range]]:
+    found: dict[str, list[range]] = {}
+    for node in inputs:
+        name = getattr(node.meta["desc"], "target", "").removeprefix(MODEL + ".")
+        rows = rows_in(name)
+        if rows is not None:
+            found.setdefault(names[whole_name(name)], []).append(rows)
+    return {fqn: sorted(set(each), key=lambda rows: rows.start) for fqn, each in found.items()}
 
 
 def _metas(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorMeta]:

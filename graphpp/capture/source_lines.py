@@ -72,6 +72,16 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
     return tuple(name for _, name in found if name)
 
 
+def inside_call(node: fx.Node, name: str) -> dict[str, Any]:
+    """The metadata of an operation inside a call `name` within the innermost module call of a node."""
+    stack = dict(node.meta.get(_STACK) or {})
+    key, (path, kind) = next(reversed(stack.items()), ("", (MODEL, "")))
+    repeat = key.rpartition("@")[2] if "@" in key else ""
+    stack[f"{key}.{name}" + (f"@{repeat}" if repeat else "")] = f"{path.partition('@')[0]}.{name}", kind
+    kept = {each: value for each, value in node.meta.items() if each != "val"}
+    return {**kept, _STACK: stack}
+
+
 def around_all(nodes: Iterable[fx.Node]) -> dict[str, Any]:
     """The metadata of an operation inside all module calls that these nodes have in common."""
     stacks = [list((node.meta.get(_STACK) or {}).items()) for node in nodes if node.op.startswith("call_")]

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
 from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, drop_unused_numbers, refuse_rounding
-from graphpp.capture.source_lines import source_line, user_line
+from graphpp.capture.source_lines import MODEL, inside_call, source_line, user_line
 from graphpp.capture.stacked_rnn import whole_recurrences
 from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
@@ -58,6 +59,8 @@ from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.errors import CaptureError
 from graphpp.passes.forward.causal_attention import causal_attention
 from graphpp.passes.forward.chunk_logits import chunk_logits
+from graphpp.passes.forward.cut_words import WordParts, cut_words
+from graphpp.passes.forward.head_and_loss import Stays
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
@@ -101,6 +104,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     outputs: bool = False,
     any_size: bool = False,
     logits_tokens: int | None = None,
+    word_parts: WordParts | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
@@ -109,7 +113,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension, the
     model gets the Python number, of any value. `param_dtype`: the dtype of floating-point parameters (None: their own).
     `outputs`: whether a training graph has the output too. `any_size`: no choice depends on a size (`causal_attention`).
-    `logits_tokens`: as `memory.logits_tokens`. Raises `CaptureError` with the user's source line if the model cannot be
+    `logits_tokens`: as `memory.logits_tokens`. `word_parts`: the order in which parts of the words are computed. Raises `CaptureError` with the user's source line if the model cannot be
     captured.
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
@@ -128,7 +132,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(user_line)
     if direct:
-        _check_direct(sizes_vary=bool(varying), logits_tokens=logits_tokens if training else None)
+        _check_direct(sizes_vary=bool(varying), logits_tokens=logits_tokens if training else None, word_parts=word_parts)
 
     def export(updates: Iterable[NumberUpdate]) -> Exported:
         given = tuple(fakes.values())
@@ -137,7 +141,10 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
             wrapper.objects = used
             if direct:
                 return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
-            changed = partial(_change_forward, any_size=any_size, logits_tokens=logits_tokens, device=device, training=training)
+            changed = partial(
+                _change_forward, any_size=any_size, logits_tokens=logits_tokens, word_parts=word_parts, device=device,
+                training=training,
+            )  # fmt: skip
             return as_eager_first(partial(_export, wrapper, given, dims, mode, updates, changed), contextlib.nullcontext)
 
         return with_objects_first(exported_with, objects.with_attributes_alone() if direct else objects)
@@ -223,7 +230,7 @@ class TracedStep(nn.Module):
         return [(program.Output(at), value) for at, value in enumerate(values)]
 
 
-def _check_direct(*, sizes_vary: bool, logits_tokens: int | None) -> None:
+def _check_direct(*, sizes_vary: bool, logits_tokens: int | None, word_parts: WordParts | None) -> None:
     """Raise `CaptureError` for an option that graphs with DTensor parameters do not have."""
     if sizes_vary:
         raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
@@ -231,10 +238,18 @@ def _check_direct(*, sizes_vary: bool, logits_tokens: int | None) -> None:
         raise CaptureError(
             "memory.logits_tokens: the model has DTensor parameters, and its logits may be spread over ranks: leave it out"
         )
+    if word_parts is not None:
+        raise CaptureError("memory.word_parts: the model has DTensor parameters, and may have cut its words itself: leave it out")
 
 
 def _change_forward(
-    module: fx.GraphModule, *, any_size: bool, logits_tokens: int | None, device: torch.device, training: bool
+    module: fx.GraphModule,
+    *,
+    any_size: bool,
+    logits_tokens: int | None,
+    word_parts: WordParts | None,
+    device: torch.device,
+    training: bool,
 ) -> None:
     """Run the passes over the exported forward.
 
@@ -242,6 +257,8 @@ def _change_forward(
     evaluation may return its logits.
     """
     causal_attention(module, any_size)
+    if word_parts is not None:
+        _cut_words(module, word_parts)
     if logits_tokens is None:
         return
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -255,6 +272,17 @@ def _change_forward(
             f"{'; '.join(found) or 'none is called'}. Give torch.nn.functional.cross_entropy the results of a linear layer, or "
             "leave the option out"
         )
+
+
+def _cut_words(module: fx.GraphModule, parts: WordParts) -> None:
+    try:
+        cut_words(module, parts, inside_call, None if parts.weight is None else attrgetter(f"{MODEL}.{parts.weight}")(module))
+    except Stays as reason:
+        line = source_line(reason.node.stack_trace or "") or reason.node.name
+        raise CaptureError(
+            f"memory.word_parts: the words of this model's head cannot be cut: at {line} {reason}. Give "
+            "torch.nn.functional.cross_entropy the results of a linear layer, or leave the option out"
+        ) from None
 
 
 def _export(

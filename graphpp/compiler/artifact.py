@@ -33,6 +33,7 @@ from graphpp.capture.objects.walk import HOOKS
 from graphpp.capture.sizes.open_sizes import Open
 from graphpp.compiler.request import CompileRequest
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.passes.forward.cut_words import WordParts
 from graphpp.runtime.model_state import tensor_lines
 
 _LOG = logging.getLogger("graphpp")
@@ -42,8 +43,8 @@ Facts = Mapping[str, str]
 class Artifact:
     """The graphs of one model and loss in a folder; `digest`: the digest of their objects."""
 
-    def __init__(self, folder: Path, request: CompileRequest, digest: bytes) -> None:
-        self._folder, self._request, self._digest = folder, request, digest
+    def __init__(self, folder: Path, request: CompileRequest, digest: bytes, words: WordParts | None = None) -> None:
+        self._folder, self._request, self._digest, self._words = folder, request, digest, words
 
     def load(self, example: FlatMicrobatch, training: bool, open_sizes: Open) -> str | None:
         """The text of the graph for microbatches like `example`; None if it is missing or damaged."""
@@ -99,6 +100,7 @@ class Artifact:
             "parallel.param_dtype": str(self._request.options.parallel.param_dtype),
             "memory.outputs": self._request.options.memory.outputs,
             "memory.logits_tokens": self._request.options.memory.logits_tokens,
+            "memory.word_parts": str(self._words),
             "the parameters and buffers": [line for tree in trees for line in tensor_lines(tree)],
             "training or evaluation": [training, *flags],
             "the microbatch": [*example.signature, varying, self._request.options.debug.dynamic is True],

@@ -137,7 +137,7 @@ def check_homes(first: CompiledGraph, graph: CompiledGraph) -> None:
 
     The tensor would never be updated on that rank.
     """
-    homes = {fqn: set(ranks) for fqn, ranks in first.ranks_of_parameter.items()}
+    homes = {fqn: set(ranks) for fqn, ranks in first.holders.items()}
     for stage, fqn in first.written_buffers():
         homes.setdefault(fqn, set()).add(first.plan.rank_of_stage[stage.index])
     for stage in graph.program.stages:

@@ -36,13 +36,18 @@ from graphpp.compiler.artifact import Artifact
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
+from graphpp.passes.forward.cut_words import WordParts
 from graphpp.progress import working
 
 _LOG = logging.getLogger("graphpp")
 
 
 def capture_graph(
-    request: CompileRequest, example: FlatMicrobatch, training: bool, open_sizes: Open | None = None
+    request: CompileRequest,
+    example: FlatMicrobatch,
+    training: bool,
+    open_sizes: Open | None = None,
+    words: WordParts | None = None,
 ) -> CapturedGraph:
     """Capture the model on an example microbatch, in this process, with autograd on.
 
@@ -55,7 +60,7 @@ def capture_graph(
         param_dtype, outputs = request.options.parallel.param_dtype, request.options.memory.outputs
         run = partial(
             capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs, any_size=bool(open_sizes),
-            logits_tokens=request.options.memory.logits_tokens,
+            logits_tokens=request.options.memory.logits_tokens, word_parts=words,
         )  # fmt: skip
         captured = with_unseen(run(example.with_numbers(frozenset()).microbatch(), device))
         reason, numbers = "", dict.fromkeys(example.numbers, ())
@@ -70,15 +75,15 @@ def capture_graph(
     return replace(captured, seconds=time.perf_counter() - began)
 
 
-def loaded_or_captured(request: CompileRequest, example: FlatMicrobatch) -> CapturedGraph:
+def loaded_or_captured(request: CompileRequest, example: FlatMicrobatch, words: WordParts | None = None) -> CapturedGraph:
     """The training graph for `graphpp.verify`: loaded from the `artifact=` folder if given, else captured.
 
     Raises `CaptureError`, and `GraphPPError` if the folder has no graph for such a microbatch.
     """
     if request.options.artifact is None:
-        return capture_graph(request, example, True)
+        return capture_graph(request, example, True, words=words)
     held, digest = _compared(request, several=False)
-    found = None if held is None else _Capturing(request, held, digest, training=True).loaded(example, {})
+    found = None if held is None else _Capturing(request, held, digest, True, words).loaded(example, {})
     if found is None:
         raise GraphPPError(
             f"artifact: {request.options.artifact} has no graph of this model for such a microbatch, so there is nothing to "
@@ -93,6 +98,7 @@ def capture_graphs(
     examples: Sequence[FlatMicrobatch],
     training: bool,
     open_sizes: Sequence[Open],
+    words: WordParts | None = None,
 ) -> list[CapturedGraph]:
     """A graph for each example microbatch, captured by the first rank. Called by all ranks of the group.
 
@@ -111,15 +117,15 @@ def capture_graphs(
             _LOG.warning("artifact=%s is not used, because model and loss cannot be compared with another process's", folder)
         elif several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
-        return _audited(request, [capture_graph(request, each, training, sizes) for each, sizes in wanted], examples, training)
-    capturing = _Capturing(request, held, digest, training)
+        return _audited(request, [capture_graph(request, each, training, sizes, words) for each, sizes in wanted], examples, training)
+    capturing = _Capturing(request, held, digest, training, words)
     if not several:
         return _audited(request, [capturing.obtained(*each)[0] for each in wanted], examples, training)
     began = time.perf_counter()
     sent = json.loads(agreement.from_first(partial(capturing.written, wanted)))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        made = capturing.captured or [capture_graph(request, each, training, sizes) for each, sizes in wanted]
+        made = capturing.captured or [capture_graph(request, each, training, sizes, words) for each, sizes in wanted]
         return _audited(request, made, examples, training)
     graphs = capturing.read_again or [capturing.read(text) for text in sent["graphs"]]
     graphs = [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
@@ -155,6 +161,7 @@ class _Capturing:
     held: ModelDigest
     digest: bytes
     training: bool
+    words: WordParts | None = None
     captured: list[CapturedGraph] = field(default_factory=list)
     read_again: list[CapturedGraph] = field(default_factory=list)
 
@@ -183,7 +190,7 @@ class _Capturing:
         found = self.loaded(example, open_sizes)
         if found is not None:
             return found
-        graph = capture_graph(self.request, example, self.training, open_sizes)
+        graph = capture_graph(self.request, example, self.training, open_sizes, self.words)
         try:
             text = write_graph(graph, self.request.place.device, self.held)
         except Exception as error:  # each rank can still capture
@@ -209,7 +216,7 @@ class _Capturing:
     @property
     def _artifact(self) -> Artifact | None:
         folder = self.request.options.artifact
-        return None if folder is None else Artifact(folder, self.request, self.held.in_order)
+        return None if folder is None else Artifact(folder, self.request, self.held.in_order, self.words)
 
 
 def _compared(request: CompileRequest, several: bool) -> tuple[ModelDigest | None, bytes]:

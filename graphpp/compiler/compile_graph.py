@@ -25,6 +25,7 @@ from graphpp.compiler.held_state import held_by_rank, kept_outputs, state_bytes
 from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_program, variant_of
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
+from graphpp.compiler.word_parts import check_parts
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
@@ -39,6 +40,7 @@ from graphpp.progress import working
 from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import eviction_frees_memory
+from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import Buffer, Constant, Input, Parameter, PipelineProgram, StageProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.runtime.runner import ranks_of_parameters
@@ -92,14 +94,14 @@ class CompiledGraph:
         return [stage for stage in self.program.stages if self.plan.rank_of_stage[stage.index] == rank]
 
     def parameters(self, rank: int) -> set[str]:
-        """FQNs of the parameters on `rank`."""
+        """FQNs of the parameters on `rank`, also where it has some rows of one (`parameter_rows.py`)."""
         return set(self.stages_of_parameter(rank))
 
     def stages_of_parameter(self, rank: int) -> dict[str, list[int]]:
         """For each parameter FQN on `rank`, the stages of the rank that read it."""
         found: dict[str, list[int]] = {}
         for stage in self.local_stages(rank):
-            for fqn in stage.parameters:
+            for fqn in dict.fromkeys(map(whole_name, stage.parameters)):
                 found.setdefault(fqn, []).append(stage.index)
         return found
 
@@ -116,6 +118,14 @@ class CompiledGraph:
     @cached_property
     def ranks_of_parameter(self) -> dict[str, list[int]]:
         """For each parameter, its ranks in ascending order; the first one counts it in norms."""
+        found: dict[str, set[int]] = {}
+        for name, ranks in self.holders.items():
+            found.setdefault(whole_name(name), set()).update(ranks)
+        return {fqn: sorted(ranks) for fqn, ranks in found.items()}
+
+    @cached_property
+    def holders(self) -> dict[str, list[int]]:
+        """The ranks of each parameter, and of rows that are a parameter of their own, by the names of the programs."""
         return ranks_of_parameters(self.program, self.plan.rank_of_stage)
 
     def copies(self, state: ModelState, rank: int) -> dict[str, torch.Tensor]:
@@ -173,6 +183,7 @@ def compile_graph(
         program = lower(captured.joint, starts, hook, choices_of(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)
+    check_parts(program, plan.rank_of_stage, request.place.ranks)
     graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
     programs = programs_of(request, [graph] * len(recomputed), table)
     if training:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graphpp._torch import aot
@@ -11,12 +11,14 @@ from graphpp.compiler.held_state import held_by_rank, state_bytes
 from graphpp.compiler.program_variants import choices_of, variant_of
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.time_programs import Stopwatch
+from graphpp.compiler.word_parts import part_calls
+from graphpp.errors import SplitError
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.planner.auto_split import CutSearch
 from graphpp.planner.microbatch_count import stages_of
-from graphpp.planner.resolve_split import resolve
+from graphpp.planner.resolve_split import equal_layers, resolve
 from graphpp.planner.segments import Pricing, places, seconds_by_operations, segments_of
 from graphpp.planner.tables import CheckedTable
 from graphpp.progress import working
@@ -26,9 +28,30 @@ from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes
 
 def resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     """The stage starts that the option `split` asks for."""
-    options = request.options
+    options, known = request.options, [name for name, _ in request.model.named_modules()]
     stages = None if options.split is not None else stages_of(options, request.place.ranks)
-    return resolve(options.split, calls, stages, [name for name, _ in request.model.named_modules()])
+    if options.memory.word_parts is None or isinstance(options.split, Sequence):
+        return resolve(options.split, calls, stages, known)
+    total = options.split if isinstance(options.split, int) else stages
+    assert total is not None, "the order of the parts was found"
+    return with_parts(calls, total, lambda body: resolve(body, calls, None, known))
+
+
+def with_parts(
+    calls: Sequence[ModuleCall], stages: int, of_body: Callable[[int], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The starts of the parts of an embedding and of a head, and between them those of the other stages.
+
+    `of_body`: the starts of so many stages over the whole forward, the first 0.
+    """
+    embedding, head = part_calls(calls)
+    body = stages - len(embedding) - len(head)
+    if body < 1:
+        raise SplitError(
+            f"memory.word_parts: {len(embedding) + len(head)} stages are parts of the words, and there are {stages}: ask for more"
+        )
+    before = [0, *(call.position for call in embedding[1:]), embedding[-1].end] if embedding else [0]
+    return (*before, *of_body(body)[1:], *(call.position for call in head))
 
 
 def fastest_starts(
@@ -48,7 +71,10 @@ def fastest_starts(
     with working("searching where stages start"), aot.quick():
         segments = segments_of(joint, places(joint, calls), choices, timed_pricing(request), state)
         segments = replace(segments, costs=replace(segments.costs, flow=table.flow))
-        return CutSearch(segments, table.running, held, options.memory.caps(place.ranks)).starts(calls)
+        embedding, head = part_calls(calls)
+        fixed = (*(call.position for call in embedding[1:]), *(embedding[-1].end for _ in embedding[:1])), tuple(call.position for call in head)
+        search = CutSearch(segments, table.running, held, options.memory.caps(place.ranks), fixed)
+        return search.starts(lambda: with_parts(calls, table.running.stages, lambda body: equal_layers(body, calls)))
 
 
 def pricing_of(request: CompileRequest) -> Pricing:

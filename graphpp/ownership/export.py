@@ -29,7 +29,7 @@ from graphpp.checkpoint.training_state import RankCalls
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.ownership.weight_files import SAVE, save_of
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.dtensors import whole_tensor
+from graphpp.runtime.dtensors import is_over_stages, whole_tensor
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _PARTS = "model-*-of-*.safetensors"
@@ -104,7 +104,10 @@ class Export:
     def _write(self, save: UnfinishedSave, rank: int, *, writes: bool) -> None:
         """Gather the tensors of a rank's files, and write them if `writes`."""
         for number, (writer, tensors) in enumerate(self.files):
-            if writer == rank:
+            if writer != rank:
+                for tensor in filter(is_over_stages, tensors.values()):
+                    whole_tensor(tensor)  # the writer gathers the rows of all ranks
+            else:
                 blank = [name for name, tensor in tensors.items() if tensor.is_meta]
                 if blank:
                     raise CheckpointError(f"{blank[0]} is on the meta device, and no stage reads it: give it values")
@@ -199,6 +202,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def _passed(tensor: torch.Tensor, holder: int | None, place: RankPlace, rank: int | None) -> torch.Tensor | None:
     """Send or receive one tensor; returns the copy on a receiving rank, else None."""
     receives = rank is None or rank == place.rank
+    if is_over_stages(tensor):
+        whole = whole_tensor(tensor)
+        return _copied(whole) if receives else None
     if holder is None or place.group is None or (rank is not None and holder == rank):
         return _copied(whole_tensor(tensor)) if receives else None
     if place.rank == holder:

@@ -24,7 +24,7 @@ from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.runtime.dtensors import part_of, slice_of, spread_tensor, whole_tensor
 from graphpp.runtime.freed_memory import trim_after
-from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters
+from graphpp.runtime.fsdp.sharded_parameters import RowsOverStages, ShardedParameters, SpreadParameters
 from graphpp.runtime.released import like
 
 _COPIES = ("_to_copy", "clone")
@@ -36,7 +36,7 @@ class ShardValues:
     sharding.
     """
 
-    def __init__(self, sharded: ShardedParameters | SpreadParameters, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(self, sharded: ShardedParameters | SpreadParameters | RowsOverStages, replicas: dist.ProcessGroup | None) -> None:
         """`replicas`: the ranks that take the values of the first of them; None: each rank keeps its own."""
         self.sharded, self._replicas = sharded, replicas
         self.kept, self.checksums = set[str](), dict[str, int]()

@@ -4,6 +4,7 @@
 - `release` frees all tensors that only other ranks own; tensors that no stage reads stay.
 - `shard_if_asked` keeps this rank's rows of its stages' parameters if the mesh has `dp_shard`, once all have values. Replicas
   must have equal values then (checked in the first training call), or take the first replica's.
+- With `Memory(word_parts=)` a rank keeps its rows of the head's weight, once the weight has values.
 - With `Memory(release=False)` a rank keeps copies of parameters that other ranks train, stale after each training step. Another
   pipeline of the process that reads a stale copy is refused, until the copy is written (not through `parameter.data`).
 """
@@ -26,12 +27,13 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.rank_place import RankPlace, Sharding
-from graphpp.runtime.dtensors import is_spread_over, local_tensor, spread_tensor
+from graphpp.runtime.dtensors import is_over_stages, is_spread_over, local_tensor, spread_tensor
 from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.fsdp.flat_parameters import FlatParameter
 from graphpp.runtime.fsdp.precision import Precision
-from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters, SpreadParameters, check_written
+from graphpp.runtime.fsdp.sharded_parameters import RowsOverStages, ShardedParameters, SpreadParameters, check_written
 from graphpp.runtime.model_state import ModelState, TensorReader
+from graphpp.runtime.parameter_rows import rows_in, whole_name
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import is_released
 
@@ -44,6 +46,10 @@ class Readers(Protocol):
     @property
     def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
         """The ranks whose stages read each parameter, in order."""
+
+    @property
+    def holders(self) -> Mapping[str, Sequence[int]]:
+        """The same by the names of the programs, which may mean some rows of a parameter (`parameter_rows.py`)."""
 
     def parameters(self, rank: int) -> AbstractSet[str]:
         """The parameters that the stages of a rank read."""
@@ -88,6 +94,13 @@ class Ownership:
         found: Mapping[str, Sequence[int]] = self._captured().ranks_of_parameter
         return found
 
+    @property
+    def holders(self) -> Mapping[str, Sequence[int]]:
+        """The ranks of each parameter, or of its rows, by the names of the programs. Raises `GraphPPError` as
+        `ranks_of_parameter`."""
+        found: Mapping[str, Sequence[int]] = self._captured().holders
+        return found
+
     @cached_property
     def experts(self) -> frozenset[str]:
         """FQNs of this rank's tensors that are sharded along `ep`."""
@@ -120,6 +133,8 @@ class Ownership:
         sharding, own = self._place.sharding, self._captured().parameters(self._place.rank)
         if sharding is not None:
             return ShardValues(self._shards(sharding), self._source_of_values)
+        if self._cut:
+            return ShardValues(self._rows(), self._source_of_values)
         named = self._state.named(own, among=self._state.parameters)
         spread = {fqn: tensor for fqn, tensor in named if tensor.is_meta and spread_tensor(tensor) is not None}
         return ShardValues(SpreadParameters(spread, self._place.device), self._source_of_values) if spread else None
@@ -131,7 +146,9 @@ class Ownership:
         for a parameter that cannot be sharded.
         """
         sharding = self._place.sharding
-        if sharding is None and filled is not None:
+        if sharding is None and self._cut and filled is None:
+            self._cut_rows()
+        elif sharding is None and filled is not None:
             filled.sharded.install(self._state)
             self._after_exchange()
         if sharding is None or self.sharded is not None:
@@ -154,6 +171,28 @@ class Ownership:
             sharded.take(fqn, local_tensor(self._state.tensor(fqn)))
         sharded.install(self._state)
         self.sharded = sharded
+        self._after_exchange()
+
+    @property
+    def _cut(self) -> list[str]:
+        """FQNs of the parameters whose rows are cut over the ranks, and which the model still has whole."""
+        if self._place.ranks == 1:
+            return []
+        names = dict.fromkeys(whole_name(name) for name in self.holders if rows_in(name) is not None)
+        return [fqn for fqn in names if not is_over_stages(self._state.tensor(fqn))]
+
+    def _rows(self) -> RowsOverStages:
+        whole = dict(self._state.named(self._cut, among=self._state.parameters))
+        return RowsOverStages(whole, self._place.pipeline_mesh, self._place.device)
+
+    def _cut_rows(self) -> None:
+        """Put this rank's rows into the model, of parameters with values."""
+        rows = self._rows()
+        if any(self._agreement.largest([any(self._state.tensor(fqn).is_meta for fqn in rows.parameters)])):
+            return  # until `materialize`
+        for fqn in rows.parameters:
+            rows.take(fqn, self._state.tensor(fqn))
+        rows.install(self._state)
         self._after_exchange()
 
     @property

@@ -134,6 +134,12 @@ class RankPlace:
         return dist.get_world_size(self.group) if self.group is not None else 1
 
     @property
+    def pipeline_mesh(self) -> DeviceMesh:
+        """The ranks of the pipeline, which has more than one."""
+        assert self.group is not None, "one rank has no mesh"
+        return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("pp",))
+
+    @property
     def shards(self) -> int | None:
         """The number of shards of a parameter; None if parameters are not sharded."""
         return None if self.sharding is None else self.sharding.ranks

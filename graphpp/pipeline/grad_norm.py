@@ -4,8 +4,8 @@ Contract:
 - A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
   is computed from them as in `torch.nn.utils.clip_grad_norm_`: bit-equal to torch's on the whole model, where no parameter is
   spread over ranks. A parameter on several ranks counts once. Every rank returns the same norm.
-- Of a parameter spread by `dp_shard`, `tp` or both, a rank computes the norm of its part. The ranks exchange these norms, first
-  along `dp_shard`, and join them in one order, so the total is equal on all ranks, for every split and schedule of one mesh.
+- Of a parameter spread by `dp_shard`, `tp` or both, or over the pipeline (`memory.word_parts`), a rank computes the norm of its
+  part. The ranks exchange these norms, first along `dp_shard`, and join them in one order, so the total is equal on all ranks, for every split and schedule of one mesh.
 - The ranks exchange which parameters have gradients, and the dtypes (`RankGradients.codes`), without waiting for the GPU.
 """
 
@@ -25,7 +25,7 @@ from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.dtensors import is_spread_over, local_tensor
+from graphpp.runtime.dtensors import is_over_stages, is_spread_over, local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
@@ -43,7 +43,8 @@ class Parts(NamedTuple):
 class RankGradients:
     """The gradients of this rank's parameters, in the model's order.
 
-    `counted`: the gradients that this rank counts, by position. `codes`: per parameter of the model
+    `counted`: the gradients that this rank counts, by position. `cut`: positions of the parameters of which each rank of the
+    pipeline has some rows; every rank counts its own. `codes`: per parameter of the model
     1 + the index of its gradient's dtype in `_DTYPES`; 0 where this rank counts no gradient. `parts`: one entry per mesh
     dimension that spreads parameters; the dimension that cuts last comes first.
     """
@@ -53,6 +54,7 @@ class RankGradients:
     codes: tuple[int, ...]
     place: RankPlace
     parts: tuple[Parts, ...]
+    cut: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -72,8 +74,9 @@ class RankGradients:
             parts.append(_parts(pairs, place.tp_group))
         if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
-        counts = zip(held, parameters, strict=True)
-        gradients = {order[fqn]: each.grad for fqn, each in counts if owners[fqn][0] == place.rank}
+        cut = {order[fqn] for fqn, each in held.items() if is_over_stages(each)}
+        counts = [(order[fqn], owners[fqn][0], each.grad) for fqn, each in zip(held, parameters, strict=True)]
+        gradients = {at: gradient for at, owner, gradient in counts if owner == place.rank or at in cut}
         counted = {position: gradient for position, gradient in gradients.items() if gradient is not None}
         codes = [_NO_GRADIENT] * len(order)
         for position, gradient in counted.items():
@@ -81,7 +84,7 @@ class RankGradients:
                 fqn = next(fqn for fqn, at in order.items() if at == position)
                 raise GraphPPError(f"{fqn}: its gradient is {gradient.dtype}, which has no norm: keep its gradients in float32")
             codes[position] = _CODES[gradient.dtype]
-        return cls(parameters, counted, tuple(codes), place, tuple(parts))
+        return cls(parameters, counted, tuple(codes), place, tuple(parts), tuple(sorted(cut)))
 
     def reduce_(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         group = self.place.group
@@ -146,6 +149,11 @@ def _own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
         table.index_copy_(0, _places(tuple(chosen), table.device), norms.to(table.device, torch.float64))
     for parts in gradients.parts:
         table = _over_parts(table, parts, norm_type)
+    if gradients.cut:
+        assert gradients.place.group is not None, "rows are cut over the ranks of a pipeline"
+        rows = _places(gradients.cut, table.device)
+        joined = _over_parts(table[rows], Parts(gradients.place.group, ()), norm_type)
+        table[rows] = joined if gradients.place.rank == 0 else 0.0
     return table
 
 

@@ -28,6 +28,7 @@ from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.exchanged_values import check_shared_layers
 from graphpp.compiler.request import CompileRequest
+from graphpp.compiler.word_parts import order_of_parts
 from graphpp.errors import GraphPPError
 from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round
@@ -194,7 +195,7 @@ class GraphCache:
             self._assembly.compile(made, place.replicas)
         local = set[str]().union(*(each.parameters(place.rank) | each.buffers(place.rank) for each in graphs.values()))
         self._state.move(local, place.device)
-        runner = self._assembly.runner(made, place.replicas, self.ownership.ranks_of_parameter, self.ownership.sharded)
+        runner = self._assembly.runner(made, place.replicas, self.ownership.holders, self.ownership.sharded)
         self._prepared.keep(call.key, PreparedStep(made, runner, self._facts(call, _PREPARED)))
         self._forget_all_but(call.key)
         self._assembly.keep_only(self._all_kept())
@@ -208,7 +209,7 @@ class GraphCache:
             r.compare(made.facts)
         with Round(*self._groups):
             self._assembly.compile(made, None)
-        return PreparedStep(made, self._assembly.runner(made, None, owned.ranks_of_parameter, owned.sharded))
+        return PreparedStep(made, self._assembly.runner(made, None, owned.holders, owned.sharded))
 
     def _check_shared_layers(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
         """Raise `CaptureError` on all ranks if a new graph has values that differ along `tp` and must be equal."""
@@ -236,7 +237,9 @@ class GraphCache:
                 if self._request.place.rank == 0:
                     _LOG.info("model and loss are captured again, because %s", reason)
                 self._reasons.add(reason)
-            return capture_graphs(self._request, self._pipeline, [new[key] for key in some], call.training, open_sizes)
+            words = order_of_parts(self._request.options, self._request.place.ranks, table_for, first)
+            parts = [new[key] for key in some]
+            return capture_graphs(self._request, self._pipeline, parts, call.training, open_sizes, words)
 
         captured = self._sizes.captured(new, capture)
         if new:

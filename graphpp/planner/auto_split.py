@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations
 from math import comb, inf
 
 from graphpp.errors import SplitError
-from graphpp.options.split import ModuleCall
 from graphpp.planner.balance import balanced
-from graphpp.planner.resolve_split import equal_layers
 from graphpp.planner.segments import Cut, Segments
 from graphpp.planner.split_by_name import some
 from graphpp.schedules.check.step_memory import step_peaks
@@ -44,37 +42,63 @@ Value = tuple[float, float, int]
 
 @dataclass(frozen=True, eq=False)
 class CutSearch:
-    """The search for one table. `held`: maps the stages' state to each rank's; `caps`: bytes by rank."""
+    """The search for one table. `held`: maps the stages' state to each rank's; `caps`: bytes by rank. `fixed`: the positions where
+    the stages after the first one start, and the last stages, that are not searched."""
 
     segments: Segments
     table: Schedule
     held: Callable[[Sequence[StateBytes]], Sequence[HeldBytes]]
     caps: Sequence[int] | None = None
+    fixed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def best(self, known: Iterable[Cut] = ()) -> Cut:
         """The best cut that the search reaches, no worse than the `known` ones. Raises `SplitError` for fewer segments than
         stages."""
-        pieces, stages = len(self.segments.starts), self.table.stages
-        if stages > pieces:
+        pieces, stages = len(self._free), self._searched
+        if stages > pieces or stages < 1:
             raise SplitError(
                 f'split="auto": {some(stages, "stage")} do not fit, the model can be cut into {some(pieces, "piece")} at its '
                 "module calls: take fewer stages, or list FQNs, with an empty list for an empty stage"
             )
         if stages == 1:
-            return (0,)
+            return self._whole((self._free[0],))
         if comb(pieces - 1, stages - 1) > _LISTED:
             return self._moved(min([self._balanced(waits=False), self._balanced(waits=True), *known], key=self.value))
         first, proven = self._listed()
         return first if proven else self._moved(min([first, *known], key=self.value))
 
-    def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    def starts(self, equal_layers: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """The first operation of each stage of a cut that is no worse than stages of equal numbers of layers."""
-        number = {position: segment for segment, position in enumerate(self.segments.starts)}
         known = list[Cut]()
         with suppress(SplitError):  # fewer layers than stages
-            equal = equal_layers(self.table.stages, calls)
-            known += [tuple(number[position] for position in equal)] if number.keys() >= set(equal) else []
+            equal = equal_layers()
+            known += [tuple(map(self._number.__getitem__, equal))] if self._number.keys() >= set(equal) else []
         return tuple(self.segments.starts[first] for first in self.best(known))
+
+    @cached_property
+    def _number(self) -> dict[int, int]:
+        return {position: segment for segment, position in enumerate(self.segments.starts)}
+
+    @cached_property
+    def _ends(self) -> tuple[Cut, Cut]:
+        """The first segments of the stages that are not searched: before and after the others."""
+        before, after = (tuple(self._number[position] for position in each) for each in self.fixed)
+        return ((0, *before[:-1]) if before else ()), after
+
+    @cached_property
+    def _free(self) -> range:
+        """The segments of the stages that are searched."""
+        before, after = self.fixed
+        first = self._number[before[-1]] if before else 0
+        return range(first, self._number[after[0]] if after else len(self.segments.starts))
+
+    @property
+    def _searched(self) -> int:
+        return self.table.stages - sum(map(len, self._ends))
+
+    def _whole(self, searched: Cut) -> Cut:
+        before, after = self._ends
+        return (*before, *searched, *after)
 
     # ------------------------------------------------------------------------------ the value of a cut
 
@@ -126,8 +150,8 @@ class CutSearch:
 
     def _listed(self) -> tuple[Cut, bool]:
         """(best cut of those simulated in the order of their bounds, whether it is proven best)."""
-        pieces, stages = len(self.segments.starts), self.table.stages
-        cuts = ((0, *rest) for rest in combinations(range(1, pieces), stages - 1))
+        free = self._free
+        cuts = (self._whole((free[0], *rest)) for rest in combinations(free[1:], self._searched - 1))
         ordered = sorted((self.bound(cut), tuple(-first for first in cut), cut) for cut in cuts)
         best, cut = (inf, inf, 0), ordered[0][2]
         for bound, _, each in ordered[: self._simulations]:
@@ -168,14 +192,20 @@ class CutSearch:
             for stage in heaviest:
                 for moved in ((stage,), tuple(range(stage, len(cut)))):
                     each = tuple(first + by if at in moved else first for at, first in enumerate(cut))
-                    if each[0] == 0 and all(a < b for a, b in zip(each, (*each[1:], pieces), strict=True)):
+                    if self._is_whole(each) and all(a < b for a, b in zip(each, (*each[1:], pieces), strict=True)):
                         yield each
+
+    def _is_whole(self, cut: Cut) -> bool:
+        before, after = self._ends
+        at, end = len(before), len(cut) - len(after)
+        return cut[:at] == before and cut[at] == self._free[0] and cut[end:] == after
 
     def _balanced(self, *, waits: bool) -> Cut:
         """The cut with the lightest heaviest stage; `waits`: include the wait for its first forward."""
         share = self.table.stages / self.table.ranks  # stages per rank: approximates a rank's work by its stage's
-        each = [(end - first) * share for first, end in pairwise(self._work)]
-        return balanced(each, self.table.stages, self._fill[:-1] if waits else None)
+        each = [(self._work[at + 1] - self._work[at]) * share for at in self._free]
+        found = balanced(each, self._searched, [self._fill[at] for at in self._free] if waits else None)
+        return self._whole(tuple(self._free[at] for at in found))
 
 
 def _rounded(seconds: float) -> float:

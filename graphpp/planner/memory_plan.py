@@ -26,6 +26,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.report.memory_view import MemoryView, RankBytes
 from graphpp.report.text_table import text_table
 from graphpp.runtime.fsdp.precision import Precision
+from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import StageProgram, TensorMeta
 from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.table.state_bytes import StateBytes
@@ -165,7 +166,7 @@ def state_of(
 
 def _of_parameter(meta: TensorMeta, trained: bool, dtypes: StateDtypes, memory: Memory) -> dict[str, int]:
     """The bytes of a parameter; `meta` comes from the graph, whose dtype may differ from the parameter's own."""
-    own, elements = dtypes.own[meta.name], meta.nbytes // meta.dtype.itemsize
+    own, elements = dtypes.own[whole_name(meta.name)], meta.nbytes // meta.dtype.itemsize
     rows = elements * own.itemsize
     if not trained:
         return {"weights": meta.nbytes, "rows": rows, "row_sums": 0, "sent": 0}

@@ -20,7 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from graphpp._torch.parallel.sharded_tensor import Spread, gathered, local_of, spread_of
 from graphpp.errors import GraphPPError
 
-_SHARDED = WeakTensorKeyDictionary()  # the parameters that are views of flat shards
+_SHARDED = WeakTensorKeyDictionary()  # the parameters that a pipeline has made as rows of the model's
+_OVER_STAGES = WeakTensorKeyDictionary()  # those of them that have other rows on each rank of a pipeline
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> range:
@@ -34,8 +35,18 @@ def note_sharded(parameter: torch.Tensor) -> None:
     _SHARDED[parameter] = True
 
 
+def note_over_stages(parameter: torch.Tensor) -> None:
+    """Note that a pipeline has put this `DTensor` in place of a parameter, with `Shard(0)` over the pipeline's ranks."""
+    note_sharded(parameter)
+    _OVER_STAGES[parameter] = True
+
+
+def is_over_stages(tensor: torch.Tensor) -> bool:
+    return tensor in _OVER_STAGES
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a pipeline has made this parameter as a view of a flat shard."""
+    """Whether a pipeline has made this parameter, as rows of the model's own."""
     return tensor in _SHARDED
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.runtime.dtensors import keep_part, local_tensor, part_of, spread_tensor
+from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.released import forget, is_released, released
 
 _TENSOR = Accepted(
@@ -41,7 +42,8 @@ class ModelState:
         self._owners = {name: first[id(value)] for name, value in tensors}
 
     def tensor(self, fqn: str) -> torch.Tensor:
-        module, attribute = self._owners[fqn]
+        """The model's tensor; of the name of some rows (`parameter_rows.py`), the whole parameter."""
+        module, attribute = self._owners[whole_name(fqn)]
         found = module._parameters.get(attribute)
         if found is None:
             found = getattr(module, attribute)
@@ -51,7 +53,7 @@ class ModelState:
     def reader(self, fqns: Iterable[str]) -> TensorReader:
         """A callable that reads these tensors, for a caller that reads them in each step."""
         names = tuple(fqns)
-        return TensorReader(self, names, tuple(self._owners[fqn] for fqn in names))
+        return TensorReader(self, names, tuple(self._owners[whole_name(fqn)] for fqn in names))
 
     def named(self, fqns: Collection[str], among: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((fqn, self.tensor(fqn)) for fqn in among if fqn in fqns)

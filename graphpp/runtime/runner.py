@@ -28,7 +28,7 @@ from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.bind_actions import ActionBinder
-from graphpp.runtime.dtensors import is_spread_over, local_tensor
+from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.fsdp.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
@@ -37,6 +37,7 @@ from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import CudaMover, Offloader
+from graphpp.runtime.parameter_rows import any_rows, value_of
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
@@ -105,6 +106,7 @@ class GraphPPRunner:
         self._bubble = 0.0
         read = frozenset[str]().union(*(stage.reads.union(stage.gradients.fqns) for stage in self.stages.values()))
         self._reader, self._tensors = state.reader(sorted(read)), dict[str, torch.Tensor]()
+        self._cut = any_rows(read)
         self.hooked: frozenset[str] = frozenset()  # FQNs of this rank's parameters with hooks on gradients, in the last step
         shards_of = self._sharded.shards_of if self._sharded is not None and self._reducer is None else None
         self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
@@ -267,13 +269,13 @@ class GraphPPRunner:
             stage.begin(values.__getitem__, inputs)
 
     def _values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self._sharded is None and are_plain(tensors):
+        if self._sharded is None and are_plain(tensors) and not self._cut:
             return [tensor.detach() for tensor in tensors]
         return [self._value(fqn, tensor) for fqn, tensor in zip(self._reader.fqns, tensors, strict=True)]
 
     def _value(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         if self._sharded is None or fqn not in self._sharded:
-            return local_tensor(tensor).detach()
+            return value_of(fqn, tensor)
         return self._sharded.whole(fqn) if self._reducer is None else self._sharded.gathered_by_programs(fqn)
 
     def _finish(self) -> None:

@@ -27,6 +27,7 @@ from graphpp.passes.joint.views import memory_order, relax_views
 from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.model_state import ModelState, state_restored
+from graphpp.runtime.parameter_rows import joined_rows, value_of, whole_name
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.random_keys import seeded, step_keys
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
@@ -97,7 +98,8 @@ def run_uncut(step: Step, joint: JointGraph, watch: ValueHook | None = None, jit
     """Interpret the joint graph for each microbatch; `watch` gets a microbatch's index and values by name."""
     numbers = Numbers(buffers=step.buffers())
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
-    known |= {program.Parameter(name): value.detach() for name, value in step.model.named_parameters()}
+    own = dict(step.model.named_parameters())
+    known |= {role: value_of(role.fqn, own[whole_name(role.fqn)]) for role in joint.inputs() if isinstance(role, program.Parameter)}
     for index, (part, key) in enumerate(zip(step.parts, step_keys(len(step.parts), None, step.device), strict=True)):
         given = known | {program.Input(path): value for path, value in part.tensors.items()}
         given |= {program.Buffer(name): value for name, value in numbers.buffers.items()}
@@ -109,7 +111,8 @@ def run_uncut(step: Step, joint: JointGraph, watch: ValueHook | None = None, jit
         if watch is not None:
             watch(index, interpreter.values)
     for fqn, total in numbers.grads.items():
-        numbers.grads[fqn] = total.to(dtype_of_sum(step.model.get_parameter(fqn), None))
+        numbers.grads[fqn] = total.to(dtype_of_sum(step.model.get_parameter(whole_name(fqn)), None))
+    numbers.grads = joined_rows(numbers.grads)
     return numbers
 
 
@@ -137,7 +140,7 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers, 
             case program.BufferUpdate(fqn):
                 numbers.buffers[fqn] = value.clone()
             case program.Gradient(fqn):
-                before, dtype = numbers.grads.get(fqn), dtype_of_sum(step.model.get_parameter(fqn), step.sum_dtype)
+                before, dtype = numbers.grads.get(fqn), dtype_of_sum(step.model.get_parameter(whole_name(fqn)), step.sum_dtype)
                 numbers.grads[fqn] = value.to(dtype, copy=True) if before is None else before + value
 
 

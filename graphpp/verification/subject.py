@@ -25,6 +25,7 @@ from graphpp.compiler.capture_once import capture_graph, loaded_or_captured
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
+from graphpp.compiler.word_parts import order_of_parts
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.options.options import Options
 from graphpp.parallel.rank_place import RankPlace
@@ -96,8 +97,9 @@ def subject_of(request: CompileRequest, parts: Sequence[FlatMicrobatch]) -> Subj
     def table_for(stages: int) -> CheckedTable:
         return tables.checked(stages, count, True)
 
+    words = order_of_parts(options, place.ranks, table_for, None)
     with state_restored(request.model, place.device):
-        graph = compile_graph(request, loaded_or_captured(request, parts[0]), table_for, None)
+        graph = compile_graph(request, loaded_or_captured(request, parts[0], words), table_for, None)
         stages = len(graph.program.stages)
         programs, _ = checked_programs(request, [graph] * count, table_for(stages), options.memory.caps(place.ranks))
         compiler = compiler_of(options.backend)

@@ -58,7 +58,7 @@ class HeadAndLoss:
     @property
     def operands(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         """The head's input, weight and bias."""
-        return (*args_of(self.linear), None)[:3]  # type: ignore[return-value]
+        return (*args_of(self.linear), None)[:3]
 
 
 def head_of(loss: fx.Node) -> HeadAndLoss:

@@ -13,21 +13,40 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from graphpp._torch.autograd import has_gradient_hooks
-from graphpp._torch.parallel.sharded_tensor import Spread, dtensor_of, parameter_of, sharded_by_rows, with_local
+from graphpp._torch.parallel.sharded_tensor import (
+    Spread,
+    dtensor_of,
+    parameter_of,
+    sharded_by_rows,
+    spread_of,
+    with_local,
+)
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import Sharding
-from graphpp.runtime.dtensors import keep_part, local_tensor, note_sharded, spread_tensor
+from graphpp.runtime.dtensors import (
+    keep_part,
+    local_tensor,
+    note_over_stages,
+    note_sharded,
+    rows_of,
+    slice_of,
+    spread_tensor,
+)
 from graphpp.runtime.fsdp.flat_parameters import FlatParameter, FlatParameters
 from graphpp.runtime.fsdp.gather_parameters import FlatShard
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.released import forget
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardedParameters:
@@ -47,7 +66,7 @@ class ShardedParameters:
         that read each; `sharding`: the ranks that share each. `frees`: whether whole parameters are freed when their stages are
         resharded. `precision`: the dtypes of whole parameters and of messages.
         """
-        _check(tensors)
+        _check(tensors, "dp_shard shards plain parameters")
         self.sharding, self.precision = sharding, precision or Precision()
         self._flat_parameters: FlatParameters | None = None
         self._reader: TensorReader | None = None
@@ -182,6 +201,33 @@ class SpreadParameters:
         _install(self.parameters, state, "pipe.materialize has put others in their places")
 
 
+class RowsOverStages:
+    """Rank r's part of parameters whose rows are cut over the ranks of a pipeline (`parameter_rows.py`), as `DTensor`s."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, device: torch.device) -> None:
+        """`tensors`: the whole parameters by FQN, whose values are not read; `mesh`: the ranks of the pipeline."""
+        _check(tensors, "memory.word_parts cuts plain parameters")
+        self.parameters: dict[str, nn.Parameter] = {}
+        for fqn, tensor in tensors.items():
+            rows = rows_of(tensor.shape[0], mesh.size(), mesh.get_local_rank())
+            local = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+            self.parameters[fqn] = _made(tensor, local, sharded_by_rows(mesh, tensor.shape, tensor.stride()))
+            note_over_stages(self.parameters[fqn])
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self.parameters
+
+    @torch.no_grad()
+    def take(self, fqn: str, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a parameter."""
+        spread = spread_of(self.parameters[fqn])
+        assert spread is not None, "it was made with placements"
+        local_tensor(self.parameters[fqn]).copy_(slice_of(whole, spread))
+
+    def install(self, state: ModelState) -> None:
+        _install(self.parameters, state, "memory.word_parts has cut their rows over the ranks of the pipeline")
+
+
 def _made(tensor: torch.Tensor, local: torch.Tensor, spread: Spread) -> nn.Parameter:
     """A `DTensor` parameter with the attributes and `requires_grad` of `tensor`."""
     made = parameter_of(dtensor_of(local, spread), requires_grad=tensor.requires_grad)
@@ -198,18 +244,18 @@ def _install(parameters: Mapping[str, nn.Parameter], state: ModelState, now: str
     forget(((tensor, fqn) for fqn, tensor in former.items()), now)
 
 
-def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check(tensors: Mapping[str, torch.Tensor], plain_only: str) -> None:
     for fqn, tensor in tensors.items():
         plain = type(tensor).__torch_function__ is nn.Parameter.__torch_function__
         if not plain and spread_tensor(tensor) is None:
-            raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and dp_shard shards plain parameters")
+            raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and {plain_only}")
         if tensor.grad is not None:
             raise GraphPPError(
-                f"{fqn} has a gradient, and dp_shard makes a new parameter of it: call zero_grad() before graphpp.compile"
+                f"{fqn} has a gradient, and a new parameter takes its place, with this rank's rows: call zero_grad() before graphpp.compile"
             )
         if has_gradient_hooks(tensor):
             raise GraphPPError(
-                f"{fqn} has a gradient hook, and dp_shard makes a new parameter of it: register hooks on pipe.parameters()"
+                f"{fqn} has a gradient hook, and a new parameter takes its place, with this rank's rows: register hooks on pipe.parameters()"
             )
 
 

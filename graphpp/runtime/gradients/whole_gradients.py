@@ -2,7 +2,7 @@
 
 - `begin` gives each stage's accumulator the present `param.grad`. `reduce` starts to average a stage's sums over the replicas,
   once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets `param.grad`. The averages of
-  tied parameters, of experts and of gradients that are partial over `tp` do not start from `param.grad`: they are added to it
+  tied parameters, of rows, of experts and of gradients that are partial over `tp` do not start from `param.grad`: they are added to it
   at the end.
 - The gradient of a `DTensor` parameter of the model is a `DTensor` of the same placements.
 - All ranks of a pipeline call `finish` once per training step; all replicas call `reduce` in one order.
@@ -16,9 +16,10 @@ import torch
 
 from graphpp._torch.parallel.sharded_tensor import are_plain, with_local
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.runtime.dtensors import local_gradient, local_tensor
+from graphpp.runtime.dtensors import is_over_stages, local_gradient, local_tensor
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
+from graphpp.runtime.parameter_rows import rows_in, value_of
 
 
 class WholeGradients:
@@ -38,7 +39,8 @@ class WholeGradients:
         self._stages, self._tied, self._replicas, self._experts = stages, tied, replicas, frozenset(experts)
         self._tensor, self._sum_dtype, self._partial = tensor, sum_dtype, partial
         # The sums of these start at 0, and the average of the step is added to `param.grad`.
-        self._added_at_end = self._experts.union(tied.contributors, partial.fqns)
+        rows = [fqn for sums in stages.values() for fqn in sums.fqns if rows_in(fqn) is not None]
+        self._added_at_end = self._experts.union(tied.contributors, partial.fqns, rows)
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._plain = True  # whether no parameter is a `DTensor`
         self._reduced = set[int]()
@@ -99,8 +101,13 @@ class WholeGradients:
             local_tensor(before).copy_(total)
 
     def _add(self, fqn: str, total: torch.Tensor) -> None:
-        parameter = self._tensor(fqn)
+        parameter, rows = self._tensor(fqn), rows_in(fqn)
         before = local_gradient(fqn, parameter)
+        if rows is not None and not is_over_stages(parameter):
+            before = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if before is None else before
+            before[rows.start : rows.stop].add_(total)
+            parameter.grad = before
+            return
         added = total.to(dtype=parameter.grad_dtype) if before is None else before.add_(total)
         parameter.grad = with_local(parameter, added)
 
@@ -112,5 +119,5 @@ class WholeGradients:
         self._replicas.start_of_experts(sums, [fqn for fqn in fqns if fqn in self._experts])
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
-        own = local_tensor(self._tensor(fqn))
+        own = value_of(fqn, self._tensor(fqn))
         return torch.empty(own.shape, dtype=dtype_of_sum(own, self._sum_dtype), device=own.device)

@@ -1,0 +1,53 @@
+"""Rows of a parameter that are a parameter of their own for graphs and programs (`memory.word_parts`).
+
+- The name of such rows is `lm_head.weight[0:32000]`: the parameter's FQN and the rows. Graphs, programs and gradients know these
+  names, and the model has the whole parameter under its FQN.
+- On several ranks the model's parameter is a `DTensor` with the placement `Shard(0)` over the ranks of the pipeline, whose local
+  tensor has this rank's rows. In one process the parameter is whole, and its rows are views.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from graphpp.runtime.dtensors import is_over_stages, local_tensor
+
+_NAME = re.compile(r"(?P<fqn>.+)\[(?P<first>\d+):(?P<end>\d+)\]")
+
+
+def rows_name(fqn: str, rows: range) -> str:
+    return f"{fqn}[{rows.start}:{rows.stop}]"
+
+
+def whole_name(name: str) -> str:
+    """The FQN of the parameter that has these rows; the FQN of a whole parameter itself."""
+    found = _NAME.fullmatch(name)
+    return found["fqn"] if found else name
+
+
+def rows_in(name: str) -> range | None:
+    """The rows that a name means; None for a whole parameter."""
+    found = _NAME.fullmatch(name)
+    return range(int(found["first"]), int(found["end"])) if found else None
+
+
+def any_rows(names: Iterable[str]) -> bool:
+    return any(map(_NAME.fullmatch, names))
+
+
+def value_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The local values, detached, of the model's tensor that `name` means, or of some of its rows."""
+    rows = rows_in(name)
+    local = local_tensor(tensor).detach()
+    return local if rows is None or is_over_stages(tensor) else local[rows.start : rows.stop]
+
+
+def joined_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by FQN, with all rows of a parameter joined."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(tensors, key=lambda name: (rows_in(name) or range(0)).start):
+        found.setdefault(whole_name(name), []).append(name)
+    return {fqn: tensors[fqn] if names == [fqn] else torch.cat([tensors[name] for name in names]) for fqn, names in found.items()}
