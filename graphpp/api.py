@@ -254,6 +254,10 @@ def _check_parallel(options: Options, place: RankPlace) -> None:
             f"parallel.keep={ranks.keep}: the option says how many stages are gathered along dp_shard at once: give a mesh= "
             "with this dimension, or leave the option out"
         )
+    if options.memory.word_parts is not None and place.sharding is not None and place.ranks == 1:
+        raise GraphPPError(
+            "memory.word_parts: with dp_shard the parts are those of the ranks of a pipeline, and there is one rank: leave it out"
+        )
     if ranks.keep == 0 and place.sharding is not None and options.gradients.fused:
         raise GraphPPError(
             "gradients.fused=True multiplies into sums of whole gradients, and with parallel.keep=0 there are none: each "

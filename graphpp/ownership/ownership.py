@@ -17,6 +17,7 @@ from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -134,7 +135,7 @@ class Ownership:
         if sharding is not None:
             return ShardValues(self._shards(sharding), self._source_of_values)
         if self._cut:
-            return ShardValues(self._rows(), self._source_of_values)
+            return ShardValues(self._rows(self._place.device), self._source_of_values)
         named = self._state.named(own, among=self._state.parameters)
         spread = {fqn: tensor for fqn, tensor in named if tensor.is_meta and spread_tensor(tensor) is not None}
         return ShardValues(SpreadParameters(spread, self._place.device), self._source_of_values) if spread else None
@@ -181,13 +182,13 @@ class Ownership:
         names = dict.fromkeys(whole_name(name) for name in self.holders if rows_in(name) is not None)
         return [fqn for fqn in names if not is_over_stages(self._state.tensor(fqn))]
 
-    def _rows(self) -> RowsOverStages:
+    def _rows(self, device: torch.device) -> RowsOverStages:
         whole = dict(self._state.named(self._cut, among=self._state.parameters))
-        return RowsOverStages(whole, self._place.pipeline_mesh, self._place.device)
+        return RowsOverStages(whole, self._place.pipeline_mesh, device)
 
     def _cut_rows(self) -> None:
         """Put this rank's rows into the model, of parameters with values."""
-        rows = self._rows()
+        rows = self._rows(self._place.device)
         if any(self._agreement.largest([any(self._state.tensor(fqn).is_meta for fqn in rows.parameters)])):
             return  # until `materialize`
         for fqn in rows.parameters:
@@ -205,6 +206,8 @@ class Ownership:
         check_written([fqn for _, fqn in first.written_buffers()], first.parameters(rank))
         stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
         tensors = dict(self._state.named(stages.keys(), among=self._state.parameters))
+        if self._cut:
+            tensors |= self._rows(torch.device("meta")).parameters
         precision = Precision(self._parallel.param_dtype, self._parallel.reduce_dtype)
         of_experts = self._place.experts.sharding if self._place.experts is not None else None
         sharding_of = {fqn: of_experts if of_experts is not None and fqn in self.experts else sharding for fqn in tensors}

@@ -72,7 +72,8 @@ class _Along:
     def sharding(self, names: Sequence[str], spread: str) -> Sharding:
         """Parameters sharded over the dimensions `names`; the model itself spreads some over the dimension `spread`."""
         own = DeviceMesh.from_group(self.own(*names), self._mesh.device_type, mesh_dim_names=(names[0],))
-        return Sharding(own, self._spread_mesh(spread, names, own), self(_REPLICAS, _CONTEXT))
+        spread_mesh, stage_mesh = (self._spread_mesh(each, names, own) for each in (spread, PIPELINE))
+        return Sharding(own, spread_mesh, stage_mesh, self(_REPLICAS, _CONTEXT))
 
     def _spread_mesh(self, spread: str, names: Sequence[str], last: DeviceMesh) -> DeviceMesh:
         """A mesh of a dimension `spread`, unless of size 1, and one of the ranks along `names`, as in the mesh `last`."""

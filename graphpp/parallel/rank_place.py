@@ -30,12 +30,14 @@ class Sharding:
     """The ranks among which parameters are sharded.
 
     `mesh`: these ranks, in one dimension. `spread_mesh`: `mesh`, after the dimension over which the model itself spreads such
-    parameters, if there is one: `tp`, or `ep` for experts, cuts a parameter first. `copies`: the replicas with the same shards
+    parameters, if there is one: `tp`, or `ep` for experts, cuts a parameter first. `stage_mesh`: `mesh`, after the ranks of the
+    pipeline, over which `memory.word_parts` cuts a parameter first. `copies`: the replicas with the same shards
     as this rank (None: none).
     """
 
     mesh: DeviceMesh
     spread_mesh: DeviceMesh
+    stage_mesh: DeviceMesh
     copies: dist.ProcessGroup | None
 
     @property

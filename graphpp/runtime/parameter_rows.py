@@ -3,7 +3,8 @@
 - The name of such rows is `lm_head.weight[0:32000]`: the parameter's FQN and the rows. Graphs, programs and gradients know these
   names, and the model has the whole parameter under its FQN.
 - On several ranks the model's parameter is a `DTensor` with the placement `Shard(0)` over the ranks of the pipeline, whose local
-  tensor has this rank's rows. In one process the parameter is whole, and its rows are views.
+  tensor has this rank's rows; the runner of a rank calls its rows by the parameter's FQN. In one process the parameter is
+  whole, and its rows are views.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from graphpp.runtime.dtensors import is_over_stages, local_tensor
+from graphpp.runtime.dtensors import local_tensor
 
 _NAME = re.compile(r"(?P<fqn>.+)\[(?P<first>\d+):(?P<end>\d+)\]")
 
@@ -42,7 +43,7 @@ def value_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The local values, detached, of the model's tensor that `name` means, or of some of its rows."""
     rows = rows_in(name)
     local = local_tensor(tensor).detach()
-    return local if rows is None or is_over_stages(tensor) else local[rows.start : rows.stop]
+    return local if rows is None else local[rows.start : rows.stop]
 
 
 def joined_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

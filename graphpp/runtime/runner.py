@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import CudaMover, Offloader
-from graphpp.runtime.parameter_rows import any_rows, value_of
+from graphpp.runtime.parameter_rows import any_rows, value_of, whole_name
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
@@ -101,6 +101,8 @@ class GraphPPRunner:
         layers = self._sharded if self.program.gathers_layers else None
         self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None
         self._graphs = config.graphs
+        # Of several ranks each has one part of a parameter whose rows are cut: this rank's parameter.
+        self._name: Callable[[str], str] = str if place.ranks == 1 else whole_name
         self.stages = self._local_stages(each, config.kernel)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
@@ -110,11 +112,12 @@ class GraphPPRunner:
         self.hooked: frozenset[str] = frozenset()  # FQNs of this rank's parameters with hooks on gradients, in the last step
         shards_of = self._sharded.shards_of if self._sharded is not None and self._reducer is None else None
         self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
-        ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
+        owners = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
+        ranks = {self._name(fqn) if place.rank in each else fqn: each for fqn, each in owners.items()}
         contributors: dict[str, list[int]] = {}  # for each trained parameter the stages that make a part of its gradient
         for stage in self.program.stages:
             for fqn in stage.gradients:
-                contributors.setdefault(fqn, []).append(stage.index)
+                contributors.setdefault(self._name(fqn) if stage.index in self.stages else fqn, []).append(stage.index)
         tied = TiedReduction(contributors, ranks, schedule.rank_of_stage, place.group)
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
@@ -130,7 +133,7 @@ class GraphPPRunner:
         local: dict[int, GraphStage] = {}
         for index in (index for index, rank in sorted(self.schedule.rank_of_stage.items()) if rank == self.place.rank):
             distinct = {id(program.stages[index]): program for program in each}
-            variants = {key: Variant.of(program, index) for key, program in distinct.items()}
+            variants = {key: Variant.of(program, index, self._name) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
             local[index] = GraphStage(index, own, self.schedule, self.place, self.mailbox, kernel, self._reducer, self._graphs)
         return local

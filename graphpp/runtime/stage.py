@@ -22,6 +22,7 @@ from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, 
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.messages.mailbox import Mailbox, Message
 from graphpp.runtime.messages.wire_layout import WireLayout, layout_of
+from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskGraphs, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
@@ -39,12 +40,13 @@ class Variant:
     hoisted: Wiring | None = None
 
     @classmethod
-    def of(cls, pipeline: PipelineProgram, index: int) -> Variant:
+    def of(cls, pipeline: PipelineProgram, index: int, name: Callable[[str], str] = str) -> Variant:
+        """`name`: as for `wire`."""
         stage, last = pipeline.stages[index], len(pipeline.stages) - 1
         below = pipeline.boundaries[index - 1] if index else Boundary(-1)
         above = pipeline.boundaries[index] if index < last else Boundary(index)
         arriving = {phase: above.backward if phase.is_backward else below.forward for phase in stage.programs}
-        held = stage.constants, pipeline.sizes
+        held = stage.constants, pipeline.sizes, name
         wirings = {phase: wire(item, arriving[phase], *held) for phase, item in stage.programs.items()}
         hoisted = wire(stage.hoisted, (), *held) if stage.hoisted is not None else None
         return cls(wirings, below, above, hoisted)
@@ -183,7 +185,8 @@ class GraphStage:
         wiring = self._variants[microbatch].wirings[phase]
         fqns, layers = wiring.gradients, wiring.program.layers
         if layers is not None and self._reducer is not None and fqns:
-            return LayerSink(self._reducer, self.gradients, microbatch, fqns, layers.gradients)
+            made = [[*map(whole_name, each)] for each in layers.gradients]
+            return LayerSink(self._reducer, self.gradients, microbatch, fqns, made)
         return MicrobatchSink(self.gradients, microbatch, fqns) if fqns else None
 
     def saved_values(self, microbatch: int) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ A `Wiring` has a list for each kind of role, with the positions of its arguments
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,12 +58,14 @@ def wire(
     arriving: Sequence[TensorMeta],
     constants: Mapping[str, torch.Tensor],
     sizes: Mapping[str, float],
+    name: Callable[[str], str] = str,
 ) -> Wiring:
-    """Resolve the roles of `item`. `arriving`: the values that enter the stage, in order; `sizes`: numbers by formula."""
+    """Resolve the roles of `item`. `arriving`: the values that enter the stage, in order; `sizes`: numbers by formula; `name`: the
+    name on this rank of a parameter, or of rows of one."""
     place = {meta.name: position for position, meta in enumerate(arriving)}
     return Wiring(
         item,
-        fixed=[(at, role.fqn) for at, role in _of(item.inputs, roles.Parameter, roles.Buffer)],
+        fixed=[(at, name(role.fqn)) for at, role in _of(item.inputs, roles.Parameter, roles.Buffer)],
         constants=[(at, constants[role.name]) for at, role in _of(item.inputs, roles.Constant)],
         sizes=[(at, sizes[role.formula]) for at, role in _of(item.inputs, roles.Size)],
         inputs=[(at, role.path) for at, role in _of(item.inputs, roles.Input) if not isinstance(role, roles.Number)],
@@ -75,7 +77,7 @@ def wire(
         step_invariants=[(at, role.name) for at, role in _of(item.inputs, roles.StepInvariant)],
         keeps=[(at, role.name) for at, role in _of(item.outputs, roles.Saved)],
         sends=[at for at, _ in _of(item.outputs, roles.Sent)],
-        gradients={at: role.fqn for at, role in _of(item.outputs, roles.Gradient)},
+        gradients={at: name(role.fqn) for at, role in _of(item.outputs, roles.Gradient)},
         updates=[(at, role.fqn) for at, role in _of(item.outputs, roles.BufferUpdate)],
         losses=[at for at, _ in _of(item.outputs, roles.Loss)],
         outputs=[(at, role.index) for at, role in _of(item.outputs, roles.Output)],

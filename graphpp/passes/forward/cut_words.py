@@ -128,13 +128,13 @@ class _Cut:
             sums: Any = None
             for call, words, part in self._each(linear, self.parts.head, found.operands[1:]):
                 options = (words.start, scale, wide, bool(found.smoothing))
-                sums = call(graph.call_function(_sums_with_part, (rows, *part, found.target, sums, *options)))
+                sums = call(graph.call_function(_sums_with_part, (rows, *part, found.target, sums, options)))
             rules = (found.words, found.mean, found.ignore_index, found.smoothing, loss.meta["val"].dtype)
             value = like(loss, graph.call_function(_loss_of_sums, (sums, found.target, *rules)))
         loss.replace_all_uses_with(value)
 
     def logits(self, linear: fx.Node) -> None:
-        graph, (hidden, weight, bias) = self.module.graph, (*args_of(linear), None)[:3]
+        graph, (hidden, weight, bias, *_) = self.module.graph, (*args_of(linear), None)
         with graph.inserting_before(linear):
             made: dict[int, fx.Node] = {}
             call: Callable[[fx.Node], fx.Node]
@@ -195,15 +195,14 @@ def _sums_with_part(
     bias: Tensor | None,
     target: Tensor,
     before: tuple[Tensor, ...] | None,
-    first: int,
-    scale: float,
-    dtype: torch.dtype,
-    smooths: bool,
+    options: tuple[int, float, torch.dtype, bool],
 ) -> tuple[Tensor, ...]:
-    """For each row, over the words up to this part's: the log-sum-exp, the target's logit, and with `smooths` the sum.
+    """For each row, over the words up to this part's: the log-sum-exp, the target's logit, and with smoothing the sum.
 
-    `rows` [n, d], `weight` [words, d], `target` [n]; `first`: the part's first word. Raises nothing for a target elsewhere.
+    `rows` [n, d], `weight` [words, d], `target` [n], any words. `options`: the part's first word, the factor of the logits,
+    the dtype of the results, whether the loss is smoothed.
     """
+    first, scale, dtype, smooths = options
     logits = F.linear(rows, weight, bias).to(dtype)
     logits = logits if scale == 1 else logits * scale
     place = target - first

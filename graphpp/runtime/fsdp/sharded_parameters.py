@@ -31,6 +31,7 @@ from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import Sharding
 from graphpp.runtime.dtensors import (
+    is_over_stages,
     keep_part,
     local_tensor,
     note_over_stages,
@@ -62,12 +63,15 @@ class ShardedParameters:
     ) -> None:
         """Make shards of parameters; `take` fills in values, and `install` puts the shards into the model.
 
-        `tensors`: this rank's parameters by FQN, in the model's order; their values are not read. `stages`: the rank's stages
+        `tensors`: this rank's parameters by FQN, in the model's order, or the parameters of `RowsOverStages`; their values are not
+        read. `stages`: the rank's stages
         that read each; `sharding`: the ranks that share each. `frees`: whether whole parameters are freed when their stages are
         resharded. `precision`: the dtypes of whole parameters and of messages.
         """
         _check(tensors, "dp_shard shards plain parameters")
         self.sharding, self.precision = sharding, precision or Precision()
+        spreads = {fqn: spread_of(tensor) for fqn, tensor in tensors.items() if is_over_stages(tensor)}
+        self._cut = {fqn: spread for fqn, spread in spreads.items() if spread is not None}
         self._flat_parameters: FlatParameters | None = None
         self._reader: TensorReader | None = None
         groups: dict[Hashable, dict[str, torch.Tensor]] = {}
@@ -85,10 +89,11 @@ class ShardedParameters:
     @torch.no_grad()
     def take(self, fqn: str, whole: torch.Tensor) -> None:
         """Copy this rank's rows of a parameter, whose values are equal on all ranks of the mesh."""
+        over_stages = self._cut.get(fqn)
         if fqn in self._scalars:
             self._scalars[fqn].copy_(whole)
         else:
-            self._flat_of[fqn].take(fqn, whole)
+            self._flat_of[fqn].take(fqn, whole if over_stages is None else slice_of(whole, over_stages))
 
     def install(self, state: ModelState) -> None:
         _install(self.parameters, state, "they are sharded over dp_shard now")
@@ -169,6 +174,11 @@ class ShardedParameters:
     def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
         local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
         part = spread_tensor(tensor)
+        if fqn in self._cut:
+            mesh, before = self.sharding[fqn].stage_mesh, self._cut[fqn].placements
+            made = _made(tensor, local, sharded_by_rows(mesh, tensor.shape, tensor.stride(), before))
+            note_over_stages(made)
+            return made
         mesh = self.sharding[fqn].spread_mesh
         # On a 1-D mesh `tp` and `ep` have one rank each, so the model's own `DTensor`s are whole.
         before = () if part is None or mesh.ndim == 1 else part.spread.placements
@@ -247,7 +257,7 @@ def _install(parameters: Mapping[str, nn.Parameter], state: ModelState, now: str
 def _check(tensors: Mapping[str, torch.Tensor], plain_only: str) -> None:
     for fqn, tensor in tensors.items():
         plain = type(tensor).__torch_function__ is nn.Parameter.__torch_function__
-        if not plain and spread_tensor(tensor) is None:
+        if not plain and not is_over_stages(tensor) and spread_tensor(tensor) is None:
             raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and {plain_only}")
         if tensor.grad is not None:
             raise GraphPPError(

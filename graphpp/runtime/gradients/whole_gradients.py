@@ -16,7 +16,7 @@ import torch
 
 from graphpp._torch.parallel.sharded_tensor import are_plain, with_local
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.runtime.dtensors import is_over_stages, local_gradient, local_tensor
+from graphpp.runtime.dtensors import local_gradient, local_tensor
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
 from graphpp.runtime.parameter_rows import rows_in, value_of
@@ -103,7 +103,7 @@ class WholeGradients:
     def _add(self, fqn: str, total: torch.Tensor) -> None:
         parameter, rows = self._tensor(fqn), rows_in(fqn)
         before = local_gradient(fqn, parameter)
-        if rows is not None and not is_over_stages(parameter):
+        if rows is not None:
             before = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if before is None else before
             before[rows.start : rows.stop].add_(total)
             parameter.grad = before
