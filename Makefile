@@ -7,7 +7,7 @@
 #   make lint | types             ruff | mypy
 #   make house                    print the packages, their imports, upward arrows and circles
 #   make models                   run the models of tests/zoo and write docs/models.md
-#   make options                  write docs/options.md from the declarations of the options
+#   make options                  write docs/options.md and docs/options/ from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
 #   make clean                    remove the files that these targets made
 #
@@ -59,7 +59,7 @@ models: $(READY)
 	@$(PY) -m tests.zoo
 
 options: $(READY)
-	@$(PY) -m graphpp.options.document > docs/options.md
+	@$(PY) -m graphpp.options.document docs
 
 lint: $(READY)
 	@$(PY) -m ruff check .

@@ -1,10 +1,13 @@
-"""Print `docs/options.md` from the declarations: `python -m graphpp.options.document > docs/options.md`."""
+"""Write `docs/options.md` and the pages of `docs/options/` from the declarations: `python -m graphpp.options.document docs`."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from inspect import cleandoc
+from pathlib import Path
 
 from graphpp.options.backend import Custom, Eager, Inductor
 from graphpp.options.debug import Debug
@@ -18,12 +21,18 @@ from graphpp.options.parallel import Parallel
 from graphpp.options.recompute import Recompute
 
 GROUPS: tuple[type[Group], ...] = (Options, Microbatches, Memory, Gradients, Parallel, Debug)
-KINDS: tuple[type, ...] = (Eager, Inductor, Custom, Recompute, Offload)  # dataclasses that single options take
+PAGES: dict[str, tuple[type, ...]] = {  # a page -> the groups, and the dataclasses that single options take, of which it tells
+    "options.md": (Options, Microbatches, Gradients, Debug),
+    "options/memory.md": (Memory, Recompute, Offload),
+    "options/parallel.md": (Parallel,),
+    "options/backend.md": (Eager, Inductor, Custom),
+}
 
 _HEAD = """# Options
 
 `graphpp.compile(model, loss, *, ...)` and `graphpp.verify(model, loss, example, *, ...)` take the same options. Each option is
-declared once, in `graphpp/options/`; this page is printed from the declarations (`make options`).
+declared once, in `graphpp/options/`. This page and [memory](options/memory.md), [parallel](options/parallel.md) and
+[backend](options/backend.md) are printed from the declarations (`make options`).
 
 Two arguments are data, not options. `example=` is one `graphpp.Microbatch`, for its shapes (None: taken from the first step;
 `verify` needs its data, or a list of all microbatches). `mesh=` says where this rank stands: a `DeviceMesh` with the dimensions
@@ -38,12 +47,19 @@ warning.
 An option that opens a group takes the group's dataclass, or the short form in the table: `memory=0.5` is
 `memory=graphpp.Memory(recompute=0.5)`, `debug="folder"` is `debug=graphpp.Debug(dump="folder")`.
 """
+_LINK = re.compile(r"\]\((?=[\w/]+\.md)")
 
 
-def document() -> str:
-    """The page, as Markdown."""
-    tables = [line for group in GROUPS for line in _table(group)]
-    return "\n".join([_HEAD, *tables, *(line for kind in KINDS for line in _fields(kind))])
+def documents() -> dict[str, str]:
+    """Each page as Markdown, by its path below docs/. Links in the declarations are relative to docs/."""
+    return {page: _page(page, kinds) for page, kinds in PAGES.items()}
+
+
+def _page(page: str, kinds: tuple[type, ...]) -> str:
+    head = _HEAD if page == "options.md" else f"# Options: {Path(page).stem}\n\nA part of [Options](../options.md).\n"
+    lines = [line for kind in kinds for line in (_table(kind) if issubclass(kind, Group) and kind in GROUPS else _fields(kind))]
+    text = "\n".join(lines)
+    return f"{head}\n{text if page == 'options.md' else _LINK.sub('](../', text)}"
 
 
 def _table(group: type[Group]) -> Iterator[str]:
@@ -70,4 +86,7 @@ def _row(option: Option[object, object]) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    for page, text in documents().items():
+        file = Path(sys.argv[1]) / page
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
