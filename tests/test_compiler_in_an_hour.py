@@ -1,4 +1,4 @@
-"""The four pages of "The compiler in an hour": the files that README's first example runs, the functions named, the number of lines that run.
+"""The four pages of "The compiler in an hour": the files that README's first example runs, functions, the number of lines.
 
 One run of the example under `coverage` serves all tests. A line counts if it is in a function's body: an import runs the lines
 that define functions in every file that it loads, and these say nothing about the example.

@@ -21,45 +21,24 @@ from graphpp.options.parallel import Parallel
 from graphpp.options.recompute import Recompute
 
 GROUPS: tuple[type[Group], ...] = (Options, Microbatches, Memory, Gradients, Parallel, Debug)
-PAGES: dict[str, tuple[type, ...]] = {  # a page -> the groups, and the dataclasses that single options take, of which it tells
-    "options.md": (Options, Microbatches, Gradients, Debug),
-    "options/memory.md": (Memory, Recompute, Offload),
-    "options/parallel.md": (Parallel,),
-    "options/backend.md": (Eager, Inductor, Custom),
-}
-
-_HEAD = """# Options
-
-`graphpp.compile(model, loss, *, ...)` and `graphpp.verify(model, loss, example, *, ...)` take the same options. Each option is
-declared once, in `graphpp/options/`. This page and [memory](options/memory.md), [parallel](options/parallel.md) and
-[backend](options/backend.md) are printed from the declarations (`make options`).
-
-Two arguments are data, not options. `example=` is one `graphpp.Microbatch`, for its shapes (None: taken from the first step;
-`verify` needs its data, or a list of all microbatches). `mesh=` says where this rank stands: a `DeviceMesh` with the dimensions
-`pp` (the ranks of a pipeline), `dp_replicate` and `dp_shard` (data parallelism), `cp` (context parallelism), `tp` (tensor
-parallelism) and `ep` (expert parallelism), a group of the pipeline's ranks, or None for the world; see [Meshes](meshes.md).
-`verify` has three arguments of its own, `ranks=`, `tolerance=` and `against=`.
-
-Where an option takes a function, an exception of the function becomes the cause of a `GraphPPError` that names the option. A
-result that the option cannot use is refused likewise. Regions that a `backend` function fails to compile run eagerly, with a
-warning.
-
-An option that opens a group takes the group's dataclass, or the short form in the table: `memory=0.5` is
-`memory=graphpp.Memory(recompute=0.5)`, `debug="folder"` is `debug=graphpp.Debug(dump="folder")`.
-"""
-_LINK = re.compile(r"\]\((?=[\w/]+\.md)")
+KINDS: tuple[type, ...] = (Eager, Inductor, Custom, Recompute, Offload)  # dataclasses that single options take
+_MARK = re.compile(r"^<!-- printed from ([\w, ]+) -->\n", re.MULTILINE)
 
 
-def documents() -> dict[str, str]:
-    """Each page as Markdown, by its path below docs/. Links in the declarations are relative to docs/."""
-    return {page: _page(page, kinds) for page, kinds in PAGES.items()}
+def printed(page: Path) -> str:
+    """The text of a page, with all that follows the line `<!-- printed from Memory, Offload -->` made of these classes.
+
+    Links in the declarations are relative to docs/.
+    """
+    head, names, _ = _MARK.split(page.read_text())
+    kinds = {kind.__name__: kind for kind in (*GROUPS, *KINDS)}
+    lines = [line for name in names.split(", ") for line in _lines(kinds[name])]
+    text = "\n".join(["", *lines]).replace("](", "](../" if page.parent.name == "options" else "](")
+    return f"{head}<!-- printed from {names} -->\n{text}"
 
 
-def _page(page: str, kinds: tuple[type, ...]) -> str:
-    head = _HEAD if page == "options.md" else f"# Options: {Path(page).stem}\n\nA part of [Options](../options.md).\n"
-    lines = [line for kind in kinds for line in (_table(kind) if issubclass(kind, Group) and kind in GROUPS else _fields(kind))]
-    text = "\n".join(lines)
-    return f"{head}\n{text if page == 'options.md' else _LINK.sub('](../', text)}"
+def _lines(kind: type) -> Iterator[str]:
+    return _table(kind) if issubclass(kind, Group) else _fields(kind)
 
 
 def _table(group: type[Group]) -> Iterator[str]:
@@ -86,7 +65,5 @@ def _row(option: Option[object, object]) -> str:
 
 
 if __name__ == "__main__":
-    for page, text in documents().items():
-        file = Path(sys.argv[1]) / page
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
+    for page in [Path(sys.argv[1], "options.md"), *Path(sys.argv[1], "options").glob("*.md")]:
+        page.write_text(printed(page))

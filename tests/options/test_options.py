@@ -12,7 +12,7 @@ import torch
 
 import graphpp
 from graphpp.errors import GraphPPError
-from graphpp.options.document import GROUPS, PAGES, documents
+from graphpp.options.document import GROUPS, KINDS, printed
 from graphpp.options.option import Group
 from graphpp.options.options import Options
 
@@ -32,15 +32,17 @@ def test_every_field_is_declared_and_reads_its_default(group: type[Group]) -> No
 
 
 def test_the_document_is_printed_from_the_declarations() -> None:
-    pages = documents()
-    assert {page: (ROOT / "docs" / page).read_text() for page in pages} == pages
-    told = [kind for kinds in PAGES.values() for kind in kinds]
-    assert set(told) >= set(GROUPS)
+    pages = [ROOT / "docs/options.md", *(ROOT / "docs/options").glob("*.md")]
+    texts = {page: page.read_text() for page in pages}
+    assert {page: printed(page) for page in pages} == texts
+    whole = "".join(texts.values())
     for option in (option for group in GROUPS for option in group.options()):
-        assert any(f"| `{option.name}` | " in text for text in pages.values())
-    for owner in set(told) - set(GROUPS):
+        assert f"| `{option.name}` | " in whole
+    for kind in (*(group for group in GROUPS if group is not Options), *KINDS):
+        assert whole.count(f"\n## `graphpp.{kind.__name__}`") == 1
+    for owner in KINDS:
         for item in fields(owner):
-            assert item.name in (owner.__doc__ or "") and any(item.name in text for text in pages.values()), (owner, item.name)
+            assert item.name in (owner.__doc__ or "") and f"{item.name}" in whole, (owner, item.name)
 
 
 def test_every_group_of_options_is_public_and_documented() -> None:
