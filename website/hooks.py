@@ -21,6 +21,8 @@ _FOREIGN = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*(?:src|href)=["']?(?
 
 
 def on_page_markdown(markdown, page, config, files):
+    if page.file.src_uri.startswith("reference/"):
+        page.meta.setdefault("search", {"boost": 0.01})  # guides come first: a word in a title weighs 1,000
     folder = Path("docs", page.file.src_uri).parent
     text = _PART.sub(lambda found: _of_readme(found[1]), markdown)
     return _LINK.sub(lambda found: found[1] + _target(found[2], folder, page, config), text)
