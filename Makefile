@@ -7,7 +7,8 @@
 #   make lint | types             ruff | mypy
 #   make house                    print the packages, their imports, upward arrows and circles
 #   make models                   run the models of tests/zoo and write docs/models.md
-#   make options                  write docs/options.md from the declarations of the options
+#   make docs                     build the site of docs/ into site/; a warning or a dead link is an error
+#   make options                  write docs/options.md and docs/options/ from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
 #   make clean                    remove the files that these targets made
 #
@@ -22,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo quick test test-all house models options lint types compat clean help setup
+.PHONY: demo quick test test-all house models options docs lint types compat clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -35,6 +36,7 @@ EXACT ?=
 override PY := $(VENV)/bin/python
 override PIP := $(PY) -m pip --disable-pip-version-check install -qq
 override READY := $(VENV)/.graphpp-ready
+override SITE := .venv-docs
 export OMP_NUM_THREADS := 1
 
 help:
@@ -59,7 +61,11 @@ models: $(READY)
 	@$(PY) -m tests.zoo
 
 options: $(READY)
-	@$(PY) -m graphpp.options.document > docs/options.md
+	@$(PY) -m graphpp.options.document docs
+
+docs: $(SITE)/.graphpp-ready
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build -q -f website/mkdocs.yml
+	@echo "open site/index.html"
 
 lint: $(READY)
 	@$(PY) -m ruff check .
@@ -71,10 +77,18 @@ compat:
 	@$(MAKE) --no-print-directory test VENV=.venv-$(TORCH) EXACT=1
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find graphpp tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(READY)
+
+# The site is made from the text of the sources, so its environment has no torch. An environment that is not complete starts anew.
+$(SITE)/.graphpp-ready: pyproject.toml
+	@echo "set-up: $(SITE)"
+	"$(PYTHON)" -m venv --clear $(SITE)
+	$(SITE)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' |
+	  $(SITE)/bin/python -m pip --disable-pip-version-check install -qq -r /dev/stdin
+	touch $@
 
 # EXACT (compat) asks for exactly the version TORCH: the machine's own torch is then ignored.
 $(READY): pyproject.toml Makefile

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".ci", "benchmarks", "docs", "examples", "tests")
+FOLDERS = (".ci", "benchmarks", "docs", "examples", "tests", "website")
 FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "pyproject.toml")
 
 

@@ -180,8 +180,8 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
             the model or the loss does not separate over microbatches, as batch norm and contrastive losses do not.
 
     Raises:
-        The errors of `graphpp.compile`, and `GraphPPError` for a model without memory. A difference does not raise: see
-        `Verification.ok`, `Verification.raise_if_wrong()`, or print the result.
+        GraphPPError: those of `graphpp.compile`, and one for a model without memory. A difference does not raise: see
+            `Verification.ok`, `Verification.raise_if_wrong()`, or print the result.
     """
     require(GraphPPError, "against", AGAINST, against)
     several = list(example) if isinstance(example, Sequence) else [] if example is None else [example]

@@ -131,7 +131,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/cluster_planner": 4_250,
     "graphpp/compiler": 2_180,
     "graphpp/integrations": 2_270,
-    "graphpp/options": 1_040,
+    "graphpp/options": 1_030,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_570,
     "graphpp/passes": 5_680,
@@ -141,7 +141,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_070,
+    "tests": 50_170,
 }
 MOST_FILES = 432  # Python files of graphpp/, `__init__.py` included
 

@@ -1,4 +1,4 @@
-"""docs/compiler_in_an_hour.md: the files that README's first example runs, the functions named, the number of lines that run.
+"""The four pages of "The compiler in an hour": the files that README's first example runs, functions, the number of lines.
 
 One run of the example under `coverage` serves all tests. A line counts if it is in a function's body: an import runs the lines
 that define functions in every file that it loads, and these say nothing about the example.
@@ -15,7 +15,8 @@ import pytest
 
 from tests.test_documents import ROOT, blocks
 
-PAGE = (ROOT / "docs/compiler_in_an_hour.md").read_text()
+PARTS = ("compiler_in_an_hour", *(f"compiler_in_an_hour/{part}" for part in ("capture", "programs", "step")))
+PAGE = "".join((ROOT / f"docs/{part}.md").read_text() for part in PARTS)
 WALK, _, NOT_RUN = PAGE.partition("\n## What the example does not run\n")
 NUMBERS = re.compile(r"([\d,]+) lines of functions run, in\s(\d+) files")
 FILES = re.compile(r"`([\w/]+\.py)`")

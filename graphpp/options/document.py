@@ -1,10 +1,13 @@
-"""Print `docs/options.md` from the declarations: `python -m graphpp.options.document > docs/options.md`."""
+"""Write `docs/options.md` and the pages of `docs/options/` from the declarations: `python -m graphpp.options.document docs`."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from inspect import cleandoc
+from pathlib import Path
 
 from graphpp.options.backend import Custom, Eager, Inductor
 from graphpp.options.debug import Debug
@@ -19,31 +22,23 @@ from graphpp.options.recompute import Recompute
 
 GROUPS: tuple[type[Group], ...] = (Options, Microbatches, Memory, Gradients, Parallel, Debug)
 KINDS: tuple[type, ...] = (Eager, Inductor, Custom, Recompute, Offload)  # dataclasses that single options take
-
-_HEAD = """# Options
-
-`graphpp.compile(model, loss, *, ...)` and `graphpp.verify(model, loss, example, *, ...)` take the same options. Each option is
-declared once, in `graphpp/options/`; this page is printed from the declarations (`make options`).
-
-Two arguments are data, not options. `example=` is one `graphpp.Microbatch`, for its shapes (None: taken from the first step;
-`verify` needs its data, or a list of all microbatches). `mesh=` says where this rank stands: a `DeviceMesh` with the dimensions
-`pp` (the ranks of a pipeline), `dp_replicate` and `dp_shard` (data parallelism), `cp` (context parallelism), `tp` (tensor
-parallelism) and `ep` (expert parallelism), a group of the pipeline's ranks, or None for the world; see [Meshes](meshes.md).
-`verify` has three arguments of its own, `ranks=`, `tolerance=` and `against=`.
-
-Where an option takes a function, an exception of the function becomes the cause of a `GraphPPError` that names the option. A
-result that the option cannot use is refused likewise. Regions that a `backend` function fails to compile run eagerly, with a
-warning.
-
-An option that opens a group takes the group's dataclass, or the short form in the table: `memory=0.5` is
-`memory=graphpp.Memory(recompute=0.5)`, `debug="folder"` is `debug=graphpp.Debug(dump="folder")`.
-"""
+_MARK = re.compile(r"^<!-- printed from ([\w, ]+) -->\n", re.MULTILINE)
 
 
-def document() -> str:
-    """The page, as Markdown."""
-    tables = [line for group in GROUPS for line in _table(group)]
-    return "\n".join([_HEAD, *tables, *(line for kind in KINDS for line in _fields(kind))])
+def printed(page: Path) -> str:
+    """The text of a page, with all that follows the line `<!-- printed from Memory, Offload -->` made of these classes.
+
+    Links in the declarations are relative to docs/.
+    """
+    head, names, _ = _MARK.split(page.read_text())
+    kinds = {kind.__name__: kind for kind in (*GROUPS, *KINDS)}
+    lines = [line for name in names.split(", ") for line in _lines(kinds[name])]
+    text = "\n".join(["", *lines]).replace("](", "](../" if page.parent.name == "options" else "](")
+    return f"{head}<!-- printed from {names} -->\n{text}"
+
+
+def _lines(kind: type) -> Iterator[str]:
+    return _table(kind) if issubclass(kind, Group) else _fields(kind)
 
 
 def _table(group: type[Group]) -> Iterator[str]:
@@ -70,4 +65,5 @@ def _row(option: Option[object, object]) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    for page in [Path(sys.argv[1], "options.md"), *Path(sys.argv[1], "options").glob("*.md")]:
+        page.write_text(printed(page))

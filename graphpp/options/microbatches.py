@@ -39,7 +39,7 @@ class Microbatches(Group):
         about="The batch dimension of a tensor, or of all tensors in a structure, by the name of the model's argument, "
         '`target`, `output`, or a path: `{"position_ids": 1, "args[2].cu_seqlens": None}`. None: the tensor goes whole to '
         "each microbatch. A tensor that is not named is cut along dimension 0 if that is as long as the batch has rows "
-        "([Arguments](training.md#batch-dimensions)).",
+        "([Arguments](training/shapes.md#batch-dimensions)).",
     )
 
 

@@ -1,7 +1,7 @@
 """Every option of `graphpp.compile` and `graphpp.verify`, declared once.
 
-`docs/options.md` is printed from these declarations (`python -m graphpp.options.document`). `mesh=` is read by
-`parallel/place.py` instead.
+`docs/options.md` and `docs/options/` are printed from these declarations (`python -m graphpp.options.document docs`). `mesh=`
+is read by `parallel/place.py` instead.
 """
 
 from __future__ import annotations

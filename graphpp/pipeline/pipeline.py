@@ -119,7 +119,7 @@ class Pipeline(Interfaces):
         """The forward of a whole batch with the model in eval mode; computes no gradients and changes no training buffer.
 
         `output`: the rank of the last stage gets the output ("last"), or every rank ("all"). Tensors are joined along their
-        batch dimension (`docs/training.md`), 0-dim floating tensors averaged over the microbatches, others stacked. With
+        batch dimension (`docs/training/shapes.md`), 0-dim floating tensors averaged over the microbatches, others stacked. With
         "each" every rank gets a list with the output of each microbatch, in which nothing is joined. Every rank
         gets `loss` if a target was given, the loss function needs none, or the output has its own `.loss`. `loss_weight` and
         `loss_kwargs` as in `step`.

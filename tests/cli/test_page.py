@@ -1,6 +1,6 @@
-"""Every example of docs/command_line.md runs, and prints what the page shows.
+"""Every example of docs/command_line.md and docs/command_line/ runs, and prints what the page shows.
 
-Contract: the blocks of the page run in order in one empty folder. A `python` block whose first line is `# NAME.py` is also
+Contract: the blocks of a page run in order in one empty folder. A `python` block whose first line is `# NAME.py` is also
 written to that file. In a `console` block a line `$ graphpp ..` is a command, and the lines up to the next one are its output,
 in which `...` stands for any text; `(exit code N)` is the code, otherwise 0.
 """
@@ -19,7 +19,8 @@ from tests.cli.test_command import COMMANDS
 from tests.cli.test_plan import CODE as PLANNED
 from tests.exhaustive import cases
 
-PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "command_line.md", *sorted((DOCS / "command_line").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"\(exit code ([0-9]+)\)\n?$")
 
@@ -38,15 +39,15 @@ def matches(shown: str, printed: str) -> bool:
     return re.fullmatch(pattern, printed.rstrip("\n"), re.DOTALL) is not None
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     namespace: dict[str, Any] = {"__name__": "page"}
-    count = 0
-    for kind, block in BLOCK.findall(PAGE.read_text()):
+    for kind, block in BLOCK.findall(page.read_text()):
         if kind == "python":
-            exec(compile(block, str(PAGE), "exec"), namespace)
+            exec(compile(block, str(page), "exec"), namespace)
             name = re.match(r"# (\w+\.py)\n", block)
             if name:
                 Path(name[1]).write_text(block)
@@ -54,14 +55,16 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             result = run(*shlex.split(line))
             assert result.exit_code == code, f"{line}\n{result.output}"
             assert matches(output, result.stdout), f"{line}\n{result.stdout}"
-            count += 1
-    assert count > 8
+
+
+def test_the_pages_have_commands() -> None:
+    assert sum(len(list(commands(block))) for page in PAGES for _, block in BLOCK.findall(page.read_text())) > 8
 
 
 ROW = re.compile(r"^\| (`[a-z ]+`(?:, `[a-z ]+`)*) \| (.*) \|$", re.MULTILINE)
 DOCUMENTED = {
     words: set(re.findall(r"`([a-z_]+)`", fields))
-    for commands, fields in ROW.findall(PAGE.read_text().partition("## The documents")[2])
+    for commands, fields in ROW.findall((DOCS / "command_line" / "json.md").read_text())
     for words in re.findall(r"`([a-z ]+)`", commands)
 }
 TABLE = "1F1B --ranks 2 --microbatches 2"
@@ -88,7 +91,8 @@ def test_the_fields_of_each_document(words: str, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    Path("model_of_the_page.py").write_text(next(block for kind, block in BLOCK.findall(PAGE.read_text()) if kind == "python"))
+    blocks = BLOCK.findall((DOCS / "command_line" / "verify.md").read_text())
+    Path("model_of_the_page.py").write_text(next(block for kind, block in blocks if kind == "python"))
     Path("planned.py").write_text(textwrap.dedent(PLANNED))
     if words in ("compare", "report"):
         run(*CALLS["plan"].split(), "--save", "plans.json")

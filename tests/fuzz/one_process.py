@@ -94,7 +94,7 @@ def batch(case: Combination, number: int, replica: int) -> graphpp.Microbatch:
 
 
 def cut(whole: graphpp.Microbatch, count: int) -> list[graphpp.Microbatch]:
-    """As docs/training.md says that a batch is cut."""
+    """As docs/training/shapes.md says that a batch is cut."""
 
     def pieces(value: Any) -> Sequence[Any]:
         if isinstance(value, Whole):

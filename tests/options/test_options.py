@@ -12,7 +12,7 @@ import torch
 
 import graphpp
 from graphpp.errors import GraphPPError
-from graphpp.options.document import GROUPS, KINDS, document
+from graphpp.options.document import GROUPS, KINDS, printed
 from graphpp.options.option import Group
 from graphpp.options.options import Options
 
@@ -32,12 +32,17 @@ def test_every_field_is_declared_and_reads_its_default(group: type[Group]) -> No
 
 
 def test_the_document_is_printed_from_the_declarations() -> None:
-    assert (ROOT / "docs" / "options.md").read_text() == document()
+    pages = [ROOT / "docs/options.md", *(ROOT / "docs/options").glob("*.md")]
+    texts = {page: page.read_text() for page in pages}
+    assert {page: printed(page) for page in pages} == texts
+    whole = "".join(texts.values())
     for option in (option for group in GROUPS for option in group.options()):
-        assert f"| `{option.name}` | " in document()
+        assert f"| `{option.name}` | " in whole
+    for kind in (*(group for group in GROUPS if group is not Options), *KINDS):
+        assert whole.count(f"\n## `graphpp.{kind.__name__}`") == 1
     for owner in KINDS:
         for item in fields(owner):
-            assert item.name in (owner.__doc__ or "") and f"{item.name}" in document(), (owner, item.name)
+            assert item.name in (owner.__doc__ or "") and f"{item.name}" in whole, (owner, item.name)
 
 
 def test_every_group_of_options_is_public_and_documented() -> None:

@@ -1,4 +1,4 @@
-"""The table of docs/meshes.md, "What to write": each line is the plan of a whole model on a whole mesh, made in one process.
+"""The table of docs/meshes/what_to_write.md: each line is the plan of a whole model on a whole mesh, made in one process.
 
 Contract: `plan(line)` compiles the model on the meta device, as rank 0 of torch's process group "fake", whose collectives send
 nothing and whose other ranks are not there. Nothing runs. `row(line)` is the line of the table, and all its bytes are those of

@@ -1,4 +1,4 @@
-"""The table "What to write" of docs/meshes.md has the plans of `plan_table.py`, and ranks that exist make the same plans.
+"""The table of docs/meshes/what_to_write.md has the plans of `plan_table.py`, and ranks that exist make the same plans.
 
 `GOLDEN_UPDATE=1` writes the lines of the tests that run into the document.
 """
@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.planner.plan_table import HEAD, LINES, Line, compiled_plan, fullest, plan, row
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "meshes.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "meshes" / "what_to_write.md"
 
 
 def shown() -> list[str]:
