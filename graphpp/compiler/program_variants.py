@@ -18,6 +18,7 @@ from graphpp.planner.layers import layer_or_call, module_calls
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.fsdp.precision import Precision
+from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import Boundary, PipelineProgram, StageProgram, TensorMeta
 
 
@@ -61,14 +62,14 @@ def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers
     sharding, parallel = request.place.sharding, request.options.parallel
     if sharding is None or parallel.keep != 0:
         return None
-    dtypes = {fqn: each.dtype for fqn, each in request.model.named_parameters(remove_duplicate=False)}
+    own = dict(request.model.named_parameters(remove_duplicate=False))
+    dtypes = {name: own[whole_name(name)].dtype for name in joint.parameters}
     precision = Precision(parallel.param_dtype, parallel.reduce_dtype)
     layer_of = layer_or_call(module_calls(joint))
     experts, others = request.place.experts, dict[str, RankGroup]()
     if experts is not None and experts.sharding is not None:
         group = RankGroup(experts.sharding.group.group_name, experts.sharding.ranks)
-        named = request.model.named_parameters(remove_duplicate=False)
-        others = {fqn: group for fqn, each in named if is_spread_over(each, experts.group)}
+        others = {fqn: group for fqn, each in own.items() if is_spread_over(each, experts.group)}
     return ShardedLayers(sharding.group.group_name, sharding.ranks, dtypes, precision.of_messages, layer_of, others)
 
 
