@@ -257,6 +257,8 @@ def _change_forward(
     evaluation may return its logits.
     """
     causal_attention(module, any_size)
+    if word_parts is not None and logits_tokens is not None:
+        raise CaptureError("memory.word_parts, memory.logits_tokens: each makes another head of the model's: leave one of them out")
     if word_parts is not None:
         _cut_words(module, word_parts)
     if logits_tokens is None:
@@ -278,9 +280,9 @@ def _cut_words(module: fx.GraphModule, parts: WordParts) -> None:
     try:
         cut_words(module, parts, inside_call, None if parts.weight is None else attrgetter(f"{MODEL}.{parts.weight}")(module))
     except Stays as reason:
-        line = source_line(reason.node.stack_trace or "") or reason.node.name
+        line = source_line(reason.node.stack_trace or "")
         raise CaptureError(
-            f"memory.word_parts: the words of this model's head cannot be cut: at {line} {reason}. Give "
+            f"memory.word_parts: the words of this model's head cannot be cut: {f'at {line} ' if line else ''}{reason}. Give "
             "torch.nn.functional.cross_entropy the results of a linear layer, or leave the option out"
         ) from None
 

@@ -48,7 +48,8 @@ def with_parts(
     body = stages - len(embedding) - len(head)
     if body < 1:
         raise SplitError(
-            f"memory.word_parts: {len(embedding) + len(head)} stages are parts of the words, and there are {stages}: ask for more"
+            f"memory.word_parts: {len(head)} stages are parts of the head and {len(embedding)} parts of an embedding tied to it, and "
+            f"there are {stages} stages: ask for more, with split="
         )
     before = [0, *(call.position for call in embedding[1:]), embedding[-1].end] if embedding else [0]
     return (*before, *of_body(body)[1:], *(call.position for call in head))

@@ -28,6 +28,7 @@ from graphpp.passes.graph.stage_graphs import PhaseKey, StagedGraphs
 from graphpp.passes.text.naming import PythonNames
 from graphpp.passes.text.render import format_role
 from graphpp.runtime import program
+from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
@@ -78,7 +79,7 @@ def _of_role(role: program.OutputRole, comparison: Comparison) -> tuple[str, lis
         case program.Loss():
             return "the loss", list(enumerate(comparison.losses))
         case program.Gradient(fqn):
-            return f"the gradient of {fqn}", [(None, comparison.largest[fqn])]
+            return f"the gradient of {fqn}", [(None, comparison.largest[whole_name(fqn)])]
         case program.BufferUpdate(fqn):
             return f"the buffer {fqn} after the step", [(None, comparison.buffers[fqn])]
     return "", []

@@ -67,7 +67,8 @@ def cut_words(module: fx.GraphModule, parts: WordParts, inside: Inside, weight: 
             reasons.append(reason)
     if weight is None:
         if not heads:
-            raise reasons[0] if reasons else Stays(_last(module.graph), "no cross entropy over a linear layer is called")
+            none = Stays(module.graph.output_node(), "no cross entropy over a linear layer is called (train a step before pipe.eval)")
+            raise reasons[0] if reasons else none
         weight = _tensor(module, next(iter(heads.values())).operands[1])
     if weight is None:
         raise Stays(next(iter(heads)), "the head's weight is computed, and is no parameter of the model")
@@ -84,10 +85,6 @@ def cut_words(module: fx.GraphModule, parts: WordParts, inside: Inside, weight: 
         cut.loss(heads[linear]) if linear in heads else cut.logits(linear)
     module.graph.eliminate_dead_code()
     cut.drop_whole()
-
-
-def _last(graph: fx.Graph) -> fx.Node:
-    return graph.output_node()
 
 
 def _tensor(module: fx.GraphModule, node: fx.Node | None) -> Tensor | None:
@@ -148,6 +145,8 @@ class _Cut:
         weight, tokens, padding, by_frequency, sparse = (*args_of(node), *(-1, False, False)[len(args_of(node)) - 2 :])
         if by_frequency or sparse:
             raise Stays(node, "the embedding that shares the head's weight has scale_grad_by_freq or sparse gradients")
+        if not self.parts.embedding:
+            raise Stays(node, "an embedding shares the head's weight, and the schedule's first stages are not one on each rank")
         total: Any = None
         with self.module.graph.inserting_before(node):
             for call, words, (part, _) in self._each(node, self.parts.embedding, (weight, None)):
