@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphpp._torch.this_thread import uncollected
 from graphpp.arguments import MAPPING, checked, one_of, or_none
 from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.loss import LossFunction
+from graphpp.capture.source_lines import MODEL
 from graphpp.capture.trace import capture
 from graphpp.cluster_planner.costs.from_graph import Captured, model_costs, segment_starts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
@@ -23,6 +24,7 @@ from graphpp.cluster_planner.costs.shortened import Shortening, WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, fitting
 from graphpp.errors import CaptureError
 from graphpp.options.option import FLOATING_DTYPE
+from graphpp.passes.forward.head_and_loss import weights_of_heads
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.layers import module_calls
 
@@ -57,10 +59,16 @@ def capture_costs(
     if rows is None:
         raise CaptureError("example: no tensor has a first dimension, the rows of the microbatch")
 
+    heads = set[str]()
+
     def captured(rows: int, shortening: Shortening) -> JointGraph:
-        batch, shorten = _with_rows(example, rows), shortening.shorten
+        def look(module: fx.GraphModule) -> None:
+            heads.update(weights_of_heads(module))
+            shortening.shorten(module)
+
+        batch = _with_rows(example, rows)
         with shortening.skipping(model):
-            return capture(model, loss, batch, torch.device("cpu"), on_export=shorten, param_dtype=param_dtype).joint
+            return capture(model, loss, batch, torch.device("cpu"), on_export=look, param_dtype=param_dtype).joint
 
     try:
         found = _captured(captured, max(int(rows), _FEWEST))
@@ -76,7 +84,11 @@ def capture_costs(
         device_type=device_type,
     )
     dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
-    return replace(costs, param_dtype=dtype, tokens=_tokens(example))
+    from graphpp.capture.roles import canonical_fqns  # imports AOT Autograd, which the captures have imported
+
+    names = canonical_fqns(model)
+    (head,) = [names.get(each.removeprefix(f"{MODEL}.")) for each in heads] if len(heads) == 1 else [None]
+    return replace(costs, param_dtype=dtype, tokens=_tokens(example), head=head)
 
 
 def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:

@@ -70,9 +70,10 @@ def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
         return {"parallel": {"keep": plan.setting.keep}, "memory": {}, "gradients": {}}
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     offload = None if plan.setting.offload is None else Offload(plan.setting.offload)
+    parts = plan.setting.shape.pp if plan.setting.word_parts else None
     return {
         "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},
-        "memory": {"recompute": _recompute(plan), "offload": offload},
+        "memory": {"recompute": _recompute(plan), "offload": offload, "word_parts": parts},
         "gradients": {"dtype": None if dtype is None else torch.float32},
     }
 

@@ -73,7 +73,7 @@ def _of_groups(setting: PlanSetting, group: int) -> float:
 
 
 def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
-    shape, per_rank = setting.shape, setting.schedule.stages_per_rank
+    request, shape, per_rank = request.of(setting), setting.shape, setting.schedule.stages_per_rank
     cut = request.stages(setting)
     forward, first, second = (part * per_rank for part in cut.heaviest)
     work = _Work(forward, first, second, shape.pp, per_rank)
@@ -93,7 +93,7 @@ def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
 
 def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, cap: int) -> Estimate | None:
     """The estimate with just the offload that the cap needs; None if none is needed or all is not enough."""
-    link, totals = request.machines.device.host, request.stages(setting).totals
+    link, totals = request.machines.device.host, request.of(setting).stages(setting).totals
     if link is None or guess.nbytes <= cap:
         return None
     one = totals.offloadable / setting.shape.pp  # of one microbatch on a rank

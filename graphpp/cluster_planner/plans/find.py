@@ -86,6 +86,7 @@ def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
 
 
 def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
+    request = request.of(found.setting)
     names = request.costs.names
     return {
         "machines": str(request.machines),
@@ -163,11 +164,15 @@ def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> I
             if request.batch % (shape.data_ranks * rows):
                 continue
             microbatches = request.batch // (shape.data_ranks * rows)
-            for choice in schedule_choices(shape.pp, microbatches, limits.stages):
-                if space.schedules is not None and choice.name not in space.schedules:
-                    continue
-                for keep in _keeps(shape, choice.stages_per_rank):
-                    yield PlanSetting(shape, rows, microbatches, choice, keep)
+            for words in (False, True):
+                most = limits.stages + (request.stages_of_words(shape) if words else 0)
+                for choice in schedule_choices(shape.pp, microbatches, most):
+                    if space.schedules is not None and choice.name not in space.schedules:
+                        continue
+                    if words and not request.may_cut_words(shape, rows, shape.pp * choice.stages_per_rank):
+                        continue
+                    for keep in _keeps(shape, choice.stages_per_rank):
+                        yield PlanSetting(shape, rows, microbatches, choice, keep, word_parts=words)
 
 
 def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:

@@ -51,7 +51,7 @@ def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) 
     tables = tables_of(request, setting)
     if tables is None:
         return None
-    step = _Step(request, setting, cut or request.stages(setting).cut)
+    step = _Step(request, setting, cut or request.of(setting).stages(setting).cut)
     return step.prediction([step.of(table) for table in tables], counts_of(setting))
 
 
@@ -101,8 +101,8 @@ _GROWING = ("makespan", "busy", "alone", "waits")
 
 class _Step:
     def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut) -> None:
-        self._request, self._setting, self.cut = request, setting, cut
-        self._priced = priced_setting(request, setting, cut)
+        self._request, self._setting, self.cut = request.of(setting), setting, cut
+        self._priced = priced_setting(self._request, setting, cut)
 
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:

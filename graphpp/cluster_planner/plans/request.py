@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import PricedModel, priced
+from graphpp.cluster_planner.costs.word_parts import can_cut_words, is_tied, with_word_parts
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
 from graphpp.devices import Machines
@@ -44,7 +45,8 @@ class CutStages(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
     """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
-    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: a cache of `estimate.py`, by mesh shape."""
+    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: a cache of `estimate.py`, by mesh shape. `fixed`: how many of the first
+    and of the last segments are stages of their own."""
 
     costs: ModelCosts
     machines: Machines
@@ -52,11 +54,37 @@ class PlanRequest:
     tokens: int
     dtype: str | None = "bfloat16"
     optimizer: str | float = "adamw"
+    fixed: tuple[int, int] = (0, 0)
     turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
     _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
     _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
     _totals: dict[object, ModelTotals] = field(default_factory=dict, repr=False)
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
+    _by_parts: dict[int, PlanRequest] = field(default_factory=dict, repr=False)
+
+    def of(self, setting: PlanSetting) -> PlanRequest:
+        """This request, or for a setting with parts of words the request with their costs."""
+        parts = setting.shape.pp
+        if not setting.word_parts or self.fixed != (0, 0):
+            return self
+        if parts not in self._by_parts:
+            fixed = parts if is_tied(self.costs) else 0, parts
+            caches: dict[str, Any] = {each.name: {} for each in fields(self) if each.name == "turns" or each.name[0] == "_"}
+            self._by_parts[parts] = replace(self, costs=with_word_parts(self.costs, parts), fixed=fixed, **caches)
+        return self._by_parts[parts]
+
+    def stages_of_words(self, shape: MeshShape) -> int:
+        """How many more stages a model has if the words of its head are cut."""
+        return (shape.pp - 1) * (1 + is_tied(self.costs))
+
+    def may_cut_words(self, shape: MeshShape, rows: int, stages: int) -> bool:
+        """Whether the head takes longer than a stage on average, and each rank can have a part of its words."""
+        if shape.pp == 1 or shape.tp > 1 or not can_cut_words(self.costs):
+            return False
+        if stages <= shape.pp * (2 if is_tied(self.costs) else 1):
+            return False
+        each = [part.forward + part.of(Kind.B) for part in self.priced(shape, rows, None).segments.costs.stages]
+        return each[-1] > sum(each) / stages
 
     def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord) -> PricedModel:
         """The segment costs for one microbatch on one rank, without messages between stages."""
@@ -76,7 +104,7 @@ class PlanRequest:
             priced = self.priced(setting.shape, setting.rows, setting.recompute)
             if key not in self._totals:
                 self._totals[key] = _totals(priced)
-            found = self._stages[key, setting.stages] = _cut(priced, setting.stages, self._totals[key])
+            found = self._stages[key, setting.stages] = _cut(priced, setting.stages, self._totals[key], self.fixed)
         return found
 
 
@@ -94,9 +122,12 @@ def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
     return shape.tp, shape.ep, shape.cp, rows, recompute
 
 
-def _cut(priced: PricedModel, stages: int, totals: ModelTotals) -> CutStages:
+def _cut(priced: PricedModel, stages: int, totals: ModelTotals, fixed: tuple[int, int]) -> CutStages:
+    before, after = fixed
     each = [(part.forward, part.input_grad, part.weight_grad) for part in priced.segments.costs.stages]
-    cut = balanced(list(map(sum, each)), stages)
+    last = len(each) - after
+    body = balanced(list(map(sum, each[before:last])), stages - before - after)
+    cut = (*range(before), *(before + first for first in body), *range(last, len(each)))
     ends = [*cut[1:], len(each)]
     added = [tuple(map(sum, zip(*each[first:end], strict=True))) for first, end in zip(cut, ends, strict=True)]
     forward, first, second = max(added, key=sum)

@@ -63,7 +63,8 @@ class ScheduleChoice:
 class PlanSetting:
     """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage;
     `recomputed`: by stage, how many of its first layers `recompute` covers (None: all). `offload`: fraction of the saved bytes
-    in host memory (None: none). Raises `ScheduleError`."""
+    in host memory (None: none). `word_parts`: whether the head's words are cut over the ranks of the pipeline, as by
+    `graphpp.Memory(word_parts=)`. Raises `ScheduleError`."""
 
     shape: MeshShape
     rows: int
@@ -73,6 +74,7 @@ class PlanSetting:
     recompute: RecomputeWord = None
     recomputed: tuple[int, ...] | None = None
     offload: float | None = None
+    word_parts: bool = False
 
     def __post_init__(self) -> None:
         require(ScheduleError, "rows", COUNT, self.rows)
@@ -103,7 +105,8 @@ class PlanSetting:
         again = "" if self.recompute is None else f", recompute {self.degree}"
         cut = f"{_counted(self.microbatches, 'microbatch', 'es')} of {_counted(self.rows, 'row')}"
         away = "" if self.offload is None else f", offload {self.offload:g}"
-        return f"{self.shape}, {_counted(self.stages, 'stage')}, {self.schedule}, {cut}{keep}{again}{away}"
+        words = ", words cut" if self.word_parts else ""
+        return f"{self.shape}, {_counted(self.stages, 'stage')}, {self.schedule}, {cut}{keep}{again}{away}{words}"
 
 
 def _counted(number: int, noun: str, ending: str = "s") -> str:

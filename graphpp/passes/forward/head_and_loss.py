@@ -72,6 +72,20 @@ def head_of(loss: fx.Node) -> HeadAndLoss:
     return HeadAndLoss(linear, tuple(chain), loss, given["target"], mean, given["ignore_index"], smoothing)
 
 
+def weights_of_heads(module: fx.GraphModule) -> set[str]:
+    """The attributes of a module that are weights of heads; an empty set if another cross entropy has no such head."""
+    found = set[str]()
+    for loss in [node for node in module.graph.nodes if node.target is LOSS]:
+        try:
+            weight = head_of(loss).operands[1]
+        except Stays:
+            return set()
+        if weight.op != "get_attr":
+            return set()
+        found.add(str(weight.target))
+    return found
+
+
 def rows_before_head(graph: fx.Graph, found: HeadAndLoss) -> tuple[fx.Node, float]:
     """The head's input after the operations on the rows, inserted at the graph's insertion point; the factor of the logits."""
     rows, scale = found.operands[0], 1.0

@@ -30,7 +30,7 @@ def least_offload(request: PlanRequest, setting: PlanSetting, cap: int) -> PlanS
     tables = tables_of(request, setting)
     if tables is None or request.machines.device.host is None:
         return None
-    cut = request.stages(setting).cut
+    cut = request.of(setting).stages(setting).cut
 
     def offloading(step: int) -> PlanSetting:
         return replace(setting, offload=step / _STEPS if step else None)
@@ -47,6 +47,7 @@ def least_recompute(request: PlanRequest, setting: PlanSetting, cap: int) -> tup
     tables = tables_of(request, setting)
     if tables is None or not request.costs.layers:
         return None
+    request = request.of(setting)
     cut = request.stages(replace(setting, recompute=None)).cut
     best: tuple[float, PlanSetting, Cut] | None = None
     for _ in range(_ROUNDS):
@@ -65,7 +66,7 @@ def least_recompute(request: PlanRequest, setting: PlanSetting, cap: int) -> tup
 
 def _seconds(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[float, list[float]]:
     """For one microbatch: seconds of the slowest rank, and of each segment."""
-    parts = priced_setting(request, setting, cut).segments.costs.stages
+    parts = priced_setting(request.of(setting), setting, cut).segments.costs.stages
     each = [part.of(Kind.F) + part.of(Kind.I) + part.of(Kind.W) for part in parts]
     ranks, ends = [0.0] * setting.shape.pp, [*cut[1:], len(parts)]
     for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
@@ -78,7 +79,7 @@ class _Ranks:
 
     def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> None:
         self._request, self._setting, self._cut, self._tables = request, setting, cut, tables
-        self._layers = [len(layers) for layers in layers_of_stages(request.costs, cut)]
+        self._layers = [len(layers) for layers in layers_of_stages(request.of(setting).costs, cut)]
         rank_of = tables[0].rank_of_stage
         self._stages = [[stage for stage in sorted(rank_of) if rank_of[stage] == rank] for rank in range(setting.shape.pp)]
 

@@ -1,0 +1,102 @@
+"""The costs of a model whose head's words are cut into parts (`memory.word_parts`), from its costs with a whole head.
+
+- The last segment, the head and its loss, becomes one segment for each part. If an embedding is tied to the head, the first
+  segment is cut alike. Each part has its share of operations, bytes and parameters, and reads the input of the whole segment.
+- The shares leave out two numbers for each token, which travel from part to part, and the additions of these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphpp.cluster_planner.costs.model_costs import ModelCosts, ParameterCosts, SegmentKind, Variant
+from graphpp.cluster_planner.costs.operations import Operation, Size, summed
+
+
+def can_cut_words(costs: ModelCosts) -> bool:
+    """Whether the head is the last segment, and a tied embedding the first."""
+    weight = next((each for each in costs.parameters if each.fqn == costs.head), None)
+    last = len(costs.starts) - 1
+    return weight is not None and last > 0 and set(weight.readers) in ({last}, {0, last})
+
+
+def is_tied(costs: ModelCosts) -> bool:
+    return any(each.fqn == costs.head and each.readers[0] == 0 for each in costs.parameters)
+
+
+def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
+    """`costs` of which `can_cut_words` holds, with so many parts of the words."""
+    last, tied = len(costs.starts) - 1, is_tied(costs)
+    cut = {last, *([0] if tied else [])}
+    segments = [(at, part) for at in range(last + 1) for part in (range(parts) if at in cut else range(1))]
+    number = {pair: new for new, pair in enumerate(segments)}
+    ends = [(at, part) for at, part in segments[:-1]]
+
+    def crossing(sizes: Sequence[Size]) -> tuple[Size, ...]:
+        return tuple(sizes[min(at, last - 1)] for at, _ in ends)
+
+    def readers(old: Sequence[int], part: int) -> tuple[int, ...]:
+        return tuple(number[at, part if at in cut else 0] for at in old)
+
+    def parameters(each: ParameterCosts) -> list[ParameterCosts]:
+        of_words = each.fqn == costs.head or set(each.readers) == {last}
+        shares = range(parts) if of_words else range(1)
+        elements = [each.elements * (part + 1) // len(shares) - each.elements * part // len(shares) for part in shares]
+        return [
+            replace(each, elements=own, readers=readers(each.readers, part), makers=readers(each.makers, part))
+            for part, own in zip(shares, elements, strict=True)
+        ]
+
+    def variant(old: Variant) -> Variant:
+        kinds, shares = list(old.kinds), {}
+        for at in sorted(cut):
+            shares[at] = len(kinds)
+            kinds.append(_share(old.kinds[old.kind_of[at]], parts, costs.forward[at - 1] if at else ()))
+        return Variant(tuple(kinds), tuple(shares.get(at, old.kind_of[at]) for at, _ in segments))
+
+    return replace(
+        costs,
+        starts=tuple(costs.starts[at] + part for at, part in segments),
+        names=tuple(f"{costs.names[at]}.words{part}" if at in cut else costs.names[at] for at, part in segments),
+        layers=tuple(number[at, 0] for at in costs.layers),
+        variants={name: variant(each) for name, each in costs.variants.items()},
+        forward=crossing(costs.forward),
+        backward=crossing(costs.backward),
+        parameters=tuple(part for each in costs.parameters for part in parameters(each)),
+        buffers=tuple((nbytes, readers(old, 0)) for nbytes, old in costs.buffers),
+    )
+
+
+def _share(kind: SegmentKind, parts: int, given: Size) -> SegmentKind:
+    """One part of a segment; `given`: the segment's input, which each part keeps for its backward."""
+
+    def part(size: Size) -> Size:
+        return _times(size, 1 / parts)
+
+    def with_input(size: Size) -> Size:
+        return summed([part(size), _times(given, 1 - 1 / parts)]) if size else size
+
+    def operation(one: Operation) -> Operation:
+        words = max((side for side in one.sides if not any(rows for rows, *_ in side)), key=_amount, default=None)
+        sides = tuple(part(side) if side is words else side for side in one.sides)
+        return replace(one, flops=part(one.flops), nbytes=part(one.nbytes), sides=sides)
+
+    return replace(
+        kind,
+        operations=tuple(tuple((operation(one), count) for one, count in phase) for phase in kind.operations),
+        peaks=tuple(tuple(map(with_input, phase)) for phase in kind.peaks),
+        read=tuple(map(part, kind.read)),
+        made=tuple(map(part, kind.made)),
+        saved=with_input(kind.saved),
+        kept=with_input(kind.kept),
+        offloadable=tuple(replace(each, nbytes=part(each.nbytes)) for each in kind.offloadable),
+    )
+
+
+def _times(size: Size, factor: float) -> Size:
+    return tuple((rows, sharded, experts, factor * amount) for rows, sharded, experts, amount in size)
+
+
+def _amount(size: Size) -> float:
+    return sum(amount for *_, amount in size)
