@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,19 +111,20 @@ def main() -> None:
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(round(option.head * 8 * _WIDTH), (option.times * RANKS, _TOKENS), generator=draw)
     losses = [pipe.step(tokens, target=tokens).losses for pipe in pipes.values()]
-    for each in losses:
-        torch.testing.assert_close(each, losses[0])
-    steps = {key: Contender(lambda pipe=pipe: pipe.step(tokens, target=tokens), pipe.zero_grad) for key, pipe in pipes.items()}
+    for found in losses:
+        torch.testing.assert_close(found, losses[0])
+    steps = {key: Contender(partial(pipe.step, tokens, target=tokens), pipe.zero_grad) for key, pipe in pipes.items()}
     taken = alternate({str(key): each for key, each in steps.items()}, option.rounds, device)
     seconds = {key: medians(taken[str(key)]).seconds for key in steps}
     simulated = {key: pipe.profile(tokens, target=tokens, repeat=1).costs for key, pipe in pipes.items()}
     if RANK == 0:
-        table = Table(title=f"{RANKS} ranks, {option.layers} layers, a head of {option.head:g}: ms of a step", title_justify="left")
+        title = f"{RANKS} ranks, {option.layers} layers, a head of {option.head:g}: ms of a step"
+        table = Table(title=title, title_justify="left")
         for column in ("schedule", "words", "measured", "simulated"):
             table.add_column(column, justify="right")
-        for key, each in seconds.items():
+        for key, measured in seconds.items():
             expected = graphpp.simulate(pipes[key].plan.schedule, simulated[key]).makespan
-            table.add_row(key[0], "cut" if key[1] else "whole", f"{1e3 * each:.0f}", f"{1e3 * expected:.0f}")
+            table.add_row(key[0], "cut" if key[1] else "whole", f"{1e3 * measured:.0f}", f"{1e3 * expected:.0f}")
         Console(width=120).print(table)
         best = [min((key for key in seconds if key[1] is cut), key=seconds.__getitem__) for cut in (False, True)]
         ratio = median_ratio(taken[str(best[0])], taken[str(best[1])])

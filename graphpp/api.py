@@ -256,7 +256,7 @@ def _check_parallel(options: Options, place: RankPlace) -> None:
         )
     if options.memory.word_parts is not None and place.sharding is not None and place.ranks == 1:
         raise GraphPPError(
-            "memory.word_parts: with dp_shard the parts are those of the ranks of a pipeline, and there is one rank: leave it out"
+            "memory.word_parts: with dp_shard the parts are those of the ranks of a pipeline, which has one rank: leave it out"
         )
     if ranks.keep == 0 and place.sharding is not None and options.gradients.fused:
         raise GraphPPError(

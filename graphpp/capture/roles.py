@@ -103,7 +103,8 @@ class _State:
         """A parameter, or its rows that are parameters of their own."""
         if fqn not in self.rows:
             return [(fqn, parameter)]
-        return [(rows_name(fqn, rows), parameter.detach()[rows.start : rows.stop].requires_grad_(parameter.requires_grad)) for rows in self.rows[fqn]]
+        trained, whole = parameter.requires_grad, parameter.detach()
+        return [(rows_name(fqn, rows), whole[rows.start : rows.stop].requires_grad_(trained)) for rows in self.rows[fqn]]
 
 
 def _rows_of_parameters(inputs: Iterable[fx.Node], names: dict[str, str]) -> dict[str, list[range]]:

@@ -14,11 +14,9 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -57,16 +55,11 @@ from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
 from graphpp.capture.tensor_parallel.direct_trace import direct_trace
 from graphpp.capture.tensor_parallel.local_shards import SpreadTensors
 from graphpp.errors import CaptureError
-from graphpp.passes.forward.causal_attention import causal_attention
-from graphpp.passes.forward.chunk_logits import chunk_logits
-from graphpp.passes.forward.cut_words import WordParts, cut_words
-from graphpp.passes.forward.head_and_loss import Stays
+from graphpp.passes.forward.change_forward import ForwardFacts, ForwardOptions, change_forward
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
-
-_LOG = logging.getLogger("graphpp")
 
 
 @dataclass(frozen=True)
@@ -102,19 +95,16 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     varying: Mapping[str, Collection[int]] | None = None,
     param_dtype: torch.dtype | None = None,
     outputs: bool = False,
-    any_size: bool = False,
-    logits_tokens: int | None = None,
-    word_parts: WordParts | None = None,
+    forward: ForwardOptions = ForwardOptions(),  # noqa: B008 - a frozen value
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     `example`: only shapes, strides, dtypes and plain data are used. `loss=None`: the output's own `.loss`. `on_export` may
     change the exported forward before the joint trace (not called for `DTensor` models). `varying`: the dynamic dimensions by
-    path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension, the
-    model gets the Python number, of any value. `param_dtype`: the dtype of floating-point parameters (None: their own).
-    `outputs`: whether a training graph has the output too. `any_size`: no choice depends on a size (`causal_attention`).
-    `logits_tokens`: as `memory.logits_tokens`. `word_parts`: the order in which parts of the words are computed. Raises `CaptureError` with the user's source line if the model cannot be
-    captured.
+    path of the tensor; `joint.symbols` tells for which sizes the graph is valid. Of a 0-dim tensor, which has no dimension,
+    the model gets the Python number, of any value. `param_dtype`: the dtype of floating-point parameters (None: their own).
+    `outputs`: whether a training graph has the output too. `forward`: of the passes over the forward (not for `DTensor`
+    models). Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
     from graphpp.capture.roles import assign_roles  # imports AOT Autograd, which would slow down `import graphpp`
 
@@ -132,7 +122,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(user_line)
     if direct:
-        _check_direct(sizes_vary=bool(varying), logits_tokens=logits_tokens if training else None, word_parts=word_parts)
+        _check_direct(forward, sizes_vary=bool(varying), training=training)
 
     def export(updates: Iterable[NumberUpdate]) -> Exported:
         given = tuple(fakes.values())
@@ -141,10 +131,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
             wrapper.objects = used
             if direct:
                 return as_eager_first(partial(direct_trace, wrapper, spread, given, mode, device, updates), aot.as_under_export)
-            changed = partial(
-                _change_forward, any_size=any_size, logits_tokens=logits_tokens, word_parts=word_parts, device=device,
-                training=training,
-            )  # fmt: skip
+            changed = partial(change_forward, options=forward, about=_about(device), training=training)
             return as_eager_first(partial(_export, wrapper, given, dims, mode, updates, changed), contextlib.nullcontext)
 
         return with_objects_first(exported_with, objects.with_attributes_alone() if direct else objects)
@@ -230,61 +217,20 @@ class TracedStep(nn.Module):
         return [(program.Output(at), value) for at, value in enumerate(values)]
 
 
-def _check_direct(*, sizes_vary: bool, logits_tokens: int | None, word_parts: WordParts | None) -> None:
+def _about(device: torch.device) -> ForwardFacts:
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return ForwardFacts(MODEL, lambda node: source_line(node.stack_trace or ""), inside_call, autocast)
+
+
+def _check_direct(options: ForwardOptions, *, sizes_vary: bool, training: bool) -> None:
     """Raise `CaptureError` for an option that graphs with DTensor parameters do not have."""
     if sizes_vary:
         raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
-    if logits_tokens is not None:
+    head = {"logits_tokens": options.logits_tokens if training else None, "word_parts": options.word_parts}
+    for name in (name for name, value in head.items() if value is not None):
         raise CaptureError(
-            "memory.logits_tokens: the model has DTensor parameters, and its logits may be spread over ranks: leave it out"
+            f"memory.{name}: the model has DTensor parameters, and its logits may be spread over ranks: leave it out"
         )
-    if word_parts is not None:
-        raise CaptureError("memory.word_parts: the model has DTensor parameters, and may have cut its words itself: leave it out")
-
-
-def _change_forward(
-    module: fx.GraphModule,
-    *,
-    any_size: bool,
-    logits_tokens: int | None,
-    word_parts: WordParts | None,
-    device: torch.device,
-    training: bool,
-) -> None:
-    """Run the passes over the exported forward.
-
-    Raises `CaptureError` if a training has no loss for `logits_tokens`, and warns of others whose logits stay whole; an
-    evaluation may return its logits.
-    """
-    causal_attention(module, any_size)
-    if word_parts is not None and logits_tokens is not None:
-        raise CaptureError("memory.word_parts, memory.logits_tokens: each makes another head of the model's: leave one of them out")
-    if word_parts is not None:
-        _cut_words(module, word_parts)
-    if logits_tokens is None:
-        return
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    rewritten, others = chunk_logits(module, logits_tokens, autocast)
-    found = [f"at {source_line(node.stack_trace or '') or node.name} {reason}" for node, reason in others]
-    if training and rewritten and others:
-        _LOG.warning("memory.logits_tokens: a cross entropy of the model or loss still has all logits: %s", "; ".join(found))
-    if training and not rewritten:
-        raise CaptureError(
-            "memory.logits_tokens: no cross entropy of this model or loss can be computed for some tokens at a time: "
-            f"{'; '.join(found) or 'none is called'}. Give torch.nn.functional.cross_entropy the results of a linear layer, or "
-            "leave the option out"
-        )
-
-
-def _cut_words(module: fx.GraphModule, parts: WordParts) -> None:
-    try:
-        cut_words(module, parts, inside_call, None if parts.weight is None else attrgetter(f"{MODEL}.{parts.weight}")(module))
-    except Stays as reason:
-        line = source_line(reason.node.stack_trace or "")
-        raise CaptureError(
-            f"memory.word_parts: the words of this model's head cannot be cut: {f'at {line} ' if line else ''}{reason}. Give "
-            "torch.nn.functional.cross_entropy the results of a linear layer, or leave the option out"
-        ) from None
 
 
 def _export(

@@ -36,6 +36,7 @@ from graphpp.compiler.artifact import Artifact
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
+from graphpp.passes.forward.change_forward import ForwardOptions
 from graphpp.passes.forward.cut_words import WordParts
 from graphpp.progress import working
 
@@ -58,10 +59,8 @@ def capture_graph(
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
         param_dtype, outputs = request.options.parallel.param_dtype, request.options.memory.outputs
-        run = partial(
-            capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs, any_size=bool(open_sizes),
-            logits_tokens=request.options.memory.logits_tokens, word_parts=words,
-        )  # fmt: skip
+        forward = ForwardOptions(bool(open_sizes), request.options.memory.logits_tokens, words)
+        run = partial(capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs, forward=forward)
         captured = with_unseen(run(example.with_numbers(frozenset()).microbatch(), device))
         reason, numbers = "", dict.fromkeys(example.numbers, ())
         if open_sizes:
@@ -117,7 +116,8 @@ def capture_graphs(
             _LOG.warning("artifact=%s is not used, because model and loss cannot be compared with another process's", folder)
         elif several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
-        return _audited(request, [capture_graph(request, each, training, sizes, words) for each, sizes in wanted], examples, training)
+        made = [capture_graph(request, each, training, sizes, words) for each, sizes in wanted]
+        return _audited(request, made, examples, training)
     capturing = _Capturing(request, held, digest, training, words)
     if not several:
         return _audited(request, [capturing.obtained(*each)[0] for each in wanted], examples, training)

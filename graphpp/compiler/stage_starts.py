@@ -48,7 +48,7 @@ def with_parts(
     body = stages - len(embedding) - len(head)
     if body < 1:
         raise SplitError(
-            f"memory.word_parts: {len(head)} stages are parts of the head and {len(embedding)} parts of an embedding tied to it, and "
+            f"memory.word_parts: {len(head)} stages are parts of the head, {len(embedding)} parts of its embedding, and "
             f"there are {stages} stages: ask for more, with split="
         )
     before = [0, *(call.position for call in embedding[1:]), embedding[-1].end] if embedding else [0]
@@ -73,7 +73,8 @@ def fastest_starts(
         segments = segments_of(joint, places(joint, calls), choices, timed_pricing(request), state)
         segments = replace(segments, costs=replace(segments.costs, flow=table.flow))
         embedding, head = part_calls(calls)
-        fixed = (*(call.position for call in embedding[1:]), *(embedding[-1].end for _ in embedding[:1])), tuple(call.position for call in head)
+        ends = [*(call.position for call in embedding[1:]), embedding[-1].end] if embedding else []
+        fixed = tuple(ends), tuple(call.position for call in head)
         search = CutSearch(segments, table.running, held, options.memory.caps(place.ranks), fixed)
         return search.starts(lambda: with_parts(calls, table.running.stages, lambda body: equal_layers(body, calls)))
 

@@ -51,8 +51,8 @@ def order_of_parts(
     head, embedding = ([rank_of[stage] for stage in each] for each in (range(stages - count, stages), range(count)))
     if len(set(head)) < count:
         raise SplitError(
-            f"memory.word_parts={count}: the schedule puts the last {count} of {stages} stages on the ranks {head}, and each rank "
-            "must have one of them: take Interleaved1F1B, or another schedule of two stages for each rank"
+            f"memory.word_parts={count}: the schedule puts the last {count} of {stages} stages on the ranks {head}, and each "
+            "rank must have one of them: take Interleaved1F1B, or another schedule of two stages for each rank"
         )
     return WordParts(tuple(head), tuple(embedding) if len(set(embedding)) == count else (), weight)
 
@@ -65,7 +65,8 @@ def _number_of_stages(options: Options, ranks: int) -> int:
         return len(split) + all(isinstance(name, str) for name in split)
     if isinstance(split, int):
         return split
-    raise SplitError(f"memory.word_parts: split= is a {type(split).__name__}, which knows no parts of words: give a number or FQNs")
+    given = type(split).__name__
+    raise SplitError(f"memory.word_parts: split= is a {given}, which knows no parts of words: give a number or FQNs")
 
 
 def part_calls(calls: Sequence[ModuleCall]) -> tuple[list[ModuleCall], list[ModuleCall]]:
@@ -89,8 +90,8 @@ def check_parts(program: PipelineProgram, rank_of_stage: dict[int, int], ranks: 
                 number, rank = own.index(name), rank_of_stage[stage.index]
                 if ranks > 1 and rank != number:
                     raise SplitError(
-                        f"memory.word_parts: stage {stage.index} on rank {rank} has {name}, which belongs on rank {number}: leave "
-                        "the split to a number, or list every part of the head, `words0`, `words1`, .., as the start of a stage"
+                        f"memory.word_parts: stage {stage.index} on rank {rank} has {name}, which belongs on rank {number}: "
+                        "give split= a number, or list each part of the head, `words0`, `words1`, .., as the start of a stage"
                     )
 
 

@@ -36,7 +36,9 @@ class ShardValues:
     sharding.
     """
 
-    def __init__(self, sharded: ShardedParameters | SpreadParameters | RowsOverStages, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, sharded: ShardedParameters | SpreadParameters | RowsOverStages, replicas: dist.ProcessGroup | None
+    ) -> None:
         """`replicas`: the ranks that take the values of the first of them; None: each rank keeps its own."""
         self.sharded, self._replicas = sharded, replicas
         self.kept, self.checksums = set[str](), dict[str, int]()

@@ -4,8 +4,9 @@ Contract:
 - A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
   is computed from them as in `torch.nn.utils.clip_grad_norm_`: bit-equal to torch's on the whole model, where no parameter is
   spread over ranks. A parameter on several ranks counts once. Every rank returns the same norm.
-- Of a parameter spread by `dp_shard`, `tp` or both, or over the pipeline (`memory.word_parts`), a rank computes the norm of its
-  part. The ranks exchange these norms, first along `dp_shard`, and join them in one order, so the total is equal on all ranks, for every split and schedule of one mesh.
+- Of a parameter spread by `dp_shard`, `tp` or both, or over the pipeline (`memory.word_parts`), a rank computes the norm of
+  its part. The ranks exchange these norms, first along `dp_shard`, and join them in one order, so the total is equal on all
+  ranks, for every split and schedule of one mesh.
 - The ranks exchange which parameters have gradients, and the dtypes (`RankGradients.codes`), without waiting for the GPU.
 """
 

@@ -42,8 +42,8 @@ Value = tuple[float, float, int]
 
 @dataclass(frozen=True, eq=False)
 class CutSearch:
-    """The search for one table. `held`: maps the stages' state to each rank's; `caps`: bytes by rank. `fixed`: the positions where
-    the stages after the first one start, and the last stages, that are not searched."""
+    """The search for one table. `held`: maps the stages' state to each rank's; `caps`: bytes by rank. `fixed`: the positions
+    where the stages after the first one start, and the last stages, that are not searched."""
 
     segments: Segments
     table: Schedule

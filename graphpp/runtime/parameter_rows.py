@@ -1,10 +1,10 @@
 """Rows of a parameter that are a parameter of their own for graphs and programs (`memory.word_parts`).
 
-- The name of such rows is `lm_head.weight[0:32000]`: the parameter's FQN and the rows. Graphs, programs and gradients know these
-  names, and the model has the whole parameter under its FQN.
-- On several ranks the model's parameter is a `DTensor` with the placement `Shard(0)` over the ranks of the pipeline, whose local
-  tensor has this rank's rows; the runner of a rank calls its rows by the parameter's FQN. In one process the parameter is
-  whole, and its rows are views.
+- The name of such rows is `lm_head.weight[0:32000]`: the parameter's FQN and the rows. Graphs, programs and gradients know
+  these names, and the model has the whole parameter under its FQN.
+- On several ranks the model's parameter is a `DTensor` with the placement `Shard(0)` over the ranks of the pipeline, whose
+  local tensor has this rank's rows; the runner of a rank calls its rows by the parameter's FQN. In one process the parameter
+  is whole, and its rows are views.
 """
 
 from __future__ import annotations
@@ -51,4 +51,5 @@ def joined_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found: dict[str, list[str]] = {}
     for name in sorted(tensors, key=lambda name: (rows_in(name) or range(0)).start):
         found.setdefault(whole_name(name), []).append(name)
-    return {fqn: tensors[fqn] if names == [fqn] else torch.cat([tensors[name] for name in names]) for fqn, names in found.items()}
+    several = {fqn: [tensors[name] for name in names] for fqn, names in found.items()}
+    return {fqn: each[0] if len(each) == 1 else torch.cat(each) for fqn, each in several.items()}

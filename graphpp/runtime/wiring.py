@@ -60,8 +60,8 @@ def wire(
     sizes: Mapping[str, float],
     name: Callable[[str], str] = str,
 ) -> Wiring:
-    """Resolve the roles of `item`. `arriving`: the values that enter the stage, in order; `sizes`: numbers by formula; `name`: the
-    name on this rank of a parameter, or of rows of one."""
+    """Resolve the roles of `item`. `arriving`: the values that enter the stage, in order; `sizes`: numbers by formula; `name`:
+    the name on this rank of a parameter, or of rows of one."""
     place = {meta.name: position for position, meta in enumerate(arriving)}
     return Wiring(
         item,

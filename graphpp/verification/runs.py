@@ -99,7 +99,8 @@ def run_uncut(step: Step, joint: JointGraph, watch: ValueHook | None = None, jit
     numbers = Numbers(buffers=step.buffers())
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
     own = dict(step.model.named_parameters())
-    known |= {role: value_of(role.fqn, own[whole_name(role.fqn)]) for role in joint.inputs() if isinstance(role, program.Parameter)}
+    read = [role for role in joint.inputs() if isinstance(role, program.Parameter)]
+    known |= {role: value_of(role.fqn, own[whole_name(role.fqn)]) for role in read}
     for index, (part, key) in enumerate(zip(step.parts, step_keys(len(step.parts), None, step.device), strict=True)):
         given = known | {program.Input(path): value for path, value in part.tensors.items()}
         given |= {program.Buffer(name): value for name, value in numbers.buffers.items()}

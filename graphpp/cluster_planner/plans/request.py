@@ -45,8 +45,8 @@ class CutStages(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
     """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
-    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: a cache of `estimate.py`, by mesh shape. `fixed`: how many of the first
-    and of the last segments are stages of their own."""
+    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: a cache of `estimate.py`, by mesh shape. `fixed`: how many of the
+    first and of the last segments are stages of their own."""
 
     costs: ModelCosts
     machines: Machines

@@ -2,7 +2,8 @@
 
 Contract of `cut_words(module, parts, ..)`
 - The weight and bias of the head become one parameter for each part of the words (`runtime/parameter_rows.py`). Each part is a
-  call `words0`, `words1`, .. within the head's module call, in the order of `parts.head`, so that a split may start stages there.
+  call `words0`, `words1`, .. within the head's module call, in the order of `parts.head`, so that a split may start stages
+  there.
 - A head whose results only a cross entropy reads (`head_and_loss.py`): a part computes its logits, their log-sum-exp, and the
   logit of each target that is among its words. These two numbers for each token travel on to the next part, which adds its own.
   So no logits leave a part, and the loss is exact: log(sum exp) of all words minus the target's logit, computed in at least 32
@@ -67,8 +68,8 @@ def cut_words(module: fx.GraphModule, parts: WordParts, inside: Inside, weight: 
             reasons.append(reason)
     if weight is None:
         if not heads:
-            none = Stays(module.graph.output_node(), "no cross entropy over a linear layer is called (train a step before pipe.eval)")
-            raise reasons[0] if reasons else none
+            none = "no cross entropy over a linear layer is called (train a step before pipe.eval)"
+            raise reasons[0] if reasons else Stays(module.graph.output_node(), none)
         weight = _tensor(module, next(iter(heads.values())).operands[1])
     if weight is None:
         raise Stays(next(iter(heads)), "the head's weight is computed, and is no parameter of the model")
@@ -142,7 +143,8 @@ class _Cut:
         linear.replace_all_uses_with(value)
 
     def embedding(self, node: fx.Node) -> None:
-        weight, tokens, padding, by_frequency, sparse = (*args_of(node), *(-1, False, False)[len(args_of(node)) - 2 :])
+        given: Any = (*args_of(node), *(-1, False, False)[len(args_of(node)) - 2 :])
+        weight, tokens, padding, by_frequency, sparse = given
         if by_frequency or sparse:
             raise Stays(node, "the embedding that shares the head's weight has scale_grad_by_freq or sparse gradients")
         if not self.parts.embedding:

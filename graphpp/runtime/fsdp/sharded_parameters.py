@@ -63,8 +63,8 @@ class ShardedParameters:
     ) -> None:
         """Make shards of parameters; `take` fills in values, and `install` puts the shards into the model.
 
-        `tensors`: this rank's parameters by FQN, in the model's order, or the parameters of `RowsOverStages`; their values are not
-        read. `stages`: the rank's stages
+        `tensors`: this rank's parameters by FQN, in the model's order, or the parameters of `RowsOverStages`; their values are
+        not read. `stages`: the rank's stages
         that read each; `sharding`: the ranks that share each. `frees`: whether whole parameters are freed when their stages are
         resharded. `precision`: the dtypes of whole parameters and of messages.
         """
@@ -261,11 +261,13 @@ def _check(tensors: Mapping[str, torch.Tensor], plain_only: str) -> None:
             raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and {plain_only}")
         if tensor.grad is not None:
             raise GraphPPError(
-                f"{fqn} has a gradient, and a new parameter takes its place, with this rank's rows: call zero_grad() before graphpp.compile"
+                f"{fqn} has a gradient, and a new parameter with this rank's rows takes its place: call zero_grad() before "
+                "graphpp.compile"
             )
         if has_gradient_hooks(tensor):
             raise GraphPPError(
-                f"{fqn} has a gradient hook, and a new parameter takes its place, with this rank's rows: register hooks on pipe.parameters()"
+                f"{fqn} has a gradient hook, and a new parameter with this rank's rows takes its place: register hooks on "
+                "pipe.parameters()"
             )
 
 

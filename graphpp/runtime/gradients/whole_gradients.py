@@ -1,9 +1,9 @@
 """The gradients of whole parameters: from the sums of a rank's stages to `param.grad`.
 
 - `begin` gives each stage's accumulator the present `param.grad`. `reduce` starts to average a stage's sums over the replicas,
-  once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets `param.grad`. The averages of
-  tied parameters, of rows, of experts and of gradients that are partial over `tp` do not start from `param.grad`: they are added to it
-  at the end.
+  once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets `param.grad`. The averages
+  of tied parameters, of rows, of experts and of gradients that are partial over `tp` do not start from `param.grad`: they are
+  added to it at the end.
 - The gradient of a `DTensor` parameter of the model is a `DTensor` of the same placements.
 - All ranks of a pipeline call `finish` once per training step; all replicas call `reduce` in one order.
 """
