@@ -22,6 +22,7 @@ _PROGRAMS = (  # what passes emit for, symbolic sizes, and numbers that only the
     "graphpp.runtime.program",
     "graphpp.runtime.gradients",
     "graphpp.runtime.random_keys",
+    "graphpp.runtime.parameter_rows",
 )
 
 # package -> the packages below it that its files may import, from the lowest floor to the highest. A package may always import
@@ -120,30 +121,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 53_500,
+    "graphpp": 54_450,
     "graphpp/_torch": 2_590,
     "graphpp/backends": 1_240,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_440,
+    "graphpp/capture": 5_450,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_940,
-    "graphpp/cluster_planner": 4_250,
-    "graphpp/compiler": 2_180,
+    "graphpp/cluster_planner": 4_410,
+    "graphpp/compiler": 2_310,
     "graphpp/integrations": 2_270,
-    "graphpp/options": 1_030,
-    "graphpp/ownership": 1_290,
-    "graphpp/parallel": 2_570,
-    "graphpp/passes": 5_680,
-    "graphpp/pipeline": 3_440,
-    "graphpp/planner": 1_870,
+    "graphpp/options": 1_040,
+    "graphpp/ownership": 1_370,
+    "graphpp/parallel": 2_580,
+    "graphpp/passes": 6_060,
+    "graphpp/pipeline": 3_450,
+    "graphpp/planner": 1_900,
     "graphpp/report": 810,
-    "graphpp/runtime": 4_050,
+    "graphpp/runtime": 4_160,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_170,
+    "tests": 50_480,
 }
-MOST_FILES = 432  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 437  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from graphpp._torch.aot import DispatchMode
 from graphpp._torch.pytree import tree_flatten
 from graphpp.errors import GraphPPError
+from graphpp.ownership.freed_memory import trim_after
 from graphpp.ownership.unwritten import poison, poisoned
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.runtime.dtensors import part_of, slice_of, spread_tensor, whole_tensor
-from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.fsdp.sharded_parameters import RowsOverStages, ShardedParameters, SpreadParameters
 from graphpp.runtime.released import like
 

@@ -25,12 +25,12 @@ from torch import nn
 from graphpp._torch.autograd import has_gradient_hooks
 from graphpp.arguments import TEXT, callback
 from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.ownership.freed_memory import trim_after
 from graphpp.ownership.initialize import Initializer, default_generators, initialize, reset
 from graphpp.ownership.lent_memory import LentMemory, ShardValues
 from graphpp.ownership.unwritten import check_written, poison
 from graphpp.ownership.weight_files import Weights, check_fits, open_weights
 from graphpp.runtime.dtensors import local_tensor, spread_tensor
-from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.released import forget, is_released, like
 

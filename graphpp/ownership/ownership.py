@@ -23,13 +23,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
+from graphpp.ownership.freed_memory import trim_after
 from graphpp.ownership.lent_memory import ShardValues
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.rank_place import RankPlace, Sharding
 from graphpp.runtime.dtensors import is_over_stages, is_spread_over, local_tensor, spread_tensor
-from graphpp.runtime.freed_memory import trim_after
 from graphpp.runtime.fsdp.flat_parameters import FlatParameter
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.fsdp.sharded_parameters import RowsOverStages, ShardedParameters, SpreadParameters, check_written

@@ -28,7 +28,7 @@ from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.exchanged_values import check_shared_layers
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.word_parts import order_of_parts
+from graphpp.compiler.stage_starts import order_of_parts
 from graphpp.errors import GraphPPError
 from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round
@@ -237,7 +237,8 @@ class GraphCache:
                 if self._request.place.rank == 0:
                     _LOG.info("model and loss are captured again, because %s", reason)
                 self._reasons.add(reason)
-            words = order_of_parts(self._request.options, self._request.place.ranks, table_for, first)
+            names = () if first is None else first.captured.joint.parameters
+            words = order_of_parts(self._request.options, self._request.place.ranks, table_for, names)
             parts = [new[key] for key in some]
             return capture_graphs(self._request, self._pipeline, parts, call.training, open_sizes, words)
 

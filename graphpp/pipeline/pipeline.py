@@ -25,6 +25,7 @@ from graphpp.capture.loss import LossFunction
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
+from graphpp.ownership.freed_memory import keep_freed_memory
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.transport import connect
@@ -41,7 +42,6 @@ from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.microbatch_count import usual_microbatches
 from graphpp.planner.plan import Plan
-from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.runtime.recorder import Recorder

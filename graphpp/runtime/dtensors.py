@@ -19,16 +19,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp._torch.parallel.sharded_tensor import Spread, gathered, local_of, spread_of
 from graphpp.errors import GraphPPError
+from graphpp.runtime.parameter_rows import rows_in, rows_of
 
 _SHARDED = WeakTensorKeyDictionary()  # the parameters that a pipeline has made as rows of the model's
 _OVER_STAGES = WeakTensorKeyDictionary()  # those of them that have other rows on each rank of a pipeline
-
-
-def rows_of(rows: int, ranks: int, rank: int) -> range:
-    """The rows of a rank: `ceil(rows / ranks)`, the last ranks fewer or none, as torch's `Shard` cuts."""
-    each = -(-rows // ranks)
-    first = min(rank * each, rows)
-    return range(first, min(first + each, rows))
 
 
 def note_sharded(parameter: torch.Tensor) -> None:
@@ -54,6 +48,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without autograd; a plain tensor itself."""
     local = local_of(tensor)
     return tensor if local is None else local.detach()
+
+
+def value_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The local values, detached, of the model's tensor that `name` means, or of some of its rows."""
+    rows = rows_in(name)
+    local = local_tensor(tensor).detach()
+    return local if rows is None else local[rows.start : rows.stop]
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

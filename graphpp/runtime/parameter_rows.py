@@ -14,9 +14,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from graphpp.runtime.dtensors import local_tensor
-
 _NAME = re.compile(r"(?P<fqn>.+)\[(?P<first>\d+):(?P<end>\d+)\]")
+
+
+def rows_of(rows: int, ranks: int, rank: int) -> range:
+    """The rows of a rank: `ceil(rows / ranks)`, the last ranks fewer or none, as torch's `Shard` cuts."""
+    each = -(-rows // ranks)
+    first = min(rank * each, rows)
+    return range(first, min(first + each, rows))
 
 
 def rows_name(fqn: str, rows: range) -> str:
@@ -37,13 +42,6 @@ def rows_in(name: str) -> range | None:
 
 def any_rows(names: Iterable[str]) -> bool:
     return any(map(_NAME.fullmatch, names))
-
-
-def value_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The local values, detached, of the model's tensor that `name` means, or of some of its rows."""
-    rows = rows_in(name)
-    local = local_tensor(tensor).detach()
-    return local if rows is None else local[rows.start : rows.stop]
 
 
 def joined_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

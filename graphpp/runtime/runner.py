@@ -28,7 +28,7 @@ from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.bind_actions import ActionBinder
-from graphpp.runtime.dtensors import is_spread_over
+from graphpp.runtime.dtensors import is_spread_over, value_of
 from graphpp.runtime.fsdp.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
@@ -37,7 +37,7 @@ from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import CudaMover, Offloader
-from graphpp.runtime.parameter_rows import any_rows, value_of, whole_name
+from graphpp.runtime.parameter_rows import any_rows, whole_name
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder

@@ -25,9 +25,10 @@ from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unuse
 from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers, key_random_ops
 from graphpp.passes.joint.views import memory_order, relax_views
 from graphpp.runtime import program
+from graphpp.runtime.dtensors import value_of
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.model_state import ModelState, state_restored
-from graphpp.runtime.parameter_rows import joined_rows, value_of, whole_name
+from graphpp.runtime.parameter_rows import joined_rows, whole_name
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.random_keys import seeded, step_keys
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig

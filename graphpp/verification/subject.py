@@ -25,7 +25,7 @@ from graphpp.compiler.capture_once import capture_graph, loaded_or_captured
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.word_parts import order_of_parts
+from graphpp.compiler.stage_starts import order_of_parts
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.options.options import Options
 from graphpp.parallel.rank_place import RankPlace
@@ -97,7 +97,7 @@ def subject_of(request: CompileRequest, parts: Sequence[FlatMicrobatch]) -> Subj
     def table_for(stages: int) -> CheckedTable:
         return tables.checked(stages, count, True)
 
-    words = order_of_parts(options, place.ranks, table_for, None)
+    words = order_of_parts(options, place.ranks, table_for)
     with state_restored(request.model, place.device):
         graph = compile_graph(request, loaded_or_captured(request, parts[0], words), table_for, None)
         stages = len(graph.program.stages)

@@ -87,7 +87,7 @@ def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> 
         "split": 3, "schedule": "GPipe", "microbatches.count": 7, "microbatches.batch_dims": {"x": 1},
         "parallel.op_costs": len, "backend": "inductor",
         "memory.recompute": "full", "memory.offload": 0.25, "memory.cap": [5, 6], "memory.release": False,
-            "memory.optimizer": "sgd", "memory.outputs": True, "memory.logits_tokens": 256,
+            "memory.optimizer": "sgd", "memory.outputs": True, "memory.logits_tokens": 256, "memory.word_parts": 2,
             "gradients.reduction": "sum",
         "gradients.dtype": torch.float32, "gradients.fused": True, "debug.max_graphs": 3,
         "debug.audit": 7,

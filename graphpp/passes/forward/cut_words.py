@@ -34,8 +34,7 @@ from graphpp.passes.forward.head_and_loss import (
     like,
     rows_before_head,
 )
-from graphpp.runtime.dtensors import rows_of
-from graphpp.runtime.parameter_rows import rows_name
+from graphpp.runtime.parameter_rows import rows_name, rows_of
 
 _EMBEDDING = torch.ops.aten.embedding.default
 Inside = Callable[[fx.Node, str], dict[str, Any]]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import all_gather_many
 from graphpp.errors import GraphPPError
-from graphpp.runtime.dtensors import rows_of
+from graphpp.runtime.parameter_rows import rows_of
 
 _ALIGNED = 64  # bytes
 

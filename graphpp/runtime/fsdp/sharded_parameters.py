@@ -36,7 +36,6 @@ from graphpp.runtime.dtensors import (
     local_tensor,
     note_over_stages,
     note_sharded,
-    rows_of,
     slice_of,
     spread_tensor,
 )
@@ -44,6 +43,7 @@ from graphpp.runtime.fsdp.flat_parameters import FlatParameter, FlatParameters
 from graphpp.runtime.fsdp.gather_parameters import FlatShard
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.model_state import ModelState, TensorReader
+from graphpp.runtime.parameter_rows import rows_of
 from graphpp.runtime.released import forget
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import torch
 
 from graphpp._torch.parallel.sharded_tensor import are_plain, with_local
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.runtime.dtensors import local_gradient, local_tensor
+from graphpp.runtime.dtensors import local_gradient, local_tensor, value_of
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import PartialSums, TiedReduction
-from graphpp.runtime.parameter_rows import rows_in, value_of
+from graphpp.runtime.parameter_rows import rows_in
 
 
 class WholeGradients:

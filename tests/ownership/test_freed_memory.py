@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, sys, torch
-from graphpp.runtime.freed_memory import keep_freed_memory
+from graphpp.ownership.freed_memory import keep_freed_memory
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
