@@ -73,7 +73,9 @@ def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     parts = plan.setting.shape.pp if plan.setting.word_parts else None
     return {
         "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},
-        "memory": {"recompute": _recompute(plan), "offload": offload, "word_parts": parts},
+        "memory": {
+            "recompute": _recompute(plan), "offload": offload, "word_parts": parts, "logits_tokens": plan.setting.logits_tokens
+        },
         "gradients": {"dtype": None if dtype is None else torch.float32},
     }
 

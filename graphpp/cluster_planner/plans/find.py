@@ -20,7 +20,7 @@ from graphpp.cluster_planner.plans.read_tables import Work
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.request import PlanRequest
-from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, RecomputeWord, schedule_choices
+from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, RecomputeWord, ScheduleChoice, schedule_choices
 from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.errors import ScheduleError
 
@@ -31,6 +31,8 @@ _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
 _ORDERS = 3  # fastest plans that get an order search
+_PIECE = 256  # tokens whose logits exist at one time, where the head works in pieces
+_ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
 _FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
 _SLOWER = 2.0  # slowdown against the fastest fitting estimate up to which settings are simulated for the front
@@ -138,7 +140,7 @@ def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
 
 
 def _estimated(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[_Candidate]:
-    for base in _settings(request, limits, space):
+    for base in _settings(request, limits, space, cap):
         settings = {word: replace(base, recompute=word) for word in space.recompute}
         guesses = {word: _Candidate(estimate(request, each), each) for word, each in settings.items()}
         yield from guesses.values()
@@ -156,7 +158,7 @@ def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
     return Estimate(none.seconds + share * (most.seconds - none.seconds), cap)
 
 
-def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> Iterator[PlanSetting]:
+def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[PlanSetting]:
     for shape in mesh_shapes(request.machines.gpus, request.batch, limits):
         if any(getattr(shape, name) not in sizes for name, sizes in space.sizes.items()):
             continue
@@ -165,14 +167,24 @@ def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> I
                 continue
             microbatches = request.batch // (shape.data_ranks * rows)
             for words in (False, True):
-                most = limits.stages + (request.stages_of_words(shape) if words else 0)
-                for choice in schedule_choices(shape.pp, microbatches, most):
-                    if space.schedules is not None and choice.name not in space.schedules:
-                        continue
-                    if words and not request.may_cut_words(shape, rows, shape.pp * choice.stages_per_rank):
-                        continue
+                base = PlanSetting(shape, rows, microbatches, _ANY, word_parts=words)
+                for choice in _schedules(request, limits, space, base):
                     for keep in _keeps(shape, choice.stages_per_rank):
                         yield PlanSetting(shape, rows, microbatches, choice, keep, word_parts=words)
+                        if not words and request.may_take_pieces(shape, rows, cap):
+                            yield PlanSetting(shape, rows, microbatches, choice, keep, logits_tokens=_PIECE)
+
+
+def _schedules(
+    request: PlanRequest, limits: MeshLimits, space: SearchSpace, base: PlanSetting
+) -> Iterator[ScheduleChoice]:
+    """The schedules for a setting with any schedule."""
+    most = limits.stages + (request.stages_of_words(base.shape) if base.word_parts else 0)
+    for choice in schedule_choices(base.shape.pp, base.microbatches, most):
+        chosen = space.schedules is None or choice.name in space.schedules
+        stages = base.shape.pp * choice.stages_per_rank
+        if chosen and (not base.word_parts or request.may_cut_words(base.shape, base.rows, stages)):
+            yield choice
 
 
 def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from graphpp.cluster_planner.costs.deployment import Deployment
+from graphpp.cluster_planner.costs.large_heads import has_head, is_tied, with_logits_tokens, with_word_parts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import PricedModel, priced
-from graphpp.cluster_planner.costs.word_parts import can_cut_words, is_tied, with_word_parts
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
 from graphpp.devices import Machines
@@ -16,6 +16,7 @@ from graphpp.planner.balance import balanced
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
 
+_LARGE = 8  # a head in pieces is tried where the whole one peaks at this part of the cap
 _HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
@@ -35,7 +36,8 @@ class ModelTotals(NamedTuple):
 
 
 class CutStages(NamedTuple):
-    """`cut`: the first segment of each stage; `heaviest`: F, I and W of the heaviest stage; `totals`: of the model."""
+    """`cut`: the first segment of each stage; `heaviest`: F, I and W of the heaviest stage, or the mean of a rank that has a
+    part of the words; `totals`: of the model."""
 
     cut: Cut
     heaviest: tuple[float, float, float]
@@ -46,7 +48,7 @@ class CutStages(NamedTuple):
 class PlanRequest:
     """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
     `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: a cache of `estimate.py`, by mesh shape. `fixed`: how many of the
-    first and of the last segments are stages of their own."""
+    first and of the last segments are stages of their own; `of_head`: whether `costs` are those of another head."""
 
     costs: ModelCosts
     machines: Machines
@@ -55,23 +57,32 @@ class PlanRequest:
     dtype: str | None = "bfloat16"
     optimizer: str | float = "adamw"
     fixed: tuple[int, int] = (0, 0)
+    of_head: bool = False
     turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
     _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
     _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
     _totals: dict[object, ModelTotals] = field(default_factory=dict, repr=False)
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
-    _by_parts: dict[int, PlanRequest] = field(default_factory=dict, repr=False)
+    _by_head: dict[tuple[int, int | None], PlanRequest] = field(default_factory=dict, repr=False)
 
     def of(self, setting: PlanSetting) -> PlanRequest:
-        """This request, or for a setting with parts of words the request with their costs."""
-        parts = setting.shape.pp
-        if not setting.word_parts or self.fixed != (0, 0):
+        """This request, or for a setting with another head the request with its costs."""
+        parts = setting.shape.pp if setting.word_parts else 0
+        key = parts, setting.logits_tokens
+        if key == (0, None) or self.of_head:
             return self
-        if parts not in self._by_parts:
+        if key not in self._by_head:
             fixed = parts if is_tied(self.costs) else 0, parts
+            costs = with_word_parts(self.costs, parts) if parts else with_logits_tokens(self.costs, setting.logits_tokens or 0)
             caches: dict[str, Any] = {each.name: {} for each in fields(self) if each.name == "turns" or each.name[0] == "_"}
-            self._by_parts[parts] = replace(self, costs=with_word_parts(self.costs, parts), fixed=fixed, **caches)
-        return self._by_parts[parts]
+            self._by_head[key] = replace(self, costs=costs, fixed=fixed, of_head=True, **caches)
+        return self._by_head[key]
+
+    def may_take_pieces(self, shape: MeshShape, rows: int, cap: int) -> bool:
+        """Whether the head's peak is a large part of the bytes that a rank may hold."""
+        if shape.tp > 1 or not has_head(self.costs):
+            return False
+        return max(self.priced(shape, rows, None).segments.costs.stages[-1].peak_bytes.values()) > cap / _LARGE
 
     def stages_of_words(self, shape: MeshShape) -> int:
         """How many more stages a model has if the words of its head are cut."""
@@ -79,7 +90,7 @@ class PlanRequest:
 
     def may_cut_words(self, shape: MeshShape, rows: int, stages: int) -> bool:
         """Whether the head takes longer than a stage on average, and each rank can have a part of its words."""
-        if shape.pp == 1 or shape.tp > 1 or not can_cut_words(self.costs):
+        if shape.pp == 1 or shape.tp > 1 or not has_head(self.costs):
             return False
         if stages <= shape.pp * (2 if is_tied(self.costs) else 1):
             return False
@@ -130,7 +141,12 @@ def _cut(priced: PricedModel, stages: int, totals: ModelTotals, fixed: tuple[int
     cut = (*range(before), *(before + first for first in body), *range(last, len(each)))
     ends = [*cut[1:], len(each)]
     added = [tuple(map(sum, zip(*each[first:end], strict=True))) for first, end in zip(cut, ends, strict=True)]
-    forward, first, second = max(added, key=sum)
+    heaviest = max(added[before : stages - after], key=sum)
+    if after:  # each rank has one part of the head, and of a tied embedding; the other stages are as heavy as the heaviest
+        per_rank, parts = stages // after, [added[-1], *added[: min(before, 1)]]
+        other = per_rank - len(parts)
+        heaviest = tuple(sum(each) / per_rank for each in zip(*[heaviest] * other, *parts, strict=True))
+    forward, first, second = heaviest
     return CutStages(cut, (forward, first, second), totals)
 
 

@@ -64,7 +64,7 @@ class PlanSetting:
     """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage;
     `recomputed`: by stage, how many of its first layers `recompute` covers (None: all). `offload`: fraction of the saved bytes
     in host memory (None: none). `word_parts`: whether the head's words are cut over the ranks of the pipeline, as by
-    `graphpp.Memory(word_parts=)`. Raises `ScheduleError`."""
+    `graphpp.Memory(word_parts=)`; `logits_tokens`: as `graphpp.Memory(logits_tokens=)`. Raises `ScheduleError`."""
 
     shape: MeshShape
     rows: int
@@ -75,11 +75,13 @@ class PlanSetting:
     recomputed: tuple[int, ...] | None = None
     offload: float | None = None
     word_parts: bool = False
+    logits_tokens: int | None = None
 
     def __post_init__(self) -> None:
         require(ScheduleError, "rows", COUNT, self.rows)
         require(ScheduleError, "microbatches", COUNT, self.microbatches)
         require(ScheduleError, "offload", or_none(_FRACTION), self.offload)
+        require(ScheduleError, "logits_tokens", or_none(COUNT), self.logits_tokens)
         if self.offload is not None and isinstance(self.recompute, float):
             raise ScheduleError(f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}')
         if self.recomputed is not None:
@@ -105,7 +107,7 @@ class PlanSetting:
         again = "" if self.recompute is None else f", recompute {self.degree}"
         cut = f"{_counted(self.microbatches, 'microbatch', 'es')} of {_counted(self.rows, 'row')}"
         away = "" if self.offload is None else f", offload {self.offload:g}"
-        words = ", words cut" if self.word_parts else ""
+        words = ", words cut" if self.word_parts else "" if self.logits_tokens is None else ", logits in pieces"
         return f"{self.shape}, {_counted(self.stages, 'stage')}, {self.schedule}, {cut}{keep}{again}{away}{words}"
 
 

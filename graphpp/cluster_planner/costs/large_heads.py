@@ -1,8 +1,10 @@
-"""The costs of a model whose head's words are cut into parts (`memory.word_parts`), from its costs with a whole head.
+"""The costs of a model with another head, from its costs with a whole head: the last segment is the head and its loss.
 
-- The last segment, the head and its loss, becomes one segment for each part. If an embedding is tied to the head, the first
-  segment is cut alike. Each part has its share of operations, bytes and parameters, and reads the input of the whole segment.
-- The shares leave out two numbers for each token, which travel from part to part, and the additions of these numbers.
+- `with_word_parts` (`memory.word_parts`): the last segment becomes one segment for each part. If an embedding is tied to the
+  head, the first segment is cut alike. Each part has its share of operations, bytes and parameters, and reads the input of the
+  whole segment. The shares leave out two numbers for each token, which travel from part to part, and their additions.
+- `with_logits_tokens` (`memory.logits_tokens`): the forward of the last segment also computes the gradients of the head's input
+  and parameters, which wait for the backward. Logits exist for some tokens.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphpp.cluster_planner.costs.model_costs import ModelCosts, ParameterCosts, SegmentKind, Variant
-from graphpp.cluster_planner.costs.operations import Operation, Size, summed
+from graphpp.cluster_planner.costs.model_costs import PHASES, ModelCosts, ParameterCosts, SegmentKind, Variant
+from graphpp.cluster_planner.costs.operations import Counted, Operation, Size, summed
+from graphpp.runtime.program import Phase
+
+_BACKWARD = PHASES.index(Phase.BACKWARD)
+_WIDE = 4  # bytes of the logarithms and slopes of a logit
 
 
-def can_cut_words(costs: ModelCosts) -> bool:
+def has_head(costs: ModelCosts) -> bool:
     """Whether the head is the last segment, and a tied embedding the first."""
     weight = next((each for each in costs.parameters if each.fqn == costs.head), None)
     last = len(costs.starts) - 1
@@ -26,7 +32,7 @@ def is_tied(costs: ModelCosts) -> bool:
 
 
 def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
-    """`costs` of which `can_cut_words` holds, with so many parts of the words."""
+    """`costs` of which `has_head` holds, with so many parts of the words."""
     last, tied = len(costs.starts) - 1, is_tied(costs)
     cut = {last, *([0] if tied else [])}
     segments = [(at, part) for at in range(last + 1) for part in (range(parts) if at in cut else range(1))]
@@ -68,6 +74,45 @@ def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
     )
 
 
+def with_logits_tokens(costs: ModelCosts, tokens: int) -> ModelCosts:
+    """`costs` of which `has_head` holds, with logits of so many tokens at one time."""
+    last = len(costs.starts) - 1
+    (weight,) = (each for each in costs.parameters if each.fqn == costs.head)
+
+    def variant(old: Variant) -> Variant:
+        kind = old.kinds[old.kind_of[last]]
+        words = max((_words(one) for one, _ in kind.operations[0]), key=_amount)
+        logits: Size = ((0, 1, 0, tokens * _amount(words) * (2 * _WIDE + weight.itemsize)),)
+        kinds = (*old.kinds, _in_pieces(kind, costs.forward[last - 1], logits))
+        return Variant(kinds, (*old.kind_of[:last], len(old.kinds)))
+
+    return replace(costs, variants={name: variant(each) for name, each in costs.variants.items()})
+
+
+def _in_pieces(kind: SegmentKind, given: Size, logits: Size) -> SegmentKind:
+    """`given`: the segment's input, whose gradient is as large; `logits`: of some tokens, in all copies."""
+    made = kind.made[_BACKWARD]
+    waiting = summed([given, made])
+
+    def scaled(size: Size) -> Counted:
+        return ((Operation("memory", nbytes=_times(size, 2)), 1),)
+
+    return replace(
+        kind,
+        operations=(kind.operations[0] + kind.operations[_BACKWARD], scaled(waiting), scaled(given), scaled(made)),
+        peaks=((summed([waiting, logits]),), (_times(waiting, 2),), (summed([waiting, given]),), (_times(made, 2),)),
+        read=(kind.read[0], (), (), ()),
+        saved=waiting,
+        kept=made,
+        offloadable=(),
+    )
+
+
+def _words(operation: Operation) -> Size:
+    """The side of a product that counts words; () if no side does."""
+    return max((side for side in operation.sides if not any(rows for rows, *_ in side)), key=_amount, default=())
+
+
 def _share(kind: SegmentKind, parts: int, given: Size) -> SegmentKind:
     """One part of a segment; `given`: the segment's input, which each part keeps for its backward."""
 
@@ -78,7 +123,7 @@ def _share(kind: SegmentKind, parts: int, given: Size) -> SegmentKind:
         return summed([part(size), _times(given, 1 - 1 / parts)]) if size else size
 
     def operation(one: Operation) -> Operation:
-        words = max((side for side in one.sides if not any(rows for rows, *_ in side)), key=_amount, default=None)
+        words = _words(one)
         sides = tuple(part(side) if side is words else side for side in one.sides)
         return replace(one, flops=part(one.flops), nbytes=part(one.nbytes), sides=sides)
 
