@@ -57,7 +57,7 @@ class BatchDims:
 
         Raises `BatchError` for a given dimension that a tensor lacks, and if the rows of two given dimensions differ.
         """
-        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim()}
+        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim() and path not in flat.fixed}
         names = [self._named(path) for path in flat.paths]
         roots = {_root(name) for name in names} - {"args", "kwargs"}
         for key in self._given:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
+from graphpp._torch.block_masks import tree_with_masks, without_rows
 from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import MAPPING, require, shown, type_name
 from graphpp.errors import BatchError
@@ -106,7 +107,8 @@ class FlatMicrobatch:
     """A microbatch (or a batch) as leaves with paths and a structure.
 
     `rows`: of a microbatch, None without any. `dim`: the batch dimension that all its tensors with rows share, else 0.
-    `numbers`: the paths of Python numbers that a graph takes as inputs, as 0-dim tensors.
+    `numbers`: the paths of Python numbers that a graph takes as inputs, as 0-dim tensors. `fixed`: the paths of tensors of block
+    masks that go whole.
     """
 
     spec: pytree.TreeSpec
@@ -115,6 +117,7 @@ class FlatMicrobatch:
     rows: int | None = field(default=None, compare=False)
     dim: int = field(default=0, compare=False)
     numbers: frozenset[str] = frozenset()
+    fixed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
@@ -122,8 +125,9 @@ class FlatMicrobatch:
         tree: dict[str, Any] = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         if batch.loss_kwargs:
             tree["loss_kwargs"] = batch.loss_kwargs
-        pairs, spec = pytree.tree_flatten_with_path(tree)
-        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(_resolved(leaf) for _, leaf in pairs))
+        pairs, spec = pytree.tree_flatten_with_path(tree_with_masks(tree))
+        fixed = frozenset(_path(keys) for keys, _ in pairs if without_rows(keys))
+        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(_resolved(leaf) for _, leaf in pairs), fixed=fixed)
         for path, leaf in zip(flat.paths, flat.values, strict=True):
             _check_leaf(path, leaf)
         return flat
