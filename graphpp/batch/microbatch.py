@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
-from graphpp._torch.block_masks import tree_with_masks, without_rows
 from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import MAPPING, require, shown, type_name
+from graphpp.batch.block_masks import tree_with_masks, without_rows
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)

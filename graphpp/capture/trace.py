@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.export_thread import traces_in_this_thread
+from graphpp._torch.operators import flex_attention
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
 from graphpp._torch.parallel.in_place_collectives import as_functional
 from graphpp._torch.parallel.sharded_tensor import gathered, part_of_dtensor
@@ -165,6 +166,7 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
             refuse_mixed_products(joint)
             admit_numbers_of_data(joint, mode)
             refuse_random_bodies(joint)
+            flex_attention.keep_captured_gradients(joint.graph)
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
     refuse_written_aliases(model, joint)
@@ -273,7 +275,7 @@ def _export(
     with contextlib.ExitStack() as patches:
         for patch in (explain_errors(), answering(), record_functions(functions), refuse_during_trace(), marks):
             patches.enter_context(patch)
-        for patch in (refuse_outside_state(), note_grad_modes(), rounding, whole_recurrences()):
+        for patch in (refuse_outside_state(), note_grad_modes(), rounding, whole_recurrences(), flex_attention.trains_on_cpu()):
             patches.enter_context(patch)
         if dims is None:
             exported, inputs = torch.export.export(wrapper, fakes, strict=False), fakes

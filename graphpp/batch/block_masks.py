@@ -8,8 +8,6 @@ Contract
 - A mask of several rows has the leaf `.rows`, the row of the batch for each of its own: cut along the rows with the mask's
   tensors, it makes `mask_mod` of a part read what it reads in the whole. Captured tensors are never cut (`without_rows`).
 - `BatchError` is raised where tensors may hide: for another callable or a captured object, and for a global tensor.
-
-No private names of torch: a mask is the arguments of its constructor.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleT
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
+from graphpp._torch import pytree
 from graphpp.errors import BatchError
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -42,9 +40,9 @@ def is_block_mask(value: Any) -> bool:
 
 def tree_with_masks(tree: Any) -> Any:
     """The structure with a node of pytree for each `BlockMask`; `tree_unflatten` makes masks of the nodes' leaves."""
-    if not any(map(is_block_mask, _pytree.tree_leaves(tree, is_leaf=is_block_mask))):
+    if not any(map(is_block_mask, pytree.tree_leaves(tree, is_leaf=is_block_mask))):
         return tree
-    return _pytree.tree_map(lambda leaf: _Node(leaf) if is_block_mask(leaf) else leaf, tree, is_leaf=is_block_mask)
+    return pytree.tree_map(lambda leaf: _Node(leaf) if is_block_mask(leaf) else leaf, tree, is_leaf=is_block_mask)
 
 
 def without_rows(keys: Sequence[Any]) -> bool:
@@ -108,12 +106,11 @@ def _of_rows(own: Callable[..., Any], rows: torch.Tensor) -> Callable[..., Any]:
     return mask_mod
 
 
-_pytree.register_pytree_node(
+pytree.register(
     _Node,
     lambda node: ([value for _, value in node.pairs], node.form),
     lambda leaves, form: form.build(iter(leaves)),
-    flatten_with_keys_fn=lambda node: (node.pairs, node.form),
-    serialized_type_name="graphpp.block_mask",
+    lambda node: (node.pairs, node.form),
 )
 
 
@@ -150,10 +147,10 @@ class _Captured:
         return lambda tensors: value
 
     def _take_all(self, values: Any, place: str) -> Build:
-        leaves, spec = _pytree.tree_flatten(values)
+        leaves, spec = pytree.tree_flatten(values)
         self._lines.append(str(spec))
         builds = [self.take(leaf, place) for leaf in leaves]
-        return lambda tensors: _pytree.tree_unflatten([build(tensors) for build in builds], spec)
+        return lambda tensors: pytree.tree_unflatten([build(tensors) for build in builds], spec)
 
     def _take_function(self, own: FunctionType, place: str) -> Build:
         self._lines.append(_digest(own.__code__))
