@@ -286,6 +286,7 @@ def _export(
     module = inline_modes(exported.module(check_guards=False), torch.is_grad_enabled())
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
+    flex_attention.inline_numbers(module)
     drop_value_checks(module, of_data=dims is not None and not any(wrapper.are_numbers))
     if dims is not None:
         drop_unused_numbers(module)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 from torch import fx
 
 from graphpp._torch.this_thread import replaced
+from graphpp.errors import CaptureError
 
 _LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # FRAGMENT: this module may be loaded twice in a process
 _LIBRARY.define("requiring_grad(Tensor(a) x) -> Tensor(a)")
 _LIBRARY.impl("requiring_grad", lambda x: x.detach().requires_grad_(), "CompositeImplicitAutograd")
 _REQUIRING_GRAD = torch.ops.graphpp.requiring_grad.default
-_FIRST_CAPTURED = 5  # a `score_mod` takes score, batch, head, two positions, and the tensors that it captures
+_FIRST_CAPTURED = 5  # a `score_mod` gets score, batch, head, two positions, and the tensors that it captures
 
 
 @contextlib.contextmanager
@@ -43,18 +45,61 @@ def trains_on_cpu() -> Iterator[None]:
         yield
 
 
+def inline_numbers(module: fx.GraphModule) -> None:
+    """Replace constants without dimensions in the operators' bodies, as of `table[head, 1]`, by operations, in place.
+
+    The next trace differentiates a body outside of its functional mode, which a constant would bring back.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
+        held = [operator.attrgetter(str(each.target))(module) for each in node.all_input_nodes if each.op == "get_attr"]
+        for body in (each for each in held if isinstance(each, fx.GraphModule)):
+            for constant in body.graph.find_nodes(op="get_attr"):
+                _inline(body.graph, constant, getattr(body, str(constant.target)))
+            body.recompile()
+
+
+def _inline(graph: fx.Graph, constant: fx.Node, value: Any) -> None:
+    copies = [user for user in constant.users if user.target is torch.ops.aten.lift_fresh_copy.default]
+    for copy in copies if isinstance(value, torch.Tensor) and not value.dim() else ():
+        with graph.inserting_before(copy):
+            options = {"dtype": value.dtype, "device": value.device}
+            made = graph.call_function(torch.ops.aten.full.default, ([], value.item()), options)
+        made.meta = dict(copy.meta)
+        copy.replace_all_uses_with(made)
+        graph.erase_node(copy)
+
+
 def keep_captured_gradients(graph: fx.Graph) -> None:
-    """Give the backward operator tensors with `requires_grad` where its body computes a captured tensor's gradient, in place."""
-    backward = getattr(torch.ops.higher_order, "flex_attention_backward", None)
+    """Give the backward operator tensors with `requires_grad` where its body computes a captured tensor's gradient, in place.
+
+    Raises `CaptureError` for a trained tensor that `score_mod` reads without an index.
+    """
+    backward: Any = torch.ops.higher_order.flex_attention_backward
     for node in graph.find_nodes(op="call_function", target=backward):
-        names = list(inspect.signature(type(backward).__call__).parameters)[1:]
-        args = dict(zip(names, node.args, strict=False))
+        args = dict(zip(list(inspect.signature(type(backward).__call__).parameters)[1:], node.args, strict=False))
         body: Any = args["joint_graph"]
-        gradients = body.meta["held"].graph.output_node().args[0][_FIRST_CAPTURED:]
-        captured = list(args.get("score_mod_other_buffers", ()))
-        for at, (value, gradient) in enumerate(zip(captured, gradients, strict=True)):
+        results = body.meta["held"].graph.output_node().args[0]
+        captured: list[Any] = list(args.get("score_mod_other_buffers", ()))  # type: ignore[arg-type]
+        for at, (value, gradient) in enumerate(zip(captured, results[_FIRST_CAPTURED:], strict=True)):
             if gradient is not None:
+                _refuse_unindexed(node, value, gradient)
                 with graph.inserting_before(node):
                     captured[at] = graph.call_function(_REQUIRING_GRAD, (value,))
                 captured[at].meta = {**node.meta, "val": value.meta["val"]}
         node.args = tuple((args | {"score_mod_other_buffers": tuple(captured)}).values())
+
+
+def _refuse_unindexed(node: fx.Node, value: fx.Node, gradient: fx.Node) -> None:
+    """Raise `CaptureError` if a captured tensor's gradient differs from score to score, and no index adds the scores up."""
+    of_scores = gradient.graph.find_nodes(op="placeholder")[: _FIRST_CAPTURED + 1]  # the last one is the score's gradient
+    pending = [gradient]
+    while pending:
+        source = pending.pop()
+        if source in of_scores:
+            name, call = getattr(value.meta.get("role"), "fqn", value.name), node.meta["calls"][-1:]
+            raise CaptureError(
+                f"score_mod of flex_attention at {node.meta['source'] or 'the loss'}{f' in module {call[0]!r}' * bool(call)} reads "
+                f"the trained tensor {name} without an index, and torch has no gradient for that. Give the tensor a dimension and "
+                f"index it, for example scale = self.scale.view(1) before score_mod, and scale[head * 0] in it."
+            )
+        pending += [] if source.target is torch.ops.flex_lib.zeros_and_scatter.default else source.all_input_nodes
