@@ -29,6 +29,7 @@ from graphpp.errors import BatchError
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NAMED = (ModuleType, BuiltinFunctionType, type)
+_SLICED = "_sliced_mask_mod_error"  # the mask_mod of torch's slices, which raises
 _OWN = "_graphpp_rows"  # attribute of a `mask_mod` of rows: the user's function, and the rows
 Build = Callable[[Iterator[torch.Tensor]], Any]
 
@@ -76,6 +77,11 @@ class _Node:
         fields = list(inspect.signature(type(mask)).parameters)
         values = {name: getattr(mask, name) for name in fields}
         own, rows = getattr(mask.mask_mod, _OWN, (mask.mask_mod, None))
+        if getattr(own, "__name__", "") == _SLICED:
+            raise BatchError(
+                "a block mask was sliced, and torch's slices have no mask_mod: give pipe.step the mask of the whole batch, "
+                "or make one for each microbatch"
+            )
         if rows is None and len(mask.kv_num_blocks) > 1:
             rows = torch.arange(len(mask.kv_num_blocks), device=mask.kv_num_blocks.device)
         found = _Captured()
