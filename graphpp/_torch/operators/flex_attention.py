@@ -26,8 +26,21 @@ from graphpp.errors import CaptureError
 _LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # FRAGMENT: this module may be loaded twice in a process
 _LIBRARY.define("requiring_grad(Tensor(a) x) -> Tensor(a)")
 _LIBRARY.impl("requiring_grad", lambda x: x.detach().requires_grad_(), "CompositeImplicitAutograd")
+FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _REQUIRING_GRAD = torch.ops.graphpp.requiring_grad.default
 _FIRST_CAPTURED = 5  # a `score_mod` gets score, batch, head, two positions, and the tensors that it captures
+
+
+def forward_flops(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Any:
+    """FLOPs of both products over all pairs of positions; the backward computes 2.5 times as many."""
+    batch, heads, tokens, width = query.shape
+    return 4 * batch * heads * tokens * key.shape[2] * width
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Whether a node is one of the operators where a compiler can fuse it: on every device but the CPU."""
+    operand: Any = node.args[0] if node.target in (FORWARD, BACKWARD) else None
+    return operand is not None and operand.meta["val"].device.type != "cpu"
 
 
 @contextlib.contextmanager
@@ -50,7 +63,7 @@ def inline_numbers(module: fx.GraphModule) -> None:
 
     The next trace differentiates a body outside of its functional mode, which a constant would bring back.
     """
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
+    for node in module.graph.find_nodes(op="call_function", target=FORWARD):
         held = [operator.attrgetter(str(each.target))(module) for each in node.all_input_nodes if each.op == "get_attr"]
         for body in (each for each in held if isinstance(each, fx.GraphModule)):
             for constant in body.graph.find_nodes(op="get_attr"):
@@ -74,9 +87,9 @@ def keep_captured_gradients(graph: fx.Graph) -> None:
 
     Raises `CaptureError` for a trained tensor that `score_mod` reads without an index.
     """
-    backward: Any = torch.ops.higher_order.flex_attention_backward
-    for node in graph.find_nodes(op="call_function", target=backward):
-        args = dict(zip(list(inspect.signature(type(backward).__call__).parameters)[1:], node.args, strict=False))
+    names = list(inspect.signature(type(BACKWARD).__call__).parameters)[1:]
+    for node in graph.find_nodes(op="call_function", target=BACKWARD):
+        args = dict(zip(names, node.args, strict=False))
         body: Any = args["joint_graph"]
         results = body.meta["held"].graph.output_node().args[0]
         captured: list[Any] = list(args.get("score_mod_other_buffers", ()))  # type: ignore[arg-type]
