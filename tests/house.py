@@ -60,7 +60,11 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.passes.text": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.joint": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.recompute": ("graphpp.passes.graph", *_PROGRAMS),
-    "graphpp.passes.stage": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")), *_PROGRAMS),
+    "graphpp.passes.stage": (
+        "graphpp._torch.operators",
+        *(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")),
+        *_PROGRAMS,
+    ),
     "graphpp.passes.overlap": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "stage")), *_PROGRAMS),
     "graphpp.passes": _PROGRAMS,
     "graphpp.backends": (
@@ -120,10 +124,10 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 53_500,
-    "graphpp/_torch": 2_590,
+    "graphpp": 53_880,
+    "graphpp/_torch": 2_730,
     "graphpp/backends": 1_240,
-    "graphpp/batch": 690,
+    "graphpp/batch": 920,
     "graphpp/cache": 300,
     "graphpp/capture": 5_440,
     "graphpp/checkpoint": 1_820,
@@ -134,16 +138,16 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_570,
-    "graphpp/passes": 5_680,
+    "graphpp/passes": 5_690,
     "graphpp/pipeline": 3_440,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_070,
+    "tests": 50_440,
 }
-MOST_FILES = 432  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 434  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class _Node:
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         rest = {name: value for name, value in values.items() if name not in tensors and name != "mask_mod"}
         pairs = [(_Key(name, cut=rows is not None), value) for name, value in tensors.items()]
-        pairs += [(_Key("rows", cut=True), rows)] * (rows is not None)
+        pairs += [] if rows is None else [(_Key("rows", cut=True), rows)]
         self.pairs = pairs + [(_Key(f"mask_mod[{at}]", cut=False), value) for at, value in enumerate(found.tensors)]
         names, has_rows = list(tensors), rows is not None
 

@@ -107,8 +107,8 @@ class FlatMicrobatch:
     """A microbatch (or a batch) as leaves with paths and a structure.
 
     `rows`: of a microbatch, None without any. `dim`: the batch dimension that all its tensors with rows share, else 0.
-    `numbers`: the paths of Python numbers that a graph takes as inputs, as 0-dim tensors. `fixed`: the paths of tensors of block
-    masks that go whole.
+    `numbers`: the paths of Python numbers that a graph takes as inputs, as 0-dim tensors. `fixed`: the paths of tensors that
+    are never cut, those of block masks.
     """
 
     spec: pytree.TreeSpec

@@ -25,8 +25,8 @@ from torch import fx, nn
 
 from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.export_thread import traces_in_this_thread
-from graphpp._torch.operators import flex_attention
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
+from graphpp._torch.operators import flex_attention
 from graphpp._torch.parallel.in_place_collectives import as_functional
 from graphpp._torch.parallel.sharded_tensor import gathered, part_of_dtensor
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
@@ -166,7 +166,6 @@ def capture(  # noqa: PLR0913 - everything that a graph depends on
             refuse_mixed_products(joint)
             admit_numbers_of_data(joint, mode)
             refuse_random_bodies(joint)
-            flex_attention.keep_captured_gradients(joint.graph)
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
     refuse_written_aliases(model, joint)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,7 +46,7 @@ def is_fused(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def trains_on_cpu() -> Iterator[None]:
-    """While open, a model may call `flex_attention` with gradients on the CPU."""
+    """While open, a model may call `flex_attention` with gradients on the CPU, also where warnings are errors."""
     from torch.nn.attention import flex_attention  # not with `import graphpp`: it imports Dynamo
 
     original: Any = vars(flex_attention)["_validate_device"]
@@ -54,7 +55,8 @@ def trains_on_cpu() -> Iterator[None]:
         if query.device.type != "cpu":
             original(query, key, value)
 
-    with replaced(flex_attention, "_validate_device", check):
+    with replaced(flex_attention, "_validate_device", check), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
         yield
 
 
@@ -92,7 +94,7 @@ def keep_captured_gradients(graph: fx.Graph) -> None:
         args = dict(zip(names, node.args, strict=False))
         body: Any = args["joint_graph"]
         results = body.meta["held"].graph.output_node().args[0]
-        captured: list[Any] = list(args.get("score_mod_other_buffers", ()))  # type: ignore[arg-type]
+        captured: list[Any] = list(args.get("score_mod_other_buffers", ()))
         for at, (value, gradient) in enumerate(zip(captured, results[_FIRST_CAPTURED:], strict=True)):
             if gradient is not None:
                 _refuse_unindexed(node, value, gradient)
@@ -109,10 +111,10 @@ def _refuse_unindexed(node: fx.Node, value: fx.Node, gradient: fx.Node) -> None:
     while pending:
         source = pending.pop()
         if source in of_scores:
-            name, call = getattr(value.meta.get("role"), "fqn", value.name), node.meta["calls"][-1:]
+            name, call = getattr(value.meta.get("role"), "fqn", value.name), (node.meta["calls"] or ("",))[-1]
             raise CaptureError(
-                f"score_mod of flex_attention at {node.meta['source'] or 'the loss'}{f' in module {call[0]!r}' * bool(call)} reads "
-                f"the trained tensor {name} without an index, and torch has no gradient for that. Give the tensor a dimension and "
-                f"index it, for example scale = self.scale.view(1) before score_mod, and scale[head * 0] in it."
+                f"score_mod of flex_attention in module {call!r} at {node.meta['source'] or 'the loss'} reads the trained "
+                f"tensor {name} without an index, and torch has no gradient for that. Give it a dimension, and index it, "
+                "for example scale = self.scale.view(1) before score_mod, and scale[head * 0] in it."
             )
         pending += [] if source.target is torch.ops.flex_lib.zeros_and_scatter.default else source.all_input_nodes
