@@ -2,7 +2,7 @@
 
 Contract: where no compiler fuses them, torch computes both operators from whole matrices of scores, on every device.
 
-Checked on torch 2.11.0 and 2.13.0:
+Checked on torch 2.13.0:
 
 - `torch.nn.attention.flex_attention._validate_device`: refuses a backward on the CPU, which the operators have
 - `torch._higher_order_ops.flex_attention`: `flex_attention_backward` and the names of its arguments; unfused, it computes the
@@ -49,13 +49,14 @@ def trains_on_cpu() -> Iterator[None]:
     """While open, a model may call `flex_attention` with gradients on the CPU, also where warnings are errors."""
     from torch.nn.attention import flex_attention  # not with `import graphpp`: it imports Dynamo
 
-    original: Any = vars(flex_attention)["_validate_device"]
+    original: Any = getattr(flex_attention, "_validate_device", None)
 
     def check(query: Any, key: Any, value: Any) -> None:
         if query.device.type != "cpu":
             original(query, key, value)
 
-    with replaced(flex_attention, "_validate_device", check), warnings.catch_warnings():
+    patch = contextlib.nullcontext() if original is None else replaced(flex_attention, "_validate_device", check)
+    with patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
         yield
 
