@@ -6,7 +6,7 @@ Contract
   tensors that its `mask_mod` closes over (`.mask_mod[0]`), also those of functions and `functools.partial`s in the closure.
 - Nodes are equal, and print alike in every process, exactly if block sizes, lengths, code and all other captured values are.
 - A mask of several rows has the leaf `.rows`, the row of the batch for each of its own: cut along the rows with the mask's
-  tensors, it makes `mask_mod` of a part read what it reads in the whole. Captured tensors are never cut (`without_rows`).
+  tensors, it makes `mask_mod` of a part read what it reads in the whole. Captured tensors are never cut (`has_rows`).
 - `BatchError` is raised where tensors may hide: for another callable or a captured object, and for a global tensor.
 """
 
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
+from graphpp._torch.operators.flex_attention import SLICED
 from graphpp.errors import BatchError
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NAMED = (ModuleType, BuiltinFunctionType, type)
-_SLICED = "_sliced_mask_mod_error"  # the mask_mod of torch's slices, which raises
 _OWN = "_graphpp_rows"  # attribute of a `mask_mod` of rows: the user's function, and the rows
 Build = Callable[[Iterator[torch.Tensor]], Any]
 
@@ -46,9 +46,9 @@ def tree_with_masks(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: _Node(leaf) if is_block_mask(leaf) else leaf, tree, is_leaf=is_block_mask)
 
 
-def without_rows(keys: Sequence[Any]) -> bool:
-    """Whether a path of pytree names a tensor of a mask that is never cut along the rows."""
-    return any(isinstance(key, _Key) and not key.cut for key in keys)
+def has_rows(keys: Sequence[Any]) -> bool | None:
+    """Whether the tensor of a mask at a path of pytree is cut along the rows; None for other leaves."""
+    return next((key.cut for key in keys if isinstance(key, _Key)), None)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Node:
         fields = list(inspect.signature(type(mask)).parameters)
         values = {name: getattr(mask, name) for name in fields}
         own, rows = getattr(mask.mask_mod, _OWN, (mask.mask_mod, None))
-        if getattr(own, "__name__", "") == _SLICED:
+        if getattr(own, "__name__", "") == SLICED:
             raise BatchError(
                 "a block mask was sliced, and torch's slices have no mask_mod: give pipe.step the mask of the whole batch, "
                 "or make one for each microbatch"
@@ -91,11 +91,11 @@ class _Node:
         pairs = [(_Key(name, cut=rows is not None), value) for name, value in tensors.items()]
         pairs += [] if rows is None else [(_Key("rows", cut=True), rows)]
         self.pairs = pairs + [(_Key(f"mask_mod[{at}]", cut=False), value) for at, value in enumerate(found.tensors)]
-        names, has_rows = list(tensors), rows is not None
+        names, of_batch = list(tensors), rows is not None
 
         def mask_of(leaves: Iterator[torch.Tensor]) -> Any:
             given = {name: next(leaves) for name in names}
-            of_rows = next(leaves) if has_rows else None
+            of_rows = next(leaves) if of_batch else None
             function = build(leaves)
             return type(mask)(**rest, **given, mask_mod=function if of_rows is None else _of_rows(function, of_rows))
 
@@ -166,9 +166,9 @@ class _Captured:
         defaults = self._take_all((own.__defaults__, own.__kwdefaults__), f"{place}: a default")
         before = len(self.tensors)
         for name in _globals_of(own.__code__):
-            if name in own.__globals__:
-                self._lines.append(name)
-                self._take_global(own.__globals__[name], f"{place}: {name}")
+            value = own.__globals__.get(name)
+            of_torch = (getattr(value, "__module__", None) or "").partition(".")[0] == "torch"
+            self._take_all(name if of_torch and isinstance(value, FunctionType) else value, f"{place}: {name}")
         if len(self.tensors) > before:
             raise BatchError(
                 f"the block mask's {place} reads a tensor of its module by a global name, and the tensor would become a "
@@ -186,12 +186,6 @@ class _Captured:
             return made
 
         return build
-
-    def _take_global(self, value: Any, place: str) -> None:
-        known = isinstance(value, (*_CONSTANTS, *_NAMED, torch.Tensor, functools.partial))
-        of_torch = (getattr(value, "__module__", None) or "").partition(".")[0] == "torch"
-        if known or (isinstance(value, FunctionType) and not of_torch):
-            self.take(value, place)
 
 
 @functools.lru_cache(maxsize=256)

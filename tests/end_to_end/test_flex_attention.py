@@ -269,9 +269,11 @@ class Window:
         return i - j < 4
 
 
+WINDOW = Window()
 REFUSED: dict[str, tuple[Callable[[], BlockMask], str]] = {
     "object": (lambda: block_mask(Window()), "mask_mod is a Window: .* a function that closes over tensors"),
     "captured": (lambda: block_mask(and_masks(causal, Window())), "mask_mod: mask_mods is a Window"),
+    "global object": (lambda: block_mask(lambda b, h, i, j: (i >= j) & WINDOW(b, h, i, j)), "mask_mod: WINDOW is a Window"),
     "global": (lambda: block_mask(lambda b, h, i, j: SHARED[b, i] == SHARED[b, j]), "reads a tensor of its module"),
     "slice": (lambda: MASKS["argument"](batch(0).documents)[:2], "sliced, .* give pipe.step the mask of the whole batch"),
 }
@@ -282,6 +284,13 @@ def test_masks_that_hide_tensors_are_refused(name: str) -> None:
     mask, text = REFUSED[name]
     with pytest.raises(BatchError, match=text):
         FlatMicrobatch.of(graphpp.Microbatch((mask(),)))
+
+
+def test_a_mask_of_other_rows_than_the_batch_is_refused() -> None:
+    documents = batch(0).documents
+    given = FlatMicrobatch.of(graphpp.Microbatch((documents, documents, MASKS["argument"](documents[:2]))))
+    with pytest.raises(BatchError, match="of a block mask of 2 rows, and the call has 4 rows"):
+        BatchCutter(dims=BatchDims()).cut(given, 2)
 
 
 def signature(mask: BlockMask) -> tuple[str, ...]:

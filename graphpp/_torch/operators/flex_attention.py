@@ -5,6 +5,7 @@ Contract: where no compiler fuses them, torch computes both operators from whole
 Checked on torch 2.13.0:
 
 - `torch.nn.attention.flex_attention._validate_device`: refuses a backward on the CPU, which the operators have
+- `torch.nn.attention.flex_attention._sliced_mask_mod_error`, by name: the `mask_mod` of torch's slices of a mask, which raises
 - `torch._higher_order_ops.flex_attention`: `flex_attention_backward` and the names of its arguments; unfused, it computes the
   gradients of tensors captured by `score_mod` for those with `requires_grad`, which values of a program lack
 """
@@ -29,6 +30,7 @@ _LIBRARY.define("requiring_grad(Tensor(a) x) -> Tensor(a)")
 _LIBRARY.impl("requiring_grad", lambda x: x.detach().requires_grad_(), "CompositeImplicitAutograd")
 FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 _REQUIRING_GRAD = torch.ops.graphpp.requiring_grad.default
+SLICED = "_sliced_mask_mod_error"
 _FIRST_CAPTURED = 5  # a `score_mod` gets score, batch, head, two positions, and the tensors that it captures
 
 
