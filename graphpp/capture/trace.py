@@ -49,7 +49,13 @@ from graphpp.capture.inline_modes import (
 )
 from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
-from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
+from graphpp.capture.refusals import (
+    check_model,
+    refuse_during_trace,
+    refuse_made_tensors,
+    refuse_mixed_products,
+    refuse_unknown_numbers,
+)
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, drop_unused_numbers, refuse_rounding
 from graphpp.capture.source_lines import source_line, user_line
 from graphpp.capture.stacked_rnn import whole_recurrences
@@ -285,7 +291,7 @@ def _export(
     module = inline_modes(exported.module(check_guards=False), torch.is_grad_enabled())
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
-    flex_attention.inline_numbers(module)
+    refuse_made_tensors(flex_attention.inline_numbers(module))
     drop_value_checks(module, of_data=dims is not None and not any(wrapper.are_numbers))
     if dims is not None:
         drop_unused_numbers(module)

@@ -63,20 +63,25 @@ def trains_on_cpu() -> Iterator[None]:
         yield
 
 
-def inline_numbers(module: fx.GraphModule) -> None:
+def inline_numbers(module: fx.GraphModule) -> list[fx.Node]:
     """Replace constants without dimensions in the operators' bodies, as of `table[head, 1]`, by operations, in place.
 
-    The next trace differentiates a body outside of its functional mode, which a constant would bring back.
+    The next trace differentiates a body outside of its functional mode, which a constant would bring back. Returns the
+    operators with other constants in their bodies.
     """
+    others = []
     for node in module.graph.find_nodes(op="call_function", target=FORWARD):
         held = [operator.attrgetter(str(each.target))(module) for each in node.all_input_nodes if each.op == "get_attr"]
         for body in (each for each in held if isinstance(each, fx.GraphModule)):
             for constant in body.graph.find_nodes(op="get_attr"):
-                _inline(body.graph, constant, getattr(body, str(constant.target)))
+                _inline(body, constant)
             body.recompile()
+            others += [node] * any(isinstance(value, torch.Tensor) for _, value in body.named_buffers())
+    return others
 
 
-def _inline(graph: fx.Graph, constant: fx.Node, value: Any) -> None:
+def _inline(body: fx.GraphModule, constant: fx.Node) -> None:
+    graph, value = body.graph, getattr(body, str(constant.target))
     copies = [user for user in constant.users if user.target is torch.ops.aten.lift_fresh_copy.default]
     for copy in copies if isinstance(value, torch.Tensor) and not value.dim() else ():
         with graph.inserting_before(copy):
@@ -85,6 +90,9 @@ def _inline(graph: fx.Graph, constant: fx.Node, value: Any) -> None:
         made.meta = dict(copy.meta)
         copy.replace_all_uses_with(made)
         graph.erase_node(copy)
+    if copies and not constant.users:  # else the next trace makes the constant an input
+        graph.erase_node(constant)
+        delattr(body, str(constant.target))
 
 
 def keep_captured_gradients(graph: fx.Graph) -> None:
