@@ -124,12 +124,12 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 53_880,
-    "graphpp/_torch": 2_730,
+    "graphpp": 53_910,
+    "graphpp/_torch": 2_740,
     "graphpp/backends": 1_240,
     "graphpp/batch": 920,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_440,
+    "graphpp/capture": 5_460,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_940,
     "graphpp/cluster_planner": 4_250,
@@ -145,7 +145,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_440,
+    "tests": 50_460,
 }
 MOST_FILES = 434  # Python files of graphpp/, `__init__.py` included
 

@@ -251,13 +251,27 @@ def test_inductor_compiles_all_but_the_attention_on_the_cpu() -> None:
     check("argument", [2, 2], {"split": 2, "backend": "inductor"}, tolerance=1e-5)
 
 
-def test_a_trained_tensor_without_an_index_is_refused() -> None:
+def test_the_verifier_runs_eager_on_the_cpu() -> None:
+    data = batch(0)
+    example = graphpp.Microbatch((data.tokens, MASKS["argument"](data.documents)), {}, data.labels)
+    graphpp.verify(Decoder(layers=2), loss, example, split=2).raise_if_wrong()
+
+
+REFUSED_SCORES: dict[str, tuple[Callable[[Layer, Tensor, Tensor], Tensor], str]] = {
+    "no index": (lambda layer, score, h: score * layer.scale, r"tensor layers\.0\.scale without an index"),
+    "made": (lambda layer, score, h: score + torch.tensor([0.1, 0.2, 0.3, 0.4])[h], "makes a tensor out of numbers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_SCORES)
+def test_scores_that_cannot_be_captured_are_refused(name: str) -> None:
+    change, text = REFUSED_SCORES[name]
+
     def attend(layer: Layer, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-        scale = layer.scale
-        return flex_attention(q, k, v, lambda score, b, h, i, j: score * scale, mask, enable_gqa=True)
+        return flex_attention(q, k, v, lambda score, b, h, i, j: change(layer, score, h), mask, enable_gqa=True)
 
     pipe, data = graphpp.compile(Decoder(attend, 1), loss, split=1, microbatches=2), batch(0)
-    with pytest.raises(CaptureError, match=r"'layers\.0' at .*test_flex.* tensor layers\.0\.scale without an index"):
+    with pytest.raises(CaptureError, match=rf"'layers\.0' at .*test_flex.* {text}"):
         pipe.step(data.tokens, MASKS["broadcast"](data.documents), target=data.labels)
 
 
