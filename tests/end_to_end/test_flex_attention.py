@@ -26,6 +26,7 @@ from graphpp.batch.cut_batch import BatchCutter
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.errors import BatchError, CaptureError
 from graphpp.passes.graph.op_costs import flops
+from tests import internals
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 
@@ -156,10 +157,9 @@ def plain(model: nn.Module, kind: str, rows: int, sizes: list[int]) -> Numbers:
     return found
 
 
-def on_rank(rank: int, kind: str, rows: int, sizes: list[int], options: dict[str, Any], attend: Attend, layers: int) -> Numbers:
+def trained(kind: str, rows: int, sizes: list[int], options: dict[str, Any], model: nn.Module) -> Numbers:
     """The whole batch in `pipe.step`; under 1F1B of several ranks, microbatches one by one."""
-    torch.set_num_threads(1)
-    pipe, found = graphpp.compile(Decoder(attend, layers), loss, microbatches=len(sizes), **options), []
+    pipe, found = graphpp.compile(model, loss, microbatches=len(sizes), **options), []
     for step in range(STEPS):
         data = batch(step, rows)
         if options.get("schedule") == "1F1B":
@@ -172,6 +172,14 @@ def on_rank(rank: int, kind: str, rows: int, sizes: list[int], options: dict[str
         pipe.zero_grad()
     data = batch(0, rows)
     assert torch.isfinite(pipe.eval(data.tokens, MASKS[kind](data.documents), target=data.labels).loss)
+    return found
+
+
+def on_rank(rank: int, kind: str, rows: int, sizes: list[int], options: dict[str, Any], attend: Attend, layers: int) -> Numbers:
+    torch.set_num_threads(1)
+    with internals.captures() as made:
+        found = trained(kind, rows, sizes, options, Decoder(attend, layers))
+    assert bool(made) == (rank == 0)  # the other rank gets the graph as data
     return found
 
 
