@@ -145,7 +145,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_460,
+    "tests": 50_470,
 }
 MOST_FILES = 434  # Python files of graphpp/, `__init__.py` included
 
