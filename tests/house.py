@@ -61,7 +61,11 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.passes.text": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.joint": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.recompute": ("graphpp.passes.graph", *_PROGRAMS),
-    "graphpp.passes.stage": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")), *_PROGRAMS),
+    "graphpp.passes.stage": (
+        "graphpp._torch.operators",
+        *(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")),
+        *_PROGRAMS,
+    ),
     "graphpp.passes.overlap": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "stage")), *_PROGRAMS),
     "graphpp.passes": _PROGRAMS,
     "graphpp.backends": (
@@ -121,30 +125,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 54_450,
-    "graphpp/_torch": 2_590,
+    "graphpp": 54_930,
+    "graphpp/_torch": 2_740,
     "graphpp/backends": 1_240,
-    "graphpp/batch": 690,
+    "graphpp/batch": 920,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_450,
+    "graphpp/capture": 5_470,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_940,
-    "graphpp/cluster_planner": 4_410,
+    "graphpp/cluster_planner": 4_480,
     "graphpp/compiler": 2_310,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_370,
     "graphpp/parallel": 2_580,
-    "graphpp/passes": 6_060,
+    "graphpp/passes": 6_070,
     "graphpp/pipeline": 3_450,
     "graphpp/planner": 1_900,
     "graphpp/report": 810,
     "graphpp/runtime": 4_160,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_480,
+    "tests": 51_020,
 }
-MOST_FILES = 437  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 439  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ def graph_module(held: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphM
     return module
 
 
+def with_bodies(graph: fx.Graph) -> fx.GraphModule:
+    """A `GraphModule` of `graph` with the sub-graphs of its higher-order operators."""
+    return fx.GraphModule({str(node.target): node.meta["held"] for node in graph.find_nodes(op="get_attr")}, graph)
+
+
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
     """Speed up tracing and passes: no garbage collection, lazy code generation. Process-wide, so one thread at a time."""

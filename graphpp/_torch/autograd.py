@@ -35,7 +35,10 @@ _HERE = os.path.join(os.path.dirname(__file__), "")
 _HIGHER_ORDER = os.path.join("torch", "_higher_order_ops", "")
 _READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
 # Functions of torch itself that change no gradient, or that implement registered and higher-order operators, which export keeps
-KEPT_FUNCTIONS = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
+KEPT_FUNCTIONS = (
+    "torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint",
+    "torch._dynamo._trace_wrapped_higher_order_op",  # an index in a mask_mod or score_mod
+)  # fmt: skip
 FUNCTION_OF_A_REGION = "ApplyTemplate"  # Dynamo's replacement of a custom Function inside torch.cond and the like
 _FunctionMeta = torch.autograd.function.FunctionMeta
 UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy

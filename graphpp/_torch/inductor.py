@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphpp._torch.aot import quick
+from graphpp._torch.aot import quick, with_bodies
 from graphpp._torch.symbols import Symbols, in_new_mode
 
 # Options for passes before Inductor's decompositions: on the Dynamo graph and the joint graph, partitioner, freezing
@@ -66,6 +66,7 @@ def inductor_compile(
     fakes, symbols = in_new_mode(examples, mode)
     with config.patch(dict(options)):  # decompositions read options too, such as `coordinate_descent_tuning`
         module = _decomposed(graph, fakes, mode)
+        module.graph.eliminate_dead_code()  # not every lowering has all results of its operator
         choose(module.graph)
         module.recompile()
         end = module.graph.output_node()
@@ -81,7 +82,7 @@ def inductor_compile(
 
 def _decomposed(graph: fx.Graph, fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     with quick(), torch.no_grad(), mode, enable_python_dispatcher():  # some kernels read sizes that their meta kernels do not
-        return make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
+        return make_fx(fx.Interpreter(with_bodies(graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.utils import _pytree
@@ -20,6 +20,16 @@ tree_flatten_with_path = _pytree.tree_flatten_with_path
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_unflatten = _pytree.tree_unflatten
+
+
+def register(
+    kind: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+    flatten_with_keys: Callable[[Any], tuple[list[tuple[Any, Any]], Any]],
+) -> None:
+    """Let objects of a class be structures: leaves, also with the key of each in a path, and the data to rebuild the object."""
+    _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
 
 
 def leaf_spec() -> TreeSpec:

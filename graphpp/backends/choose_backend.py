@@ -11,8 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
-
+from graphpp._torch.aot import with_bodies
 from graphpp.arguments import shown
 from graphpp.backends.inductor import InductorCompiler
 from graphpp.backends.kernels import product_workspace
@@ -41,7 +40,7 @@ class FunctionCompiler:
 
     def __call__(self, region: Region) -> Run:
         """Compile a copy of the region, as the function may change it. Raises `GraphPPError` for a non-callable result."""
-        module = fx.GraphModule({}, copy.deepcopy(region.graph))
+        module = with_bodies(copy.deepcopy(region.graph))
         forward = module.forward  # recompiling a changed graph replaces the method
         compiled: Any = self._function(module, region.examples)
         if not callable(compiled):

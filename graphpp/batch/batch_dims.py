@@ -5,7 +5,7 @@ Contract
 - A tensor's batch dimension is the one that `microbatches.batch_dims` gives it (None: it goes whole), else dimension 0 where
   its size is the number of rows, else none.
 - The rows are the size of the given dimensions, which must be equal. If none is given, they are the first dimension that most
-  tensors have, on a tie the first in order; tensors that are said to go whole do not count.
+  tensors have, on a tie the first in order; tensors that are said to go whole do not count, nor do those of block masks.
 - Outputs are joined along the dimension given to `output`, else along the one that all cut tensors share, else along 0.
 """
 
@@ -55,9 +55,10 @@ class BatchDims:
     def of_tensors(self, flat: FlatMicrobatch) -> tuple[int | None, dict[str, int | None]]:
         """The rows of a batch or microbatch, None without any, and each tensor's batch dimension, None for a whole one.
 
-        Raises `BatchError` for a given dimension that a tensor lacks, and if the rows of two given dimensions differ.
+        Raises `BatchError` for a given dimension that a tensor lacks, and if the rows of two given dimensions differ, or those
+        of a block mask.
         """
-        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim()}
+        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim() and flat.masks.get(path, True)}
         names = [self._named(path) for path in flat.paths]
         roots = {_root(name) for name in names} - {"args", "kwargs"}
         for key in self._given:
@@ -65,7 +66,7 @@ class BatchDims:
                 raise BatchError(f"microbatches.batch_dims: {key!r} is no part of the call, which has {', '.join(names)}")
         given = {path: self._dim(path, leaf.shape) for path, leaf in tensors.items() if self.says(path)}
         sizes = {path: tensors[path].shape[dim] for path, dim in given.items() if dim is not None}
-        free = [len(leaf) for path, leaf in tensors.items() if path not in given]
+        free = [len(leaf) for path, leaf in tensors.items() if path not in given and path not in flat.masks]
         rows = next(iter(sizes.values()), max(free, key=free.count, default=None))
         for path, size in sizes.items():
             if size != rows:
@@ -73,6 +74,12 @@ class BatchDims:
                 raise BatchError(
                     f"microbatches.batch_dims: {path} has {size} rows in dimension {given[path]}, and {first} has {rows} in "
                     f"dimension {given[first]}: give the dimension of the rows of both, or None for a tensor without rows"
+                )
+        for path, leaf in tensors.items():
+            if path in flat.masks and path not in given and len(leaf) != rows:
+                raise BatchError(
+                    f"{path} is of a block mask of {len(leaf)} rows, and the call has {rows or 'no'} rows: give a mask of as "
+                    "many rows, or of one row for all"
                 )
         return rows, {path: given.get(path, 0 if len(leaf) == rows else None) for path, leaf in tensors.items()}
 

@@ -12,6 +12,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class BatchCutter:
         """Wrap in `Whole` tensors with their example shape; if all have it, those that were not cut in the latest batch."""
         if not self._shapes or microbatches == 1:
             return flat
-        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim()}
+        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim() and flat.masks.get(path, True)}
         same = {path for path, leaf in tensors.items() if leaf.shape == self._shapes.get(path)}
         if same == set(tensors) and (self._cut is None or not same & self._cut):
             if tensors and not any(map(self._dims.says, tensors)):
@@ -78,7 +79,7 @@ class BatchCutter:
         if same == set(tensors) and self._cut is not None:
             same -= self._cut
         values = [Whole(leaf) if path in same and not self._dims.says(path) else leaf for path, leaf in flat.pairs]
-        return FlatMicrobatch(flat.spec, flat.paths, tuple(values))
+        return replace(flat, values=tuple(values))
 
     def _note(self, flat: FlatMicrobatch, dims: Mapping[str, int | None]) -> None:
         """Note how a batch is cut. Raises `BatchError` for a tensor of the target that is not said to go whole."""

@@ -23,6 +23,7 @@ import torch
 from graphpp._torch import pytree
 from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import MAPPING, require, shown, type_name
+from graphpp.batch.block_masks import has_rows, tree_with_masks
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
@@ -106,7 +107,8 @@ class FlatMicrobatch:
     """A microbatch (or a batch) as leaves with paths and a structure.
 
     `rows`: of a microbatch, None without any. `dim`: the batch dimension that all its tensors with rows share, else 0.
-    `numbers`: the paths of Python numbers that a graph takes as inputs, as 0-dim tensors.
+    `numbers`: the paths of Python numbers that a graph takes as inputs, as 0-dim tensors. `masks`: the paths of the
+    tensors of block masks, and whether each is cut along the rows.
     """
 
     spec: pytree.TreeSpec
@@ -115,6 +117,7 @@ class FlatMicrobatch:
     rows: int | None = field(default=None, compare=False)
     dim: int = field(default=0, compare=False)
     numbers: frozenset[str] = frozenset()
+    masks: Mapping[str, bool] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
@@ -122,8 +125,9 @@ class FlatMicrobatch:
         tree: dict[str, Any] = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         if batch.loss_kwargs:
             tree["loss_kwargs"] = batch.loss_kwargs
-        pairs, spec = pytree.tree_flatten_with_path(tree)
-        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(_resolved(leaf) for _, leaf in pairs))
+        pairs, spec = pytree.tree_flatten_with_path(tree_with_masks(tree))
+        masks = {_path(keys): cut for keys, _ in pairs if (cut := has_rows(keys)) is not None}
+        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(_resolved(leaf) for _, leaf in pairs), masks=masks)
         for path, leaf in zip(flat.paths, flat.values, strict=True):
             _check_leaf(path, leaf)
         return flat

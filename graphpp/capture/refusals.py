@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from graphpp._torch.parallel.parallel_wrappers import wrapper_of
 from graphpp._torch.symbols import SYMBOLIC, is_unknown, unknown_symbols
 from graphpp._torch.this_thread import caller, replaced
-from graphpp.capture.source_lines import is_user_file, source_line, user_line
+from graphpp.capture.source_lines import is_user_file, module_calls, source_line, user_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import own_tensors
@@ -143,6 +143,16 @@ def refuse_unknown_numbers(graph: fx.Graph, are_numbers: Sequence[bool]) -> None
         number = node.op == "call_function" and isinstance(value, SYMBOLIC)
         if number and any(source.target is not torch.sym_float for source in chained):
             raise CaptureError(f"several floating-point operations compute a number from a size at {line}")
+
+
+def refuse_made_tensors(nodes: Sequence[fx.Node]) -> None:
+    """Raise `CaptureError` for an operator whose body makes a tensor out of numbers."""
+    for node in nodes:
+        raise CaptureError(
+            f"score_mod or mask_mod of {node.target} in module {(module_calls(node) or ('',))[-1]!r} at "
+            f"{source_line(node.stack_trace or '') or 'the loss'} makes a tensor out of numbers, which a trace cannot keep: "
+            "make the tensor before the function, so that the function captures it."
+        )
 
 
 def refuse_mixed_products(joint: JointGraph) -> None:

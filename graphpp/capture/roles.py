@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import descriptors
+from graphpp._torch.operators.flex_attention import keep_captured_gradients
 from graphpp.capture.attributes.numbers import Place
 from graphpp.capture.source_lines import MODEL, module_calls, source_line
 from graphpp.errors import CaptureError
@@ -54,6 +55,7 @@ def assign_roles(
     _name_inputs(joint.graph, state, given)
     joint.set_outputs(outputs)
     _lift_constants(joint)
+    keep_captured_gradients(joint.graph)
     joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
     traced.recompile()
     return joint

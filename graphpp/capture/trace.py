@@ -25,6 +25,7 @@ from torch import fx, nn
 from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
+from graphpp._torch.operators import flex_attention
 from graphpp._torch.parallel.in_place_collectives import as_functional
 from graphpp._torch.parallel.sharded_tensor import gathered, part_of_dtensor
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
@@ -47,7 +48,13 @@ from graphpp.capture.inline_modes import (
 )
 from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
-from graphpp.capture.refusals import check_model, refuse_during_trace, refuse_mixed_products, refuse_unknown_numbers
+from graphpp.capture.refusals import (
+    check_model,
+    refuse_during_trace,
+    refuse_made_tensors,
+    refuse_mixed_products,
+    refuse_unknown_numbers,
+)
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, drop_unused_numbers, refuse_rounding
 from graphpp.capture.source_lines import MODEL, inside_call, source_line, user_line
 from graphpp.capture.stacked_rnn import whole_recurrences
@@ -249,7 +256,7 @@ def _export(
     with contextlib.ExitStack() as patches:
         for patch in (explain_errors(), answering(), record_functions(functions), refuse_during_trace(), marks):
             patches.enter_context(patch)
-        for patch in (refuse_outside_state(), note_grad_modes(), rounding, whole_recurrences()):
+        for patch in (refuse_outside_state(), note_grad_modes(), rounding, whole_recurrences(), flex_attention.trains_on_cpu()):
             patches.enter_context(patch)
         if dims is None:
             exported, inputs = torch.export.export(wrapper, fakes, strict=False), fakes
@@ -260,6 +267,7 @@ def _export(
     module = inline_modes(exported.module(check_guards=False), torch.is_grad_enabled())
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
+    refuse_made_tensors(flex_attention.inline_numbers(module))
     drop_value_checks(module, of_data=dims is not None and not any(wrapper.are_numbers))
     if dims is not None:
         drop_unused_numbers(module)

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import aot
+from graphpp._torch.operators.flex_attention import trains_on_cpu
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction, loss_and_metrics
 from graphpp.parallel.rank_place import RankPlace
@@ -161,7 +162,7 @@ def run_eager(step: Step, joint: JointGraph) -> tuple[Numbers, bool]:
     losses, matched = list[torch.Tensor](), True
     for part, seed, key in zip(step.parts, step.seeds, step_keys(len(step.parts), None, step.device), strict=True):
         batch, keyed = part.microbatch(), _Keyed(key, expected)
-        with keyed if expected else contextlib.nullcontext():
+        with keyed if expected else contextlib.nullcontext(), trains_on_cpu():
             (_, loss), *_ = loss_and_metrics(step.loss, step.model(*batch.args, **batch.kwargs), batch)
             keyed.forward = False
             with torch.autocast(step.device.type, enabled=False):

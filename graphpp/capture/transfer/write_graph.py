@@ -154,7 +154,8 @@ class _Writer:
         if "roles" in meta:
             written["roles"] = [_written_role(role) for role in meta["roles"]]
         original = meta.get("original_aten")
-        if isinstance(original, aot.Operator) and self._target(original) != self._target(node.target):
+        called = node.op == "call_function" and isinstance(original, aot.Operator)  # the body of an operator has one too
+        if called and self._target(original) != self._target(node.target):
             written["original_aten"] = self._target(original)
         return written
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from graphpp._torch import aot, pytree
 from graphpp._torch.export_thread import traces_in_this_thread
+from graphpp._torch.operators import flex_attention
 from graphpp._torch.parallel.in_place_collectives import as_functional
 from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.batch.microbatch import Microbatch, tensors_by_path
@@ -112,7 +113,7 @@ def note_operators(
         step.begin(())
         patches = explain_errors(), answering(), refuse_during_trace(), refuse_outside_state(), spread.read_as_dtensors()
         with contextlib.ExitStack() as stack:
-            for each in (*patches, mode):
+            for each in (*patches, flex_attention.trains_on_cpu(), mode):
                 stack.enter_context(each)
             notes.name({**inputs, **dict(model.named_buffers()), **dict(model.named_parameters())})
             with notes, aot.regions_replaced(end_trace):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch.operators import linear_cross_entropy, packed_attention, recurrence
+from graphpp._torch.operators import flex_attention, linear_cross_entropy, packed_attention, recurrence
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
@@ -90,7 +90,7 @@ def flops(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: 
         target, args = args[2], args[3:]  # type: ignore[assignment]
     if target is deferred_matmul:
         target, args = _CONTRACTIONS[args[0].meta["val"].dim()], args[:2]  # type: ignore[union-attr]
-    packet = getattr(target, "overloadpacket", None)
+    packet = getattr(target, "overloadpacket", target)  # operators with bodies have none
     packet = _LIKE.get(packet, packet)
     if packet not in flop_registry and packet not in _OWN:
         return 0.0
@@ -112,6 +112,8 @@ _OWN: Mapping[Any, Callable[..., Any]] = {  # kernels that torch does not count
     linear_cross_entropy.LINEAR_CROSS_ENTROPY.overloadpacket: linear_cross_entropy.flops,
     recurrence.FORWARD: recurrence.forward_flops,
     recurrence.BACKWARD: lambda *operands: 3 * recurrence.forward_flops(*operands),
+    flex_attention.FORWARD: flex_attention.forward_flops,
+    flex_attention.BACKWARD: lambda *operands: 5 * flex_attention.forward_flops(*operands) // 2,
     packed_attention.FORWARD: packed_attention.forward_flops,
     packed_attention.BACKWARD: lambda *operands: 5 * packed_attention.forward_flops(*operands[3:]) // 2,
 }

@@ -6,6 +6,8 @@ Contract:
 - A region has operations of one layer (`layer(node)`; None: the layer of the operations before it) for which
   `can_compile(node)` is true. Other operations stay in the program, before or after the region. So does a region that gains
   nothing from a compiler.
+- `flex_attention` on a GPU is in a region with its bodies, which a compiler fuses. On the CPU it stays in the program: no
+  compiler has its backward.
 - Regions with equal keys compute the same from the same inputs: `Region.key` is a hash of the operations, their arguments, and
   the shapes, strides, dtypes and devices of the inputs.
 """
@@ -21,6 +23,7 @@ import torch
 from torch import fx
 
 from graphpp._torch.numbers_of_data import has_unknown_size
+from graphpp._torch.operators import flex_attention
 from graphpp._torch.symbols import SYMBOLIC, symbols_of
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
@@ -72,6 +75,8 @@ def can_compile(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return can_compile(node.all_input_nodes[0])
     target: Any = node.target
+    if flex_attention.is_fused(node):
+        return True
     if not isinstance(target, _OPERATOR) or target.namespace not in ("aten", "prims"):
         return False
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable or target in _BY_STORAGE:
@@ -146,20 +151,22 @@ def _with_items(graph: fx.Graph) -> Iterator[fx.Node]:
                 yield from with_items(user)
 
     for node in graph.nodes:
-        if node.op not in ("placeholder", "output") and node.target is not operator.getitem:
+        body = node.op == "get_attr" and all(map(flex_attention.is_fused, node.users))  # goes with its operator
+        if node.op not in ("placeholder", "output") and node.target is not operator.getitem and not body:
             yield from with_items(node)
 
 
 def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Node], list[fx.Node]]:
     inside = set(members)
-    inputs = [source for node in members for source in node.all_input_nodes if source not in inside]
+    read = [source for node in members for source in node.all_input_nodes if source not in inside]
+    inputs = [source for source in read if source.op != "get_attr"]
     inputs = list(dict.fromkeys([*_symbols_in([*inputs, *members]), *inputs]))
     results = [node for node in members if any(user not in inside for user in node.users) and is_tensor(node)]
     graph = fx.Graph()
     known = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node, copy in known.items():
         copy.meta = {"val": node.meta["val"]}
-    for node in members:
+    for node in [*dict.fromkeys(source for source in read if source.op == "get_attr"), *members]:
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output(tuple(known[node] for node in results))
     return Region(title, graph, graph_key(graph)), inputs, results

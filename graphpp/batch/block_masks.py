@@ -1,0 +1,213 @@
+"""`BlockMask`s of `torch.nn.attention.flex_attention` among the arguments of a call: their tensors, and all else as one text.
+
+Contract
+--------
+- `tree_with_masks` replaces each `BlockMask` by a node of pytree. Its leaves are the mask's tensors (`.kv_num_blocks`) and the
+  tensors that its `mask_mod` closes over (`.mask_mod[0]`), also those of functions and `functools.partial`s in the closure.
+- Nodes are equal, and print alike in every process, exactly if block sizes, lengths, code and all other captured values are.
+- A mask of several rows has the leaf `.rows`, the row of the batch for each of its own: cut along the rows with the mask's
+  tensors, it makes `mask_mod` of a part read what it reads in the whole. Captured tensors are never cut (`has_rows`).
+- `BatchError` is raised where tensors may hide: for another callable or a captured object, and for a global tensor.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from graphpp._torch import pytree
+from graphpp._torch.operators.flex_attention import SLICED
+from graphpp.errors import BatchError
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_NAMED = (ModuleType, BuiltinFunctionType, type)
+_OWN = "_graphpp_rows"  # attribute of a `mask_mod` of rows: the user's function, and the rows
+Build = Callable[[Iterator[torch.Tensor]], Any]
+
+
+def is_block_mask(value: Any) -> bool:
+    module = sys.modules.get("torch.nn.attention.flex_attention")  # not imported: no mask exists
+    return module is not None and isinstance(value, module.BlockMask)
+
+
+def tree_with_masks(tree: Any) -> Any:
+    """The structure with a node of pytree for each `BlockMask`; `tree_unflatten` makes masks of the nodes' leaves."""
+    if not any(map(is_block_mask, pytree.tree_leaves(tree, is_leaf=is_block_mask))):
+        return tree
+    return pytree.tree_map(lambda leaf: _Node(leaf) if is_block_mask(leaf) else leaf, tree, is_leaf=is_block_mask)
+
+
+def has_rows(keys: Sequence[Any]) -> bool | None:
+    """Whether the tensor of a mask at a path of pytree is cut along the rows; None for other leaves."""
+    return next((key.cut for key in keys if isinstance(key, _Key)), None)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A leaf of a mask in a path. `cut`: whether the tensor has a first dimension of the batch's rows."""
+
+    name: str
+    cut: bool = field(compare=False)
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """All of a mask but its tensors: `text` tells forms apart."""
+
+    text: str
+    build: Build = field(compare=False, repr=False)
+
+
+class _Node:
+    """A mask as a node of pytree. Raises `BatchError` (see the contract of this file)."""
+
+    def __init__(self, mask: Any) -> None:
+        fields = list(inspect.signature(type(mask)).parameters)
+        values = {name: getattr(mask, name) for name in fields}
+        own, rows = getattr(mask.mask_mod, _OWN, (mask.mask_mod, None))
+        if getattr(own, "__name__", "") == SLICED:
+            raise BatchError(
+                "a block mask was sliced, and torch's slices have no mask_mod: give pipe.step the mask of the whole batch, "
+                "or make one for each microbatch"
+            )
+        if rows is None and len(mask.kv_num_blocks) > 1:
+            rows = torch.arange(len(mask.kv_num_blocks), device=mask.kv_num_blocks.device)
+        found = _Captured()
+        build = found.take(own, "mask_mod")
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        rest = {name: value for name, value in values.items() if name not in tensors and name != "mask_mod"}
+        pairs = [(_Key(name, cut=rows is not None), value) for name, value in tensors.items()]
+        pairs += [] if rows is None else [(_Key("rows", cut=True), rows)]
+        self.pairs = pairs + [(_Key(f"mask_mod[{at}]", cut=False), value) for at, value in enumerate(found.tensors)]
+        names, of_batch = list(tensors), rows is not None
+
+        def mask_of(leaves: Iterator[torch.Tensor]) -> Any:
+            given = {name: next(leaves) for name in names}
+            of_rows = next(leaves) if of_batch else None
+            function = build(leaves)
+            return type(mask)(**rest, **given, mask_mod=function if of_rows is None else _of_rows(function, of_rows))
+
+        self.form = _Form(f"{rest} of {found.text}", mask_of)
+
+
+def _of_rows(own: Callable[..., Any], rows: torch.Tensor) -> Callable[..., Any]:
+    """`mask_mod` of a part of a batch: `own` for the part's rows."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return own(rows[b], h, q_idx, kv_idx)
+
+    setattr(mask_mod, _OWN, (own, rows))
+    return mask_mod
+
+
+pytree.register(
+    _Node,
+    lambda node: ([value for _, value in node.pairs], node.form),
+    lambda leaves, form: form.build(iter(leaves)),
+    lambda node: (node.pairs, node.form),
+)
+
+
+class _Captured:
+    """The tensors that functions close over, in order, and a text of everything else that decides about their results."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._lines: list[str] = []
+        self._open: list[FunctionType] = []
+
+    @property
+    def text(self) -> str:
+        return hashlib.sha256("\n".join(self._lines).encode()).hexdigest()[:16]
+
+    def take(self, value: Any, place: str) -> Build:
+        """Note a value, and return the function that makes it anew with other tensors."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return next
+        if isinstance(value, FunctionType) and value not in self._open:
+            return self._take_function(value, place)
+        if isinstance(value, functools.partial):
+            parts = self._take_all((value.func, value.args, value.keywords), place)
+            return lambda tensors: (lambda func, args, named: functools.partial(func, *args, **named))(*parts(tensors))
+        if not isinstance(value, (*_CONSTANTS, *_NAMED)):
+            raise BatchError(
+                f"the block mask's {place} is a {type(value).__qualname__}: tensors in it would become constants of the graph. "
+                "Let mask_mod be a function that closes over tensors, numbers and functions alone, for example "
+                "doc = self.doc before its def."
+            )
+        named = f"{getattr(value, '__module__', '')} {getattr(value, '__qualname__', getattr(value, '__name__', ''))}"
+        self._lines.append(named if isinstance(value, _NAMED) else f"{type(value).__name__} {value!r}")
+        return lambda tensors: value
+
+    def _take_all(self, values: Any, place: str) -> Build:
+        leaves, spec = pytree.tree_flatten(values)
+        self._lines.append(str(spec))
+        builds = [self.take(leaf, place) for leaf in leaves]
+        return lambda tensors: pytree.tree_unflatten([build(tensors) for build in builds], spec)
+
+    def _take_function(self, own: FunctionType, place: str) -> Build:
+        self._lines.append(_digest(own.__code__))
+        self._open.append(own)
+        cells, names = own.__closure__ or (), own.__code__.co_freevars
+        builds = [self._take_all(cell.cell_contents, f"{place}: {name}") for cell, name in zip(cells, names, strict=True)]
+        defaults = self._take_all((own.__defaults__, own.__kwdefaults__), f"{place}: a default")
+        before = len(self.tensors)
+        for name in _globals_of(own.__code__):
+            value = own.__globals__.get(name)
+            of_torch = (getattr(value, "__module__", None) or "").partition(".")[0] == "torch"
+            self._take_all(name if of_torch and isinstance(value, FunctionType) else value, f"{place}: {name}")
+        if len(self.tensors) > before:
+            raise BatchError(
+                f"the block mask's {place} reads a tensor of its module by a global name, and the tensor would become a "
+                "constant of the graph: make mask_mod in a function that has the tensor as an argument."
+            )
+        self._open.pop()
+
+        def build(tensors: Iterator[torch.Tensor]) -> Any:
+            contents = tuple(CellType(each(tensors)) for each in builds)
+            positional, named = defaults(tensors)
+            if not contents and positional is own.__defaults__:
+                return own
+            made = FunctionType(own.__code__, own.__globals__, own.__name__, positional, contents)
+            made.__kwdefaults__ = named
+            return made
+
+        return build
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(code: CodeType) -> str:
+    """A hash of what a code object computes, equal in all processes."""
+    facts = [code.co_code.hex(), *code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars]
+    facts += map(str, (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags))
+    return hashlib.sha256("\n".join([*facts, *map(_constant, code.co_consts)]).encode()).hexdigest()[:16]
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return _digest(value)
+    if isinstance(value, frozenset | tuple):
+        each: Iterable[str] = map(_constant, value)
+        return f"{type(value).__name__}({', '.join(sorted(each) if isinstance(value, frozenset) else each)})"
+    return f"{type(value).__name__} {value!r}"
+
+
+@functools.lru_cache(maxsize=256)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """The global names that a function and the functions in it read."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    inner = (name for value in code.co_consts if isinstance(value, CodeType) for name in _globals_of(value))
+    return tuple(sorted(own.union(inner)))
