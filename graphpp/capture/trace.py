@@ -56,6 +56,7 @@ from graphpp.capture.refusals import (
     refuse_unknown_numbers,
 )
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, drop_unused_numbers, refuse_rounding
+from graphpp.capture.sizes.same_operations import Operations
 from graphpp.capture.source_lines import MODEL, inside_call, source_line, user_line
 from graphpp.capture.stacked_rnn import whole_recurrences
 from graphpp.capture.tensor_objects import TensorObjects, with_objects_first
@@ -77,7 +78,8 @@ class CapturedGraph:
     graph has one value of a number that was to be an input. `updates`: the numbers that each call
     leaves in attributes; the graph is also valid for calls that begin with them. `seconds`: the time of the capture, including
     the wait for the rank that captured. `audit` checks in a later call that the state did not change on which the
-    graph depends (`watch/audit.py`); None on ranks that did not capture.
+    graph depends (`watch/audit.py`); None on ranks that did not capture. `operations`: of a graph for one microbatch's
+    sizes, on the rank that captured it.
     """
 
     joint: JointGraph
@@ -88,6 +90,7 @@ class CapturedGraph:
     plain_because: Mapping[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
     audit: Callable[[], None] | None = field(default=None, compare=False)
+    operations: Operations | None = field(default=None, compare=False)
 
 
 @traces_in_this_thread()  # around check_model too: another capture puts fake parameters into the model

@@ -19,13 +19,13 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.outputs import with_unseen
-from graphpp.capture.sizes.open_sizes import Open, with_open_numbers, with_open_sizes
+from graphpp.capture.sizes.open_sizes import Open, noted, with_open_numbers, with_open_sizes
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.digest import ModelDigest, UnreadableError
 from graphpp.capture.transfer.read_graph import read_graph
@@ -43,31 +43,42 @@ from graphpp.progress import working
 _LOG = logging.getLogger("graphpp")
 
 
-def capture_graph(
-    request: CompileRequest,
-    example: FlatMicrobatch,
-    training: bool,
-    open_sizes: Open | None = None,
-    words: WordParts | None = None,
-) -> CapturedGraph:
+@dataclass(frozen=True)
+class Wanted:
+    """An example microbatch to capture, and the dimensions to leave open, by path of the tensor. `alike`: an earlier microbatch
+    of other sizes, and its graph for these sizes alone (None: none)."""
+
+    example: FlatMicrobatch
+    open_sizes: Open = field(default_factory=dict)
+    alike: tuple[FlatMicrobatch, CapturedGraph] | None = None
+
+
+def capture_graph(request: CompileRequest, wanted: Wanted, training: bool, words: WordParts | None = None) -> CapturedGraph:
     """Capture the model on an example microbatch, in this process, with autograd on.
 
-    If the graph cannot be valid for `open_sizes`, it is specialised to the example's sizes, and `fixed_because` says why; so
-    does `plain_because` for the example's numbers. Raises `CaptureError`.
+    A graph with open sizes is compared with one for the sizes of one microbatch: of an earlier one if there is one. If the
+    graph cannot be valid for the open sizes, it is specialised to the example's, and `fixed_because` says why; so does
+    `plain_because` for the example's numbers. Raises `CaptureError`.
     """
-    began = time.perf_counter()
+    began, example, open_sizes = time.perf_counter(), wanted.example, wanted.open_sizes
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
         param_dtype, outputs = request.options.parallel.param_dtype, request.options.memory.outputs
         forward = ForwardOptions(bool(open_sizes), request.options.memory.logits_tokens, words)
         run = partial(capture, model, loss, training=training, param_dtype=param_dtype, outputs=outputs, forward=forward)
-        captured = with_unseen(run(example.with_numbers(frozenset()).microbatch(), device))
-        reason, numbers = "", dict.fromkeys(example.numbers, ())
+        plain = example.with_numbers(frozenset())
+        alone = cache(lambda: noted(with_unseen(run(plain.microbatch(), device)), plain))
+        numbers = dict.fromkeys(example.numbers, ())
+        captured = None
         if open_sizes:
             ordered, some = example.with_ordered_integers().microbatch(), request.options.debug.dynamic is True
-            general = partial(run, ordered, device, varying={**open_sizes, **numbers})
-            found = with_open_sizes(general, captured, example, open_sizes, some)
-            reason, captured = found.fixed_because, captured if found.fixed_because else found
+            general = cache(partial(run, ordered, device, varying={**open_sizes, **numbers}))
+            if wanted.alike is not None and wanted.alike[1].operations is not None and not numbers:
+                captured = with_open_sizes(general, wanted.alike[1], wanted.alike[0], open_sizes, some)
+            if captured is None or captured.fixed_because:
+                captured = with_open_sizes(general, alone(), example, open_sizes, some)
+        reason = captured.fixed_because if captured is not None else ""
+        captured = alone() if captured is None or reason else captured
         if numbers and (reason or not open_sizes):
             captured = with_open_numbers(partial(run, device=device), captured, example)
         captured = replace(captured, fixed_because=reason)
@@ -80,7 +91,7 @@ def loaded_or_captured(request: CompileRequest, example: FlatMicrobatch, words: 
     Raises `CaptureError`, and `GraphPPError` if the folder has no graph for such a microbatch.
     """
     if request.options.artifact is None:
-        return capture_graph(request, example, True, words=words)
+        return capture_graph(request, Wanted(example), True, words)
     held, digest = _compared(request, several=False)
     found = None if held is None else _Capturing(request, held, digest, True, words).loaded(example, {})
     if found is None:
@@ -94,19 +105,18 @@ def loaded_or_captured(request: CompileRequest, example: FlatMicrobatch, words: 
 def capture_graphs(
     request: CompileRequest,
     agreement: Agreement,
-    examples: Sequence[FlatMicrobatch],
+    wanted: Sequence[Wanted],
     training: bool,
-    open_sizes: Sequence[Open],
     words: WordParts | None = None,
 ) -> list[CapturedGraph]:
     """A graph for each example microbatch, captured by the first rank. Called by all ranks of the group.
 
-    `open_sizes`: for each example, the sizes to keep symbolic. Raises `CaptureError`, and `MismatchError` if the first rank
+    Raises `CaptureError`, and `MismatchError` if the first rank
     failed.
     """
-    if not examples:
+    if not wanted:
         return []
-    wanted = list(zip(examples, open_sizes, strict=True))
+    examples = [each.example for each in wanted]
     several, folder = agreement.several, request.options.artifact
     held, digest = _compared(request, several) if several or folder is not None else (None, b"")
     if several and not agreement.same(digest):
@@ -116,16 +126,16 @@ def capture_graphs(
             _LOG.warning("artifact=%s is not used, because model and loss cannot be compared with another process's", folder)
         elif several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
-        made = [capture_graph(request, each, training, sizes, words) for each, sizes in wanted]
+        made = [capture_graph(request, each, training, words) for each in wanted]
         return _audited(request, made, examples, training)
     capturing = _Capturing(request, held, digest, training, words)
     if not several:
-        return _audited(request, [capturing.obtained(*each)[0] for each in wanted], examples, training)
+        return _audited(request, [capturing.obtained(each)[0] for each in wanted], examples, training)
     began = time.perf_counter()
     sent = json.loads(agreement.from_first(partial(capturing.written, wanted)))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        made = capturing.captured or [capture_graph(request, each, training, sizes, words) for each, sizes in wanted]
+        made = capturing.captured or [capture_graph(request, each, training, words) for each in wanted]
         return _audited(request, made, examples, training)
     graphs = capturing.read_again or [capturing.read(text) for text in sent["graphs"]]
     graphs = [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
@@ -165,15 +175,17 @@ class _Capturing:
     captured: list[CapturedGraph] = field(default_factory=list)
     read_again: list[CapturedGraph] = field(default_factory=list)
 
-    def written(self, wanted: Sequence[tuple[FlatMicrobatch, Open]]) -> bytes:
+    def written(self, wanted: Sequence[Wanted]) -> bytes:
         """The graphs as JSON, or the reason why they cannot be written or read again. Raises `CaptureError`."""
-        made = [self.obtained(*each) for each in wanted]
+        made = [self.obtained(each) for each in wanted]
         self.captured += [graph for graph, _ in made]
         texts = [text for _, text in made]
         refused = next((text for text in texts if isinstance(text, Exception)), None)
         try:
             if refused is None:
-                self.read_again += [self.read(str(text)) for text in texts]
+                again = [self.read(str(text)) for text in texts]
+                pairs = zip(again, made, strict=True)
+                self.read_again += [replace(one, operations=graph.operations) for one, (graph, _) in pairs]
         except Exception as error:  # each rank can still capture
             _LOG.warning("a captured graph cannot be read by other ranks: please report this fault", exc_info=error)
             refused = error
@@ -185,12 +197,12 @@ class _Capturing:
         """Deserialise a graph, with the objects of this process. Raises `CaptureError`."""
         return read_graph(text, self.request.place.device, self.held)
 
-    def obtained(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str | Exception]:
+    def obtained(self, wanted: Wanted) -> tuple[CapturedGraph, str | Exception]:
         """The loaded or captured graph of an example, with its text or the error that prevented writing it."""
-        found = self.loaded(example, open_sizes)
+        found = self.loaded(wanted.example, wanted.open_sizes)
         if found is not None:
             return found
-        graph = capture_graph(self.request, example, self.training, open_sizes, self.words)
+        graph = capture_graph(self.request, wanted, self.training, self.words)
         try:
             text = write_graph(graph, self.request.place.device, self.held)
         except Exception as error:  # each rank can still capture
@@ -198,7 +210,7 @@ class _Capturing:
             _LOG.log(about, "a captured graph can be neither sent to other ranks nor saved, because of %s", error)
             return graph, error
         if self._artifact is not None:
-            self._artifact.save(text, example, self.training, open_sizes)
+            self._artifact.save(text, wanted.example, self.training, wanted.open_sizes)
         return graph, text
 
     def loaded(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str] | None:

@@ -24,7 +24,7 @@ from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered, check_homes, check_same_results, lowered
-from graphpp.compiler.capture_once import capture_graphs
+from graphpp.compiler.capture_once import Wanted, capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.exchanged_values import check_shared_layers
 from graphpp.compiler.request import CompileRequest
@@ -239,8 +239,9 @@ class GraphCache:
                 self._reasons.add(reason)
             names = () if first is None else first.captured.joint.parameters
             words = order_of_parts(self._request.options, self._request.place.ranks, table_for, names)
-            parts = [new[key] for key in some]
-            return capture_graphs(self._request, self._pipeline, parts, call.training, open_sizes, words)
+            pairs = zip(some, open_sizes, strict=True)
+            wanted = [Wanted(new[key], sizes, self._sizes.alike(key, new[key])) for key, sizes in pairs]
+            return capture_graphs(self._request, self._pipeline, wanted, call.training, words)
 
         captured = self._sizes.captured(new, capture)
         if new:

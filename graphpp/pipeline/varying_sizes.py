@@ -23,7 +23,7 @@ from graphpp.batch.microbatch import FlatMicrobatch, is_unordered_integers
 from graphpp.capture.sizes.open_sizes import Open
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler.compile_graph import CompiledGraph
-from graphpp.pipeline.cache_key import GraphKey
+from graphpp.pipeline.cache_key import GraphKey, Recent
 
 _LOG = logging.getLogger("graphpp")
 _MOST = 4  # graphs with open sizes for one kind of microbatch
@@ -42,6 +42,7 @@ class VaryingSizes:
         self._fixed: dict[Kind, Open] = {}
         self._graphs: list[tuple[Kind, CompiledGraph]] = []  # the one used last at the end
         self._told: set[str] = set()
+        self._alone: Recent[Kind, tuple[FlatMicrobatch, CapturedGraph]] = Recent(limit)
         self._numbers: dict[Kind, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # the values seen, by path
         self._plain: dict[Kind, set[str]] = defaultdict(set)
 
@@ -81,6 +82,10 @@ class VaryingSizes:
         self._plain[training, part.wide_kind] |= reasons.keys()
         for path, reason in reasons.items():
             self._tell(f"each value of {path} is captured by itself, because {reason}. Pass a tensor, if the code takes one")
+
+    def alike(self, key: GraphKey, part: FlatMicrobatch) -> tuple[FlatMicrobatch, CapturedGraph] | None:
+        """An earlier microbatch of this kind, of other sizes, with its graph for these sizes alone."""
+        return self._alone.get(key.of_kind(part))
 
     def use(self, graph: CompiledGraph) -> None:
         self._graphs.sort(key=lambda pair: pair[1] is graph)
@@ -147,6 +152,9 @@ class VaryingSizes:
             self._numbers[seen][path] = {repr(number), *sorted(self._numbers[seen][path])[:1]}
         for path in part.numbers:
             self._numbers[seen][path] |= {"one", "other"}
+        plain = graph.general is None and not part.numbers and not graph.captured.plain_because
+        if plain and all(size > 1 for shape in shapes.values() for size in shape):
+            self._alone.keep(key.of_kind(part), (part.without_data(), graph.captured))
         if graph.general is not None:
             self.use(graph.general)
             if all(graph.general is not other for other in self.graphs):

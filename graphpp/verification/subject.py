@@ -21,7 +21,7 @@ from graphpp.batch.batch_dims import BatchDims
 from graphpp.batch.cut_batch import BatchCutter
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.compiler.build import checked_programs
-from graphpp.compiler.capture_once import capture_graph, loaded_or_captured
+from graphpp.compiler.capture_once import Wanted, capture_graph, loaded_or_captured
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
@@ -114,7 +114,7 @@ def subject_of(request: CompileRequest, parts: Sequence[FlatMicrobatch]) -> Subj
 def uncut_graph(request: CompileRequest, part: FlatMicrobatch) -> JointGraph:
     """The joint graph for one microbatch, before the cut; restores the model. Raises `CaptureError`."""
     with state_restored(request.model, request.place.device):
-        return repeatable(capture_graph(request, part, True).joint)
+        return repeatable(capture_graph(request, Wanted(part), True).joint)
 
 
 def in_one_row(schedule: Schedule) -> Schedule:

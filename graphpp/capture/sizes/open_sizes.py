@@ -13,7 +13,7 @@ from graphpp._torch import aot
 from graphpp._torch.symbols import Symbols, Values, as_expression, unknown_symbols
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.outputs import with_unseen
-from graphpp.capture.sizes.same_operations import difference
+from graphpp.capture.sizes.same_operations import difference, operations_of
 from graphpp.capture.source_lines import is_user_file
 from graphpp.capture.trace import CapturedGraph
 from graphpp.errors import CaptureError
@@ -24,12 +24,17 @@ Open = Mapping[str, Sequence[int]]
 """The dynamic dimensions of tensors, by path."""
 
 
+def noted(captured: CapturedGraph, example: FlatMicrobatch) -> CapturedGraph:
+    """The graph with its operations at the sizes of the example, before passes change the graph."""
+    return replace(captured, operations=operations_of(captured.joint, _values(captured, example)))
+
+
 def with_open_sizes(
     run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, open_sizes: Open, some: bool
 ) -> CapturedGraph:
     """A graph for several sizes, or `fixed` with the reason why there is none.
 
-    `some`: accept a graph that leaves only some of these sizes dynamic.
+    `example`: a microbatch of the sizes of `fixed`. `some`: accept a graph that leaves only some of these sizes dynamic.
     """
     several = _general(run, fixed, example, "for all sizes")
     if isinstance(several, str):
@@ -68,7 +73,9 @@ def _general(run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: Fl
             several = with_unseen(run())
         if (several.output_spec, several.output_leaves) != (fixed.output_spec, fixed.output_leaves):
             raise CaptureError("a number or a size is in the model's output")
-        unlike = difference(several.joint, _values(several, example), fixed.joint, _values(fixed, example))
+        expected = fixed.operations or noted(fixed, example).operations
+        assert expected is not None, "they were noted"
+        unlike = difference(operations_of(several.joint, _values(several, example)), expected)
         if several.joint.symbols is not None and several.joint.symbols.compares_floats:
             raise CaptureError("a branch depends on a floating-point number that is computed from a size")
     except Exception as error:  # the model has a graph for one size
@@ -83,7 +90,8 @@ def _values(captured: CapturedGraph, example: FlatMicrobatch) -> Values:
     joint, found = captured.joint, dict[Any, Any]()
     if joint.symbols is not None:
         sizes = joint.symbols.values(example.shapes)
-        assert sizes is not None, "a graph does not hold for the sizes of which it was captured"
+        if sizes is None:
+            raise CaptureError("the graph does not hold for the sizes of the microbatch that it is compared at")
         found.update(sizes.of_symbols)
     for role, node in joint.inputs().items():
         number = as_expression(example.tensors[role.path].item()) if isinstance(role, Number) else None

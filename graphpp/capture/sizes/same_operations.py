@@ -1,16 +1,16 @@
 """Whether a graph with symbolic sizes computes the same as the graph of one microbatch at that microbatch's sizes.
 
-Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without a
-guard. Contract: `difference` is None only if both graphs have the same operations equally often: operators, numbers, shapes and
-dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that do nothing, and so are
-operations without a use. Operations that compute a number are ignored too, since the number is compared where an operation
-reads it. A size that a number of the microbatch decides equals no other.
+Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without
+a guard. Contract: `difference` of the operations of two graphs is None only if both have the same operations equally often:
+guard. Contract: `difference` of the operations of two graphs is None only if both have the same operations equally often,
+that nothing, and so are operations without a use. Operations that compute a number are ignored too, since the number is
+compared where an operation reads it. A size that a number of the microbatch decides equals no other.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,26 +25,31 @@ _START = 3  # the place of the start in aten.slice_scatter
 _NO_WORK = {operator.getitem, aten._unsafe_view.default, aten.lift_fresh_copy.default, aten.clone.default}
 
 
-def difference(several: JointGraph, values: Values, one: JointGraph, of_one: Values) -> str | None:
-    """Describes an operation that one graph has more often than the other; `values`, `of_one`: the numbers of each graph."""
-    found, expected = _operations(several, values), _operations(one, of_one)
+Operations = Mapping[str, tuple[int, str]]
+"""By the facts of an operation: how often a graph has the operation, and the operator with its place in the user's code."""
+
+
+def difference(found: Operations, expected: Operations) -> str | None:
+    """The operator and place of an operation that one graph has more often than the other."""
     for key in (*found, *expected):
-        if len(found.get(key, ())) != len(expected.get(key, ())):
-            node = (found.get(key) or expected[key])[0]
-            return f"{node.target} at {describe_node(node)}"
+        (one, place), (other, there) = found.get(key, (0, "")), expected.get(key, (0, ""))
+        if one != other:
+            return place or there
     return None
 
 
-def _operations(joint: JointGraph, values: Values) -> dict[str, list[fx.Node]]:
-    found: dict[str, list[fx.Node]] = {}
+def operations_of(joint: JointGraph, values: Values) -> Operations:
+    """The operations of a graph; `values`: the numbers for its symbols."""
+    found: dict[str, tuple[int, str]] = {}
     needed = _needed(joint.graph)
     for node in filter(needed.__contains__, joint.computed()):
         number = isinstance(node.meta["val"], (*SYMBOLIC, int, float)) or is_check(node)
         works = node.target not in _NO_WORK and not number and not is_view(node) and not _is_of_whole_slice(node, values)
         if node.op == "call_function" and works:
             given, made = [_arguments(node), node.kwargs], node.meta["val"]
-            facts = [str(node.target), _described(given, values), _described(made, values)]
-            found.setdefault(repr(facts), []).append(node)
+            key = repr([str(node.target), _described(given, values), _described(made, values)])
+            times, place = found.get(key) or (0, f"{node.target} at {describe_node(node)}")
+            found[key] = times + 1, place
     return found
 
 
