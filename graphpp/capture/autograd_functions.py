@@ -172,7 +172,7 @@ def _fake(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     """The operator's fake results, from the Function's own forward on fake tensors."""
     functions = _current.get()
     call = functions.applied[number]
-    with torch.no_grad(), functions.inside(), functions.within():
+    with torch.no_grad(), autograd.as_outside_kernels(), functions.inside(), functions.within():
         call.returned = call.run(tensors)
     leaves = pytree.tree_flatten(call.returned)[0]
     results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
