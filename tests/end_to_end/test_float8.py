@@ -1,0 +1,164 @@
+"""Linear layers that torchao converts for training in float8 train with eager's numbers, bit for bit (torch._scaled_mm on the CPU)."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphpp
+from graphpp.runtime.dtensors import whole_tensor
+from tests.distributed import run_ranks
+from tests.exhaustive import cases
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchao.float8")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+WIDTH, TOKENS, WORDS, ROWS, MICROBATCHES, STEPS = 32, 8, 48, 8, 4, 3
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+class Block(nn.Module):
+    """A layer of a Llama: attention and a gated feed-forward network, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(*x, bias=False) for x in ((WIDTH, 64), (WIDTH, 64), (64, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norms[0](x)
+        q, k, v = (each(normed).unflatten(-1, (2, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        normed = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def converted(recipe: str | None, dtype: torch.dtype = torch.float32, **changes: Any) -> Llama:
+    torch.manual_seed(0)
+    model = Llama().to(dtype)
+    if recipe is not None:
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), **changes)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, fqn: fqn != "head")
+    return model
+
+
+def batch(number: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    first, second = torch.randint(WORDS, (2, ROWS, TOKENS), generator=generator)
+    return first, second
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters), lr=0.2, momentum=0.9)
+
+
+Steps = list[dict[str, Tensor]]
+
+
+def eager(model: nn.Module, replicas: int = 1, *, by_replica: bool = True) -> Steps:
+    """The gradients of each step of a plain loop. `by_replica`: whether each replica's microbatches are added first."""
+    optimizer, found = sgd(model.parameters()), Steps()
+    for number in range(STEPS):
+        batches = [[x.chunk(MICROBATCHES) for x in batch(100 * number + replica)] for replica in range(replicas)]
+        parts = [[(each[0][at], each[1][at]) for at in range(MICROBATCHES)] for each in batches]
+        outer = parts if by_replica else [list(each) for each in zip(*parts, strict=True)]
+        sums: dict[str, Tensor] = {}
+        for inner in outer:
+            for tokens, target in inner:
+                (loss(model(tokens), target) / MICROBATCHES).backward()
+            for fqn, each in model.named_parameters():
+                if each.grad is not None:
+                    sums[fqn] = sums[fqn] + each.grad if fqn in sums else each.grad
+            optimizer.zero_grad()
+        for fqn, each in model.named_parameters():
+            each.grad = sums[fqn] / replicas if fqn in sums else None
+        found.append({fqn: each.grad.clone() for fqn, each in model.named_parameters() if each.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def trained(pipe: graphpp.Pipeline, replica: int = 0) -> Steps:
+    found, optimizer = Steps(), None
+    for number in range(STEPS):
+        tokens, target = batch(100 * number + replica)
+        pipe.step(tokens, target=target)
+        optimizer = optimizer or sgd(pipe.parameters())
+        found.append({n: whole_tensor(each.grad).clone() for n, each in pipe.named_parameters() if each.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def on_ranks(rank: int, recipe: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Steps:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    pipe = graphpp.compile(converted(recipe), loss, mesh=mesh, microbatches=MICROBATCHES, **options)
+    return trained(pipe, rank if "dp_shard" in sizes else 0)
+
+
+def check_equal(found: Steps, wanted: Steps) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert not [fqn for fqn in one if not torch.equal(one[fqn], other[fqn])]
+
+
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "1F1B": {"split": 2},
+    "Interleaved1F1B": {"split": 4},
+    "ZBVZeroBubble": {"split": 4},
+    "DualPipeV": {"split": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "schedule", "memory"),
+    cases(
+        product(RECIPES, SCHEDULES, (None, "full")),
+        ("tensorwise", "ZBVZeroBubble", "full"), ("rowwise", "1F1B", None), ("rowwise_with_gw_hp", "DualPipeV", None),
+    ),
+)  # fmt: skip
+def test_two_ranks(recipe: str, schedule: str, memory: str | None) -> None:
+    options = {"schedule": schedule, "memory": memory, **SCHEDULES[schedule]}
+    parts = run_ranks(on_ranks, 2, recipe, {"pp": 2}, options)
+    check_equal([{**one, **other} for one, other in zip(*parts, strict=True)], eager(converted(recipe)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keep"),
+    cases(product(RECIPES, (None, 0)), ("tensorwise", None), ("rowwise", 0)),
+)
+def test_shards(recipe: str, keep: int | None) -> None:
+    """A scale is that of the whole weight, also where each rank has half of its rows."""
+    parallel = {} if keep is None else {"parallel": graphpp.Parallel(keep=keep)}
+    parts = run_ranks(on_ranks, 2, recipe, {"dp_shard": 2}, parallel)
+    for part in parts:
+        check_equal(part, eager(converted(recipe), replicas=2, by_replica=keep != 0))
