@@ -51,9 +51,14 @@ class FunctionCall:
 
 @dataclass
 class FunctionCalls:
-    """The custom Functions that one forward applied, in order. `within`: the context in which their own forwards run."""
+    """The custom Functions that one forward applied, in order. `within`: the context in which their own forwards run.
+
+    `evaluates`: the forward is captured without gradients. Its Functions are recorded, too, since torch cannot trace their
+    forwards under an export if they compute with a tensor class of their own (`Float8TrainingTensor` of torchao).
+    """
 
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    evaluates: bool = field(default_factory=lambda: not torch.is_grad_enabled())
     applied: list[FunctionCall] = field(default_factory=list)
     _inside: bool = False
     _grad_enabled: bool = True
@@ -79,7 +84,8 @@ class FunctionCalls:
         """The forward that `apply` runs: one that records the call, or `own`, as without gradients."""
         is_applied, self._applying = self._applying is function, None
         kept = function.__module__.startswith(autograd.KEPT_FUNCTIONS)
-        if not is_applied or not self._grad_enabled or self._inside or kept or autograd.dynamo_is_reading():
+        without = not (self._grad_enabled or self.evaluates)  # a part of a training's forward
+        if not is_applied or without or self._inside or kept or autograd.dynamo_is_reading():
             return own
         with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
 
