@@ -1,7 +1,7 @@
-"""Linear layers that torchao converts for training in float8 train with eager's numbers, bit for bit (torch._scaled_mm on the CPU)."""
+"""Linear layers that torchao converts to float8 train with eager's numbers, bit for bit, by torch._scaled_mm of the CPU."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import graphpp
 from graphpp.runtime.dtensors import whole_tensor
@@ -162,3 +163,93 @@ def test_shards(recipe: str, keep: int | None) -> None:
     parts = run_ranks(on_ranks, 2, recipe, {"dp_shard": 2}, parallel)
     for part in parts:
         check_equal(part, eager(converted(recipe), replicas=2, by_replica=keep != 0))
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen layer, and the product of two small trained ones."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = (nn.Linear(*x, bias=False) for x in ((base.in_features, 4), (4, base.out_features)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapted() -> nn.Module:
+    model = converted("rowwise").requires_grad_(False)
+    for layer in model.layers:
+        layer.q = Adapted(layer.q)
+    return model
+
+
+def with_checkpoints() -> nn.Module:
+    model = converted("tensorwise", torch.bfloat16)
+    for layer in model.layers:
+        own = layer.forward
+        layer.forward = lambda x, own=own: checkpoint(own, x, use_reentrant=False)
+    return model
+
+
+def of_odd_width() -> nn.Module:
+    """The kernel of the CPU takes sizes that are no multiples of 16, as the padded and the emulated product do."""
+    model = converted(None)
+    for each in model.layers:
+        each.gate, each.up, each.down = nn.Linear(WIDTH, 40), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+    return convert_to_float8_training(model, config=Float8LinearConfig(pad_inner_dim=True))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "LoRA": adapted,
+    "checkpoints": with_checkpoints,
+    "odd width": of_odd_width,
+    "emulated": lambda: converted("rowwise", torch.bfloat16, emulate=True),
+}
+
+
+@pytest.mark.parametrize("name", cases(MODELS, "LoRA", "checkpoints"))
+def test_models(name: str) -> None:
+    wanted = eager(seeded(MODELS[name]))
+    options = graphpp.Debug(audit=1)
+    check_equal(trained(graphpp.compile(seeded(MODELS[name]), loss, split=2, microbatches=MICROBATCHES, debug=options)), wanted)
+
+
+def seeded(made: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return made()
+
+
+@pytest.mark.parametrize("recipe", cases(RECIPES, "rowwise"))
+def test_an_evaluation_and_names(recipe: str) -> None:
+    model, (tokens, target) = converted(recipe), batch()
+    found = graphpp.compile(model, loss, split=2, microbatches=MICROBATCHES).eval(tokens, target=target)
+    with torch.no_grad():
+        logits = torch.cat([model(each) for each in tokens.chunk(MICROBATCHES)])
+    assert torch.equal(found.output, logits)
+    assert list(model.state_dict()) == list(converted(None).state_dict())
+
+
+def test_what_runs_when(tmp_path: Path) -> None:
+    """Weights are scaled and cast once per step, by layer; a split backward leaves the products of weight gradients to W."""
+    model = converted("tensorwise", torch.bfloat16)
+    pipe = graphpp.compile(model, loss, split=2, microbatches=2, schedule="ZB1P", debug=str(tmp_path))
+    tokens, target = batch()
+    pipe.step(tokens, target=target)
+    folder = tmp_path / "rank0" / "train" / "programs"
+    texts = {each.stem.removeprefix("stage1_"): each.read_text() for each in folder.glob("stage1_*.py")}
+    linear = 2 * 7  # layers of the stage
+    called = "= _aten__scaled_mm_default(", "= _aten_max_default("
+    counted = {phase: tuple(map(text.count, called)) for phase, text in texts.items()}
+    assert {phase: counted[phase] for phase in ("forward", "input_grad", "weight_grad", "hoist")} == {
+        "forward": (linear, linear),  # scales of the inputs
+        "input_grad": (linear, linear),  # of the gradients of outputs
+        "weight_grad": (linear, 2 * linear),  # of both
+        "hoist": (0, 2 * linear),  # of the weights, for the forward and for the gradient of the input
+    }
+
+
+def test_float8_gathers_are_refused() -> None:
+    model, (tokens, target) = converted("tensorwise", enable_fsdp_float8_all_gather=True), batch()
+    with pytest.raises(graphpp.CaptureError, match=r"layers\.0\.q\.weight is a Weight\w+, .*enable_fsdp_float8_all_gather=False"):
+        graphpp.compile(model, loss, split=2, microbatches=MICROBATCHES).step(tokens, target=target)
