@@ -24,6 +24,7 @@ from torch import Tensor
 import graphpp
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
+from graphpp.cluster_planner.costs.operations import Operation
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.predict_step import predict
 from graphpp.cluster_planner.plans.request import PlanRequest
@@ -147,8 +148,8 @@ def _experts_in_float8(costs: ModelCosts) -> ModelCosts:
     """Products of experts in float8, too, without their scaling passes: torchao's conversion has linear layers alone."""
 
     def changed(kind: SegmentKind) -> SegmentKind:
-        each = ([(replace(one, dtype="float8_e4m3fn") if one.grouped else one, n) for one, n in phase] for phase in kind.operations)
-        return replace(kind, operations=tuple(map(tuple, each)))
+        in_float8: Callable[[Operation], Operation] = lambda one: replace(one, dtype="float8_e4m3fn") if one.grouped else one  # noqa: E731
+        return replace(kind, operations=tuple(tuple((in_float8(one), n) for one, n in phase) for phase in kind.operations))
 
     variants = {name: replace(each, kinds=tuple(map(changed, each.kinds))) for name, each in costs.variants.items()}
     return replace(costs, variants=variants)

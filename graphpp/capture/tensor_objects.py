@@ -67,9 +67,9 @@ def computes_itself(place: Place) -> bool:
         return False
     if place.tensor.requires_grad and hasattr(place.tensor, "fsdp_pre_all_gather"):
         raise CaptureError(
-            f"the parameter {place.fqn} is a {type(place.tensor).__qualname__}, which says how FSDP2 gathers it: graphpp shards "
-            "plain parameters and gathers them in their own dtype or `parallel.param_dtype`. Leave the class off, for torchao's "
-            "float8 by Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
+            f"the parameter {place.fqn} is a {type(place.tensor).__qualname__}, which says how FSDP2 gathers it: graphpp "
+            "shards plain parameters, and gathers them in their own dtype or `parallel.param_dtype`. Leave the class off, for "
+            "torchao's float8 by Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
         )
     if place.tensor.requires_grad:
         raise CaptureError(

@@ -28,8 +28,8 @@ _MACHINES_HELP = (
 )
 _SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
 _FLOAT8_HELP = (
-    "The recipe of torchao for linear layers inside of numbered modules: tensorwise, rowwise, rowwise_with_gw_hp. Or which layers: "
-    "layers.*.mlp=rowwise,layers.*.self_attn=tensorwise."
+    "The recipe of torchao for linear layers inside of numbered modules: tensorwise, rowwise, rowwise_with_gw_hp. Or recipes "
+    "of layers: layers.*.mlp=rowwise,layers.*.self_attn=tensorwise."
 )
 _RECOMPUTE_HELP = "What the search may recompute, with commas: none, selective, full, fractions. Any of these if left out."
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."

@@ -22,9 +22,9 @@ class Deployment:
     """The choices on which a price depends.
 
     `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
-    recomputation; its price interpolates between the three kinds (an estimate). `sequence`: with `tp`, work on tokens that the plan does not shard also divides by
-    `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for float32 parameters. Raises
-    `ScheduleError`.
+    recomputation; its price interpolates between the three kinds (an estimate). `sequence`: with `tp`, work on tokens that the
+    plan does not shard also divides by `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for
+    float32 parameters. Raises `ScheduleError`.
     """
 
     rows: int = 1

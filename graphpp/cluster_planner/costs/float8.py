@@ -40,8 +40,8 @@ def recipes_of(model: nn.Module, float8: Float8 | None) -> dict[str, str]:
         found = {fqn: float8 for fqn, layer in linear.items() if _NUMBERED.search(fqn) and _fits(layer)}
         if not found:
             raise CaptureError(
-                f"float8={float8!r}: no linear layer of sizes that are multiples of {_MULTIPLE} is inside of a numbered module: "
-                "give {FQN pattern: recipe}"
+                f"float8={float8!r}: no linear layer with sizes that are multiples of {_MULTIPLE} is inside of a numbered "
+                "module: give {FQN pattern: recipe}"
             )
         return found
     found = {}
