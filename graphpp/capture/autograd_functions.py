@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
@@ -112,7 +112,7 @@ class FunctionCalls:
             number = int(node.args[1])
             found.add(number)
             name = f"function_{number}"
-            module.add_submodule(name, _FunctionModule(self.applied[number]))
+            module.add_submodule(name, FunctionModule(self.applied[number]))
             with module.graph.inserting_before(node):
                 call = module.graph.call_module(name, (node.args[0],))
             call.meta = dict(node.meta)
@@ -148,12 +148,18 @@ def _lost_backward(function: str, place: str) -> CaptureError:
     )
 
 
-class _FunctionModule(nn.Module):
+class FunctionModule(nn.Module):
     """A recorded `apply` as a module of the exported graph; returns the tensors of the Function's results."""
 
     def __init__(self, call: FunctionCall) -> None:
         super().__init__()
         self._call = call
+
+    @property
+    def computes(self) -> Hashable:
+        """A key that calls share which compute the same from their tensors."""
+        given = (() if _is_traced(leaf) else repr(leaf) for leaf in self._call.leaves)
+        return self._call.function, repr(self._call.spec), tuple(given)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaves = pytree.tree_flatten(self._call.run(tensors))[0]
