@@ -120,30 +120,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 53_500,
-    "graphpp/_torch": 2_590,
+    "graphpp": 53_700,
+    "graphpp/_torch": 2_610,
     "graphpp/backends": 1_240,
     "graphpp/batch": 690,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_440,
+    "graphpp/capture": 5_460,
     "graphpp/checkpoint": 1_820,
-    "graphpp/cli": 1_940,
-    "graphpp/cluster_planner": 4_250,
+    "graphpp/cli": 1_950,
+    "graphpp/cluster_planner": 4_380,
     "graphpp/compiler": 2_180,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_290,
     "graphpp/parallel": 2_570,
-    "graphpp/passes": 5_680,
+    "graphpp/passes": 5_700,
     "graphpp/pipeline": 3_440,
     "graphpp/planner": 1_870,
     "graphpp/report": 810,
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_070,
+    "tests": 50_440,
 }
-MOST_FILES = 432  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 433  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
