@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     pytest.importorskip("torchao.float8")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-WIDTH, TOKENS, WORDS, ROWS, MICROBATCHES, STEPS = 32, 8, 48, 8, 4, 3
+WIDTH, TOKENS, WORDS, ROWS, MICROBATCHES, STEPS = 32, 8, 48, 8, 4, 2
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
@@ -155,7 +155,7 @@ def test_two_ranks(recipe: str, schedule: str, memory: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "keep"),
-    cases(product(RECIPES, (None, 0)), ("tensorwise", None), ("rowwise", 0)),
+    cases(product(RECIPES, (None, 0)), ("tensorwise", None)),
 )
 def test_shards(recipe: str, keep: int | None) -> None:
     """A scale is that of the whole weight, also where each rank has half of its rows."""
