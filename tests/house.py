@@ -141,7 +141,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_050,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 50_440,
+    "tests": 50_460,
 }
 MOST_FILES = 433  # Python files of graphpp/, `__init__.py` included
 
