@@ -23,7 +23,8 @@ from torch import Tensor
 
 import graphpp
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
-from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
+from graphpp.cluster_planner.costs.operations import Operation
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.predict_step import predict
 from graphpp.cluster_planner.plans.request import PlanRequest
@@ -52,19 +53,18 @@ class Case:
     batch: int
     rows: int
     recompute: str | None
-    dtype: str
     published: float
+    float8: str | None = None
 
 
 _TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 _OLDER = "torchtitan, docs/performance.md of 2024-07"
 LOOP, PLAIN, TWO = ScheduleChoice("auto"), ScheduleChoice("1F1B"), ScheduleChoice("Interleaved1F1B", 2)
-BF16, FP8 = "bfloat16", "float8_e4m3fn"
-_8B: dict[str, Any] = {"model": "8B", "length": 8192, "schedule": LOOP, "recompute": "selective", "dtype": BF16}
+_8B: dict[str, Any] = {"model": "8B", "length": 8192, "schedule": LOOP, "recompute": "selective"}
 _70B: dict[str, Any] = {"model": "70B", "length": 8192, "schedule": LOOP, "recompute": "full"}
 _405B: dict[str, Any] = {
     "source": _TITAN, "model": "405B", "length": 8192, "machines": Machines(H100_HBM2E, 512),
-    "shape": MeshShape(pp=8, dp_shard=8, tp=8), "batch": 256, "rows": 1, "recompute": "full", "dtype": FP8,
+    "shape": MeshShape(pp=8, dp_shard=8, tp=8), "batch": 256, "rows": 1, "recompute": "full", "float8": "tensorwise",
 }  # fmt: skip
 CASES = (
     Case(
@@ -80,23 +80,23 @@ CASES = (
         published=2973, **_8B,
     ),
     Case(
-        "Llama 3 70B, 64 A100", _OLDER, machines=Machines(A100, 64), shape=MeshShape(dp_shard=64), batch=64, rows=1, dtype=BF16,
+        "Llama 3 70B, 64 A100", _OLDER, machines=Machines(A100, 64), shape=MeshShape(dp_shard=64), batch=64, rows=1,
         published=331, **_70B,
     ),
     Case(
         "Llama 2 13B, 64 A100", _OLDER, "13B", 4096, Machines(A100, 64), MeshShape(dp_shard=64), LOOP, batch=128, rows=2,
-        recompute=None, dtype=BF16, published=2162,
+        recompute=None, published=2162,
     ),
     Case(
         "Llama 3 70B, 256 H100, tp 8, float8", _TITAN, machines=Machines(H100_HBM2E, 256), shape=MeshShape(dp_shard=32, tp=8),
-        batch=512, rows=16, dtype=FP8, published=829, **_70B,
+        batch=512, rows=16, float8="tensorwise", published=829, **_70B,
     ),
     Case("Llama 3 405B, 512 H100, 1F1B, float8", schedule=PLAIN, published=100, **_405B),
     Case("Llama 3 405B, 512 H100, Interleaved1F1B, float8", schedule=TWO, published=128, **_405B),
     Case(
         "DeepSeek-V3, 2048 H800, DualPipe, float8", "arXiv 2412.19437, 180,000 GPU hours for 1e12 tokens", "671B", 4096,
         Machines(H800, 2048), MeshShape(pp=16, dp_shard=2, ep=64), ScheduleChoice("DualPipeV", 2), batch=15360, rows=1,
-        recompute=None, dtype=FP8, published=1543,
+        recompute=None, float8="rowwise", published=1543,
     ),
 )  # fmt: skip
 
@@ -131,7 +131,7 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 @cache
-def costs(model: str, length: int) -> ModelCosts:
+def costs(model: str, length: int, float8: str | None) -> ModelCosts:
     """The costs of a model by its size, for rows of `length` tokens."""
     transformers.AttentionInterface.register("causal_without_mask", _causal)
     transformers.AttentionMaskInterface.register("causal_without_mask", lambda *args, **options: None)
@@ -139,11 +139,24 @@ def costs(model: str, length: int) -> ModelCosts:
         made = transformers.AutoModelForCausalLM.from_config(config(model, length))
         tokens = torch.empty(1, length, dtype=torch.int64)
     plan = {**made.tp_plan, **LATENT} if model == "671B" else None
-    return capture_costs(made, loss, graphpp.Microbatch((), {"input_ids": tokens}, tokens), tensor_plan=plan)
+    example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
+    found = capture_costs(made, loss, example, tensor_plan=plan, float8=float8)
+    return _experts_in_float8(found) if float8 is not None else found
+
+
+def _experts_in_float8(costs: ModelCosts) -> ModelCosts:
+    """Products of experts in float8, too, without their scaling passes: torchao's conversion has linear layers alone."""
+
+    def changed(kind: SegmentKind) -> SegmentKind:
+        in_float8: Callable[[Operation], Operation] = lambda one: replace(one, dtype="float8_e4m3fn") if one.grouped else one  # noqa: E731
+        return replace(kind, operations=tuple(tuple((in_float8(one), n) for one, n in phase) for phase in kind.operations))
+
+    variants = {name: replace(each, kinds=tuple(map(changed, each.kinds))) for name, each in costs.variants.items()}
+    return replace(costs, variants=variants)
 
 
 def record(case: Case) -> tuple[str, ...]:
-    question = PlanRequest(costs(case.model, case.length), case.machines, case.batch, case.length, case.dtype)
+    question = PlanRequest(costs(case.model, case.length, case.float8), case.machines, case.batch, case.length)
     microbatches = case.batch // (case.shape.data_ranks * case.rows)
     found = predict(question, PlanSetting(case.shape, case.rows, microbatches, case.schedule, None, case.recompute))
     assert found is not None, f"{case.name}: the schedule does not take these numbers"

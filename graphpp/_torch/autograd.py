@@ -3,6 +3,7 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch._functorch.autograd_function`: the class `ApplyTemplate`, by name
+- `torch._C._SetExcludeDispatchKeyGuard`, `torch._C.DispatchKey`: admits or excludes one dispatch key
 - `torch._dynamo.symbolic_convert`: the file whose frames are on the stack while Dynamo reads code
 - `torch.autograd._engine_run_backward`: called by `autograd.grad`, `backward` and `torch.func.grad`
 - `torch._higher_order_ops`: the folder of the operators that differentiate their bodies by autograd
@@ -42,6 +43,17 @@ KEPT_FUNCTIONS = (
 FUNCTION_OF_A_REGION = "ApplyTemplate"  # Dynamo's replacement of a custom Function inside torch.cond and the like
 _FunctionMeta = torch.autograd.function.FunctionMeta
 UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy
+
+
+@contextlib.contextmanager
+def as_outside_kernels() -> Iterator[None]:
+    """Admit, inside a kernel, the dispatch keys of autograd, by which torch decomposes composite operators (`reshape`).
+
+    Without the keys, a tensor subclass would get composite operators that it never gets in eager.
+    """
+    key, admit = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with admit(key.AutogradFunctionality, False), admit(key.ADInplaceOrView, False):
+        yield
 
 
 def finds_nan() -> bool:

@@ -89,6 +89,11 @@ def dispatches(kind: type[torch.Tensor]) -> bool:
     return own is not torch._C._disabled_torch_dispatch_impl and not kind.__module__.startswith("torch._subclasses.")
 
 
+def wraps_tensors(kind: type[torch.Tensor]) -> bool:
+    """Whether a class computes by operators on the tensors inside of its objects, which it names (`__tensor_flatten__`)."""
+    return dispatches(kind) and hasattr(kind, "__tensor_flatten__")
+
+
 def constants_functional() -> AbstractContextManager[None]:
     """Let traced code write in place into results of constants, such as `t = self.table * 2; t += 1`.
 

@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
@@ -51,9 +51,14 @@ class FunctionCall:
 
 @dataclass
 class FunctionCalls:
-    """The custom Functions that one forward applied, in order. `within`: the context in which their own forwards run."""
+    """The custom Functions that one forward applied, in order. `within`: the context in which their own forwards run.
+
+    `evaluates`: the forward is captured without gradients. Its Functions are recorded, too, since torch cannot trace their
+    forwards under an export if they compute with a tensor class of their own (`Float8TrainingTensor` of torchao).
+    """
 
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    evaluates: bool = field(default_factory=lambda: not torch.is_grad_enabled())
     applied: list[FunctionCall] = field(default_factory=list)
     _inside: bool = False
     _grad_enabled: bool = True
@@ -79,7 +84,8 @@ class FunctionCalls:
         """The forward that `apply` runs: one that records the call, or `own`, as without gradients."""
         is_applied, self._applying = self._applying is function, None
         kept = function.__module__.startswith(autograd.KEPT_FUNCTIONS)
-        if not is_applied or not self._grad_enabled or self._inside or kept or autograd.dynamo_is_reading():
+        without = not (self._grad_enabled or self.evaluates)  # a part of a training's forward
+        if not is_applied or without or self._inside or kept or autograd.dynamo_is_reading():
             return own
         with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
 
@@ -106,7 +112,7 @@ class FunctionCalls:
             number = int(node.args[1])
             found.add(number)
             name = f"function_{number}"
-            module.add_submodule(name, _FunctionModule(self.applied[number]))
+            module.add_submodule(name, FunctionModule(self.applied[number]))
             with module.graph.inserting_before(node):
                 call = module.graph.call_module(name, (node.args[0],))
             call.meta = dict(node.meta)
@@ -142,12 +148,18 @@ def _lost_backward(function: str, place: str) -> CaptureError:
     )
 
 
-class _FunctionModule(nn.Module):
+class FunctionModule(nn.Module):
     """A recorded `apply` as a module of the exported graph; returns the tensors of the Function's results."""
 
     def __init__(self, call: FunctionCall) -> None:
         super().__init__()
         self._call = call
+
+    @property
+    def computes(self) -> Hashable:
+        """A key that calls share which compute the same from their tensors."""
+        given = (() if _is_traced(leaf) else repr(leaf) for leaf in self._call.leaves)
+        return self._call.function, repr(self._call.spec), tuple(given)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaves = pytree.tree_flatten(self._call.run(tensors))[0]
@@ -172,7 +184,7 @@ def _fake(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     """The operator's fake results, from the Function's own forward on fake tensors."""
     functions = _current.get()
     call = functions.applied[number]
-    with torch.no_grad(), functions.inside(), functions.within():
+    with torch.no_grad(), autograd.as_outside_kernels(), functions.inside(), functions.within():
         call.returned = call.run(tensors)
     leaves = pytree.tree_flatten(call.returned)[0]
     results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -65,6 +65,12 @@ def computes_itself(place: Place) -> bool:
     """Whether a tensor's class computes by `__torch_dispatch__`. Raises `CaptureError` if such a tensor trains."""
     if not tensor_subclass.dispatches(type(place.tensor)) or is_dtensor_class(type(place.tensor)):
         return False
+    if place.tensor.requires_grad and hasattr(place.tensor, "fsdp_pre_all_gather"):
+        raise CaptureError(
+            f"the parameter {place.fqn} is a {type(place.tensor).__qualname__}, which says how FSDP2 gathers it: graphpp "
+            "shards plain parameters, and gathers them in their own dtype or `parallel.param_dtype`. Leave the class off, for "
+            "torchao's float8 by Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
+        )
     if place.tensor.requires_grad:
         raise CaptureError(
             f"the parameter {place.fqn} is a {type(place.tensor).__qualname__}, a class with operators of its own, and "

@@ -27,6 +27,10 @@ _MACHINES_HELP = (
     "the fields of graphpp.devices.Machines."
 )
 _SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
+_FLOAT8_HELP = (
+    "The recipe of torchao for linear layers inside of numbered modules: tensorwise, rowwise, rowwise_with_gw_hp. Or recipes "
+    "of layers: layers.*.mlp=rowwise,layers.*.self_attn=tensorwise."
+)
 _RECOMPUTE_HELP = "What the search may recompute, with commas: none, selective, full, fractions. Any of these if left out."
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
@@ -57,6 +61,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum, sgd, or its bytes for each element.")] = "adamw",
     tensor_plan: Annotated[str | None, typer.Option(help=_SHARED_HELP.format("tp"))] = None,
     expert_plan: Annotated[str | None, typer.Option(help=_SHARED_HELP.format("ep"))] = None,
+    float8: Annotated[str | None, typer.Option(help=_FLOAT8_HELP)] = None,
     work: Annotated[int | None, typer.Option(min=1, help="How many computations the search simulates.")] = None,
     offload: Annotated[bool, typer.Option(help="Whether saved values may wait in the host's memory, as few as fit.")] = True,
     save: Annotated[Path | None, typer.Option(help="A file for the best plan, for graphpp.TrainingPlan.from_json.")] = None,
@@ -78,6 +83,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
         "recompute": None if recompute is None else [_number(each) for each in _listed(recompute)],
         "tensor_plan": None if tensor_plan is None else _styles("--tensor-plan", tensor_plan),
         "expert_plan": None if expert_plan is None else _styles("--expert-plan", expert_plan),
+        "float8": None if float8 is None else _styles("--float8", float8) if "=" in float8 else float8,
         "work": work,
     }
     param_dtype, known = _dtype(dtype), read_machines(machines)

@@ -53,8 +53,11 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     shared_by = None if place.tp_group is None else place.name_along("tp")
     workspace = workspace_of(options.backend)
     # A CUDA graph reads a hoisted value in place, and gathered parameters may have another address each time.
-    hoists = options.hoists and not (options.backend.cudagraphs and place.sharding is not None)
-    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, fused, hoists, layers, shared_by, workspace)
+    hoists = not (options.backend.cudagraphs and place.sharding is not None) and (options.hoists_all or layers is None)
+    cheap = options.hoists_all
+    return LoweringOptions(
+        variant.split_backward, rerun, whole, chosen, savings, fused, hoists, layers, shared_by, workspace, hoist_cheap=cheap
+    )
 
 
 def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:

@@ -114,6 +114,6 @@ class Options(Group):
         return not isinstance(self.backend, Eager) if self.gradients.fused is None else self.gradients.fused
 
     @property
-    def hoists(self) -> bool:
-        """Whether step-invariant values are computed once a step. Only under eager: Inductor folds such values anyway."""
+    def hoists_all(self) -> bool:
+        """Whether all step-invariant values are computed once a step: under eager, since a compiler fuses cheap ones."""
         return isinstance(self.backend, Eager)

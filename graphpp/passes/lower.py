@@ -54,7 +54,8 @@ class LoweringOptions:
     region that may run again. `recompute_budget`: the terms of recomputing single values among the values still saved after
     `region_of`. `fuse_grad_accumulation`: a matrix product that is a gradient is added directly into the gradient's sum over
     microbatches; `product_workspace`: the bytes that its kernel takes besides the sum (None: none). `hoist_per_step`: values
-    that depend only on parameters, buffers and constants are computed once per step. `layers`: parameters are sharded, and
+    that depend only on parameters, buffers and constants are computed once per step; without `hoist_cheap` only those of
+    parameters that need a reduction or a product, such as weights in float8. `layers`: parameters are sharded, and
     programs gather one layer at a time; then values that depend on parameters are not hoisted. `shared_by`: the name of the
     group of ranks that share each layer; gradient sums over this group leave the graph, except with `layers`.
     """
@@ -69,6 +70,7 @@ class LoweringOptions:
     layers: ShardedLayers | None = None
     shared_by: str | None = None
     product_workspace: ProductWorkspace | None = None
+    hoist_cheap: bool = True
 
 
 def lower(
@@ -102,7 +104,7 @@ def assigned(
     if options.shared_by is not None and options.layers is None:
         joint = passes.run(delay_gradient_sums, joint, options.shared_by)
     if options.hoist_per_step or options.layers is not None:
-        joint = passes.run(find_step_invariants, joint)
+        joint = passes.run(find_step_invariants, joint, options.hoist_cheap or options.layers is not None)
     return joint
 
 

@@ -5,7 +5,6 @@ operands alone: it computes the forward again.
 
 Checked on torch 2.13.0 and 2.15.0:
 
-- `torch._C._SetExcludeDispatchKeyGuard`, `torch._C.DispatchKey`: admits or excludes one dispatch key
 - `torch._VF`: the functions that recurrent modules call
 """
 
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from graphpp._torch.autograd import as_outside_kernels
 
 _LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # FRAGMENT: this module may be loaded twice in a process
 _OPERANDS = "Tensor input, Tensor[] states, Tensor[] params"
@@ -48,9 +49,8 @@ def forward_flops(input: Tensor, states: Tensors, params: Tensors, *rest: Any) -
 @contextlib.contextmanager
 def _as_outside(autocast: torch.dtype | None, device: str) -> Iterator[None]:
     """Admit in a kernel the dispatch keys of autograd, under which torch decomposes a recurrence, and autocast."""
-    key, admit = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     mode = torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext()
-    with admit(key.AutogradFunctionality, False), admit(key.ADInplaceOrView, False), mode:
+    with as_outside_kernels(), mode:
         yield
 
 

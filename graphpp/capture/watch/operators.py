@@ -26,7 +26,9 @@ from graphpp._torch import aot, pytree
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.operators import flex_attention
 from graphpp._torch.parallel.in_place_collectives import as_functional
+from graphpp._torch.parallel.sharded_tensor import is_dtensor_class
 from graphpp._torch.symbols import SYMBOLIC, hint
+from graphpp._torch.tensor_subclass import wraps_tensors
 from graphpp.batch.microbatch import Microbatch, tensors_by_path
 from graphpp.capture.eager_branches import Answering, as_eager_first
 from graphpp.capture.explain_errors import explain_errors
@@ -155,6 +157,8 @@ class OperatorNotes(aot.DispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "prim":  # asks for the device of a tensor
             return function(*args, **(kwargs or {}))
+        if any(wraps_tensors(kind) and not is_dtensor_class(kind) for kind in types):
+            return NotImplemented  # the class's own operators are noted
         constants: list[Constant] = []
         arguments = f"{self._text(args, constants)[1:-1]}{self._text(kwargs, constants) if kwargs else ''}"
         found = self._run(function, args, kwargs or {})

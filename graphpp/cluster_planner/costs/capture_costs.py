@@ -18,6 +18,7 @@ from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.source_lines import MODEL
 from graphpp.capture.trace import capture
+from graphpp.cluster_planner.costs.float8 import FLOAT8, Float8, described, in_float8, recipes_of
 from graphpp.cluster_planner.costs.from_graph import Captured, model_costs, segment_starts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.shortened import Shortening, WholeModel
@@ -38,6 +39,7 @@ _FEWEST = 2  # rows: with one row, a model may take another branch
     tensor_plan=or_none(MAPPING),
     expert_plan=or_none(MAPPING),
     param_dtype=or_none(FLOATING_DTYPE),
+    float8=or_none(FLOAT8),
 )
 @uncollected()
 def capture_costs(
@@ -48,12 +50,14 @@ def capture_costs(
     param_dtype: torch.dtype | None = torch.bfloat16,
     tensor_plan: Plan | None = None,
     expert_plan: Plan | None = None,
+    float8: Float8 | None = None,
     device_type: str = "cuda",
 ) -> ModelCosts:
     """The costs of a model, its loss and its backward, for a microbatch like `example`, whose first dimension are the rows.
 
     `param_dtype`: in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {FQN pattern: style}; None:
-    `model.tp_plan` and `model.ep_plan` of transformers, if any. `device_type`: as in `model_costs`. Raises `CaptureError`.
+    `model.tp_plan` and `model.ep_plan` of transformers, if any. `float8`: a recipe, or {FQN pattern: recipe} (`float8.py`).
+    `device_type`: as in `model_costs`. Raises `CaptureError`.
     """
     rows = next((tensor.shape[0] for tensor in tensors_by_path(example).values() if tensor.dim()), None)
     if rows is None:
@@ -70,8 +74,10 @@ def capture_costs(
         with shortening.skipping(model):
             return capture(model, loss, batch, torch.device("cpu"), on_export=look, param_dtype=param_dtype).joint
 
+    recipes = recipes_of(model, float8)
     try:
-        found = _captured(captured, max(int(rows), _FEWEST))
+        with in_float8(model, recipes):
+            found = _captured(captured, max(int(rows), _FEWEST))
     except CaptureError as error:
         if param_dtype is None or not any(each.is_floating_point() for each in tensors_by_path(example).values()):
             raise
@@ -88,7 +94,7 @@ def capture_costs(
 
     names = canonical_fqns(model)
     (head,) = [names.get(each.removeprefix(f"{MODEL}.")) for each in heads] if len(heads) == 1 else [None]
-    return replace(costs, param_dtype=dtype, tokens=_tokens(example), head=head)
+    return replace(costs, param_dtype=dtype, tokens=_tokens(example), float8=described(recipes), head=head)
 
 
 def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:

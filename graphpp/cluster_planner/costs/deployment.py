@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, or_none, require
+from graphpp.arguments import COUNT, FLAG, NUMBER, Accepted, require
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.errors import ScheduleError
 
@@ -13,7 +13,7 @@ _RECOMPUTE = Accepted(
     lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
 )
 _ACCEPTED = {
-    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "dtype": or_none(TEXT), "sequence": FLAG,
+    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "sequence": FLAG,
 }  # fmt: skip
 
 
@@ -22,10 +22,9 @@ class Deployment:
     """The choices on which a price depends.
 
     `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
-    recomputation; its price interpolates between the three kinds (an estimate). `dtype`: of matrix products with parameters
-    (None: the graph's); bytes do not change. `sequence`: with `tp`, work on tokens that the plan does not shard also divides by
-    `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for float32 parameters. Raises
-    `ScheduleError`.
+    recomputation; its price interpolates between the three kinds (an estimate). `sequence`: with `tp`, work on tokens that the
+    plan does not shard also divides by `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for
+    float32 parameters. Raises `ScheduleError`.
     """
 
     rows: int = 1
@@ -33,7 +32,6 @@ class Deployment:
     ep: int = 1
     cp: int = 1
     recompute: str | float | None = None
-    dtype: str | None = None
     sequence: bool = True
     optimizer: str | float = "adamw"
 

@@ -92,8 +92,9 @@ class ModelCosts:
     start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary after each segment but the last.
     `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
     `tensor_ranks`, `expert_ranks`: the most ranks that divide all sharded sizes, or the experts of all layers; divisors are
-    also allowed; 0: none. `param_dtype`: dtype given to the capture (None: none); `tokens`: per row of the example (0: none).
-    `head`: FQN of the weight of the linear layer before the only cross entropy (None: none).
+    also allowed; 0: none. `param_dtype`: dtype given to the capture (None: none); `tokens`: per row of the example (0: none);
+    `float8`: the linear layers that were captured in float8, as text (None: none). `head`: FQN of the weight of the linear layer
+    before the only cross entropy (None: none).
     """
 
     rows: int
@@ -110,6 +111,7 @@ class ModelCosts:
     expert_ranks: int = 0
     param_dtype: str | None = None
     tokens: int = 0
+    float8: str | None = None
     head: str | None = None
 
     @property

@@ -3,7 +3,8 @@
 The nodes of a phase graph must carry the metas of `facts.py`. A size is a sum of terms: an amount (bytes or FLOPs) in the
 captured graph, multiplied by a power of the rows and divided by powers of the tensor-parallel and expert-parallel ranks.
 Adjacent pointwise operations, reductions and look-ups count as one fused kernel, which reads its operands and writes its
-results once.
+results once. A reduction over the first dimension ends its kernel: operations that read its result, such as a cast to float8
+by the largest element, read their other operands once more.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ ATTENTION_BACKWARD = {
     aten._scaled_dot_product_fused_attention_overrideable_backward,
 }  # fmt: skip
 _FUSED = {  # fused in addition to cheap operations: reductions, and assembly of pieces
-    aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten._softmax, aten._log_softmax,
+    aten.sum, aten.mean, aten.max, aten.min, aten.amax, aten.amin, aten.var_mean, aten.var, aten._softmax, aten._log_softmax,
     aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm_backward, aten.slice_backward,
     aten.select_backward, aten.slice_scatter, aten.native_dropout, aten.native_dropout_backward, aten.index,
     aten.nll_loss_forward, aten.nll_loss_backward, aten.copy, aten.new_zeros, aten.new_empty, aten.new_full, aten.new_ones,
     aten.new_empty_strided, aten.empty_like, aten.empty, aten.scatter,
     getattr(aten, "_fused_rms_norm_backward", aten.native_layer_norm_backward),
 }  # fmt: skip
+
+_REDUCTIONS = (aten.sum, aten.mean, aten.max, aten.min, aten.amax, aten.amin, aten.var_mean, aten.var)
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def _sides(node: fx.Node) -> tuple[Size, ...]:
     if packet in (aten.addmm, aten.baddbmm):
         operands = operands[1:]
     grouped = packet is getattr(aten, "_grouped_mm", None)
-    if packet not in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm) and not grouped:
+    if packet not in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._scaled_mm) and not grouped:
         return ()
     left, right = operands[:2]
     m, k, n = _side(left, -2), _side(left, -1), _side(right, -1)
@@ -218,12 +221,30 @@ def _computed(node: fx.Node) -> fx.Node:
 
 
 def _depths(graph: fx.Graph, fused: set[fx.Node]) -> Mapping[fx.Node, int]:
-    """The longest chain of unfused kernels before each value."""
+    """The longest chain of kernels that end before each value."""
     depth: dict[fx.Node, int] = {}
     others = {node for node in graph.nodes if node.op == "call_function" and node not in fused and _is_kernel(node)}
+    others |= {node for node in fused if _ends_kernel(node)}
     for node in graph.nodes:
         depth[node] = max((depth[each] + (each in others) for each in node.all_input_nodes), default=0)
+    for node in reversed(list(depth)):  # a widening cast runs in the kernel of its readers, which then read fewer bytes
+        if node in fused and node not in others and node.users and fused.issuperset(node.users) and _widens(node):
+            depth[node] = min(depth[user] for user in node.users)
     return depth
+
+
+def _widens(node: fx.Node) -> bool:
+    read, made = (sum(term[3] for each in nodes for term in size_of(each)) for nodes in (node.all_input_nodes, [node]))
+    return read < made
+
+
+def _ends_kernel(node: fx.Node) -> bool:
+    """Whether a fused operation reduces over the first dimension."""
+    if packet_of(node) not in _REDUCTIONS:
+        return False
+    dims, rank = named_arguments(*called(node), node.kwargs).get("dim"), node.all_input_nodes[0].meta["val"].dim()
+    each = [dims] if isinstance(dims, int) else dims or [0]
+    return any(dim in (0, -rank) for dim in each)
 
 
 def _traffic(members: Sequence[fx.Node]) -> Size:

@@ -81,7 +81,7 @@ def priced(
     check_degrees(costs, deployment)
     tp, ep, cp = deployment.tp, deployment.ep, deployment.cp
     degrees = Degrees(deployment.rows / costs.rows, tp, ep, cp, deployment.sequence)
-    pricing = _Pricing(machines, degrees, {costs.dtype: deployment.dtype} if deployment.dtype is not None else {})
+    pricing = _Pricing(machines, degrees)
     mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
     each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
@@ -142,8 +142,8 @@ class _PricedKind(NamedTuple):
 class _Pricing:
     """Prices operations and kinds of segments, each once."""
 
-    def __init__(self, machines: Machines, degrees: Degrees, dtypes: Mapping[str, str]) -> None:
-        self._machines, self._degrees, self._dtypes = machines, degrees, dtypes
+    def __init__(self, machines: Machines, degrees: Degrees) -> None:
+        self._machines, self._degrees = machines, degrees
         self._kinds: dict[tuple[int, ...], _PricedKind] = {}
         self._operations: dict[Operation, float] = {}
 
@@ -206,8 +206,7 @@ class _Pricing:
         work = self._degrees.amount(each.flops, whole=fused)  # sequence parallelism does not divide attention
         if fused:
             return device.seconds(work, nbytes, each.dtype, each.kind)
-        dtype = self._dtypes.get(each.dtype, each.dtype) if each.kind == "product" else each.dtype
-        return device.seconds(work, nbytes, dtype, side=self._smallest_side(each))
+        return device.seconds(work, nbytes, each.dtype, side=self._smallest_side(each))
 
     def _smallest_side(self, each: Operation) -> float | None:
         sides = [self._degrees.amount(side) for side in each.sides]

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from graphpp._torch import aot
 from graphpp.capture.activation_checkpoints import checkpointed_call
+from graphpp.capture.autograd_functions import FunctionModule
 from graphpp.capture.source_lines import MODEL, module_calls
 from graphpp.options.split import ModuleCall
 from graphpp.planner.layers import repeated_layers, spans_of
@@ -75,7 +76,7 @@ class _Unit:
 
 def _runs(module: fx.GraphModule, length: int) -> list[list[_Unit]]:
     """The runs of equal units of so many layers from which units can be removed."""
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in module.graph.nodes if node.op in ("call_function", "call_module")]
     layers = repeated_layers(spans_of(enumerate(map(module_calls, nodes))))
     begins = [layer.position for layer in layers[::length]]
     ends = [*begins[1:], layers[-1].end] if layers else []
@@ -110,12 +111,17 @@ class _Facts:
     def _node(self, node: fx.Node) -> Hashable:
         number = checkpointed_call(node)
         return (
-            node.target,
+            self._computed(node),
             repr(fx.node.map_arg((node.args, node.kwargs), self._operand)),
             _layout(node.meta.get("val")),
             tuple(_renamed(call, self._unit.layers) for call in module_calls(node)),
             number if number is None else self._checkpoints.setdefault(number, len(self._checkpoints)),
         )
+
+    def _computed(self, node: fx.Node) -> Hashable:
+        """The operator; of a custom `autograd.Function`, whose call is a module, what the call computes."""
+        called = self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return called.computes if isinstance(called, FunctionModule) else node.target
 
     def _operand(self, node: fx.Node) -> Any:
         if node in self._own:

@@ -67,7 +67,7 @@ def _dim(fqn: str, style: str | int, rank: int) -> int | None:
 def fitting(plan: Plan, fqns: Iterable[str]) -> Plan:
     """The entries that match a parameter: a model's own plan may name modules that only some of its sizes have."""
     names = list(fqns)
-    return {pattern: style for pattern, style in plan.items() if _matched(pattern, names)}
+    return {pattern: style for pattern, style in plan.items() if fitting_fqns(pattern, names)}
 
 
 def _shards(style: str | int) -> bool:
@@ -75,7 +75,7 @@ def _shards(style: str | int) -> bool:
     return isinstance(style, int) or _STYLES.get(style) is not None or style in _EXPERTS
 
 
-def _matched(pattern: str, fqns: Iterable[str]) -> dict[str, str]:
+def fitting_fqns(pattern: str, fqns: Iterable[str]) -> dict[str, str]:
     """The FQNs that a pattern matches, each with the matched module or parameter."""
     fits = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"(?=\.|$)")
     return {fqn: match.group() for fqn in fqns if (match := fits.match(fqn))}
@@ -88,7 +88,7 @@ def _chosen(fqns: Iterable[str], plan: Plan, name: str, known: Iterable[str]) ->
     for pattern, style in sorted(plan.items(), key=lambda item: item[0].count(".")):
         if not isinstance(style, int) and style not in readable:
             raise GraphPPError(f"{name}: the style of {pattern!r} is {style!r}: take one of {', '.join(known)}")
-        matched = _matched(pattern, fqns)
+        matched = fitting_fqns(pattern, fqns)
         if not matched and _shards(style):
             raise GraphPPError(f"{name}: {pattern!r} fits no parameter of the model: give FQNs as in model.named_parameters()")
         for fqn, module in matched.items():

@@ -98,6 +98,7 @@ def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
         "tokens": request.tokens,
         "mfu": _mfu(request, found),
         "dtype": request.dtype,
+        "float8": request.costs.float8,
     }
 
 

@@ -66,6 +66,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     optimizer: str | float = "adamw",
     tensor_plan: Mapping[str, str] | None = None,
     expert_plan: Mapping[str, str] | None = None,
+    float8: str | Mapping[str, str] | None = None,
     pp: int | Sequence[int] | None = None,
     tp: int | Sequence[int] | None = None,
     ep: int | Sequence[int] | None = None,
@@ -92,6 +93,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         param_dtype: dtype in which the model computes; shards and optimizer keep the model's dtype. None: the model's.
         optimizer: as `graphpp.Memory(optimizer=)`.
         tensor_plan, expert_plan: {FQN pattern: style} for `tp` and `ep`, as transformers' `tp_plan`. None: the model's.
+        float8: the recipe of torchao for all linear layers inside of numbered modules ("tensorwise", "rowwise",
+            "rowwise_with_gw_hp"), or {FQN pattern: recipe}. None: layers as they are, also a converted model's.
         pp, tp, ep, cp: allowed numbers of ranks along each dimension. None: all that fit.
         rows: allowed rows of a microbatch. None: 1, 2, 4, 8 and 16.
         schedules: allowed names. None: all but GPipe, which 1F1B beats, and Combined1F1B; for short steps also "searched"
@@ -125,7 +128,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     found = machines if isinstance(machines, Machines) else Machines.read(machines)
     known = model if isinstance(model, ModelCosts) else _captured(
         model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
-        device_type=found.device.torch_type,
+        float8=float8, device_type=found.device.torch_type,
     )  # fmt: skip
     dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
     if known.param_dtype != dtype:
@@ -147,7 +150,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
 
 
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
-_OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan")
+_OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {
     "costs=": ("model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "tp", "ep", "cp", "recompute", "offload", "work"),
     "a ModelCosts": (*_OF_CAPTURE, *_OF_COSTS),

@@ -102,7 +102,7 @@ class PlanRequest:
         key = _key(shape, rows, recompute)
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp
-            deployment = Deployment(rows, *degrees, recompute, self.dtype, optimizer=self.optimizer)
+            deployment = Deployment(rows, *degrees, recompute, optimizer=self.optimizer)
             self._priced[key] = priced(self.costs, self.machines, deployment, self._alike.get(degrees))
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]

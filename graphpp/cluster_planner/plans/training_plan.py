@@ -56,7 +56,8 @@ class TrainingPlan:
     `dtype`: in which the model computes (None: its own). `peaks`: peak bytes of each pipeline rank; `memory`: by kind, the most
     bytes of the fullest rank. `sent`: bytes along each mesh dimension in a step, of the rank that sends most (expert shards
     under `dp_shard`). `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and
-    less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. A plan of measured costs has
+    less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. `float8`: the linear layers that
+    compute in float8, as text (None: none that the search converted). A plan of measured costs has
     `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
     """
 
@@ -74,6 +75,7 @@ class TrainingPlan:
     reason: str = ""
     on_front: bool = False
     recomputed: tuple[str, ...] = ()
+    float8: str | None = None
 
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
@@ -158,6 +160,7 @@ class TrainingPlan:
             "memory": _bytes(self.memory),
             "sent by a rank in a step": _bytes(self.sent) or "nothing",
             **({"recomputed layers": ", ".join(self.recomputed)} if self.recomputed else {}),
+            **({"float8": self.float8} if self.float8 else {}),
             "stages start at": self._starts,
         }
 
@@ -172,6 +175,7 @@ class TrainingPlan:
             "machines": self.machines,
             "batch": f"{self.batch} rows" + (f" of {self.tokens} tokens" if self.tokens else ""),
             "dtype": self.dtype or "the model's own",
+            "float8": self.float8 or "-",
             "mesh": str(setting.shape),
             "schedule": f"{setting.schedule}, {setting.stages} stages",
             "microbatches x rows": f"{setting.microbatches} x {setting.rows}",
@@ -209,6 +213,7 @@ class TrainingPlan:
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             f"  sent by a rank in a step: {sent}",
             f"  stages start at {starts}",
+            *([f"  float8: {self.float8}"] if self.float8 else []),
         ]
         return "\n".join([*lines, *([f"  not the best: {self.reason}"] if self.reason else [])])
 

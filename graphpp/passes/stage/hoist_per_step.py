@@ -6,6 +6,9 @@ hoisted: results of the graph; values that depend on a random number, a microbat
 checks, operators that are not torch's own; and a value of a parameter or buffer that several stages read, since each of them
 would have to own the parameter.
 
+Without `cheap`, the marked values depend on a parameter through a reduction or a product (the scale of a float8 weight, and the
+weight cast by it), or such a value is computed from them. A compiler fuses all others into their readers.
+
 `hoist_per_step(joint, staged)` removes the marked values from the phase graphs. A phase that reads one has the input
 `StepInvariant(name)`; the stage's graph of phase HOIST computes them all. No bit changes. The values live until the end of the
 step, and their bytes are not counted per microbatch.
@@ -21,6 +24,7 @@ from torch import fx
 
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_of_torch, is_tensor, reached, results_of
+from graphpp.passes.graph.op_costs import is_cheap
 from graphpp.passes.graph.stage_graphs import GraphResults, PhaseGraph, StagedGraphs, phase_graph
 from graphpp.passes.joint.key_dropout_and_random_ops import draws_random_numbers
 from graphpp.runtime import program
@@ -30,14 +34,14 @@ _STATE = (program.Parameter, program.Buffer)
 _SOURCES = (*_STATE, program.Constant, program.Size)
 
 
-def find_step_invariants(joint: JointGraph) -> JointGraph:
+def find_step_invariants(joint: JointGraph, cheap: bool = True) -> JointGraph:
     """Mark the values that can be computed once per step, in place; nodes need `meta["stage"]`."""
     refused: set[fx.Node] = {node for _, node in joint.outputs()}
     found = _invariants(joint, refused)
     while wrong := {node for node in found if not _can_be_input(node, found)}:
         refused |= wrong
         found = _invariants(joint, refused)
-    for node in found:
+    for node in found if cheap else _costly(found):
         node.meta |= {"stage": None, "step_invariant": True}
     return joint
 
@@ -54,6 +58,18 @@ def _invariants(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]
         elif _repeats(node) and node not in refused and all(source in of_state for source in node.all_input_nodes):
             found[node] = of_state[node] = any(of_state[source] for source in node.all_input_nodes)
     return found
+
+
+def _costly(found: Collection[fx.Node]) -> set[fx.Node]:
+    """The values of parameters that operations other than cheap ones compute, those computed from them, and their sources."""
+    of_parameter, costly = set[fx.Node](), set[fx.Node]()
+    for node in found:
+        sources = node.all_input_nodes
+        if any(each in of_parameter or isinstance(each.meta.get("role"), program.Parameter) for each in sources):
+            of_parameter.add(node)
+            if not costly.isdisjoint(sources) or not (is_cheap(node) or node.target is operator.getitem):
+                costly.add(node)
+    return {node for node in reached(costly, lambda each: each.all_input_nodes) if node in found}
 
 
 def _repeats(node: fx.Node) -> bool:

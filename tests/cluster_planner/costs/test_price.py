@@ -12,7 +12,7 @@ import torch
 import graphpp
 from graphpp.capture.trace import capture
 from graphpp.cluster_planner.costs import Deployment, ModelCosts, PricedModel, capture_costs, priced
-from graphpp.devices import A100, H100_SXM, Curve, Efficiency, Link, Machines
+from graphpp.devices import H100_SXM, Curve, Efficiency, Link, Machines
 from graphpp.errors import CaptureError, ScheduleError
 from graphpp.options.recompute import Recompute, read_recompute
 from graphpp.passes.lower import LoweringOptions, lower
@@ -175,20 +175,6 @@ def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
 def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         priced(_costs(name), H100, Deployment(**options))
-
-
-def test_products_of_parameters_run_in_another_dtype() -> None:
-    costs = _costs("llama")
-    assert costs.dtype == "float32"
-    fast = replace(FLAT, device=replace(FLAT.device, memory_bandwidth=1e18))  # arithmetic takes all of the time
-    whole, half = (priced(costs, fast, Deployment(rows=64, dtype=dtype)).segments.costs.stages for dtype in (None, "bfloat16"))
-    assert sum(stage.forward for stage in half) < sum(stage.forward for stage in whole) / 5
-    assert [stage.saved_bytes for stage in half] == [stage.saved_bytes for stage in whole]
-
-
-def test_a_dtype_without_a_peak_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="A100 has peak"):
-        priced(_costs("mixtral"), Machines(A100, 8), Deployment(dtype="float8_e4m3fn"))
 
 
 def test_an_example_without_rows_is_refused() -> None:

@@ -19,6 +19,17 @@ from tests.exhaustive import further
 LAYERS = 9
 
 
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x / by
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad / ctx.by, None
+
+
 class Layer(nn.Module):
     """Two linear layers of this inner width, with a mask that has no stage."""
 
@@ -37,7 +48,8 @@ class Stack(nn.Module):
     """Layers that read a trained value of the first stage. `kind`: "plain"; "again": checkpointed, with dropout; "tied": two
     frozen layers share a weight; "skip": one layer is wider, and another one reads a value from further back; "turns": every
     second layer is wider; "stack": the head reads a detached value of each layer in one operator; "count": a buffer counts the
-    layers, so no stage starts at one; "between": the stack scales the result of each layer; "hooks": a hook does so."""
+    layers, so no stage starts at one; "between": the stack scales the result of each layer; "hooks": a hook does so;
+    "functions": a custom Function does so, by other numbers in the last third."""
 
     def __init__(self, kind: str, layers: int = LAYERS) -> None:
         super().__init__()
@@ -53,11 +65,13 @@ class Stack(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
+        halve = Halved.apply
         scale, skipped, means = torch.tanh(x), x, list[Tensor]()
         for at, layer in enumerate(self.layers):
             given = x, scale, self.kind == "again"
             x = checkpoint(layer, *given, use_reentrant=False) if self.kind == "again" else layer(*given)
             x = 0.5 * x if self.kind == "between" else x
+            x = halve(x, 2.0 if at < 6 else 3.0) if self.kind == "functions" else x
             skipped = x if at == 0 else skipped
             x = x + skipped if self.kind == "skip" and at == 1 else x
             means += [x.mean().detach()] if self.kind == "stack" else []
@@ -75,7 +89,7 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
     [
         ("tied", 9, 3),
         *further(("turns", 13, 4), ("plain", 9, 4), ("again", 9, 4), ("skip", 9, 2), ("stack", 9, 0), ("count", 9, 0)),
-        *further(("between", 9, 4), ("hooks", 9, 4)),
+        *further(("between", 9, 4), ("hooks", 9, 4), ("functions", 9, 2)),
     ],
 )
 def test_costs_are_those_of_a_model_with_all_layers(kind: str, layers: int, left_out: int, monkeypatch: Any) -> None:
@@ -95,6 +109,6 @@ def test_costs_are_those_of_a_model_with_all_layers(kind: str, layers: int, left
         return capture_costs(Stack(kind, layers), _loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None)
 
     found, traced = costs(noted), len(calls)
-    assert not left_out or traced == 2 * layers - (left_out if kind != "between" else 0)
+    assert not left_out or traced == 2 * layers - (left_out if kind not in ("between", "functions") else 0)
     assert found == costs(lambda shortening, module: None)
     assert sum(len(run.others) * len(run.layers) for run in used[-1].runs) == left_out

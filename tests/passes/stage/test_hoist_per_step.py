@@ -56,6 +56,13 @@ def staged_of(net: nn.Module, *calls: str) -> StagedGraphs:
     return split_weight_grad(joint, hoist_per_step(joint, cut_stages(joint, 1 + len(calls))))
 
 
+def test_a_compiler_is_left_the_cheap_values() -> None:
+    """The weight with a norm is computed by a reduction; exponentials, casts, masks and tables are fused into their readers."""
+    joint = find_step_invariants(assigned(captured(Net(), torch.randn(6, D)), 0), cheap=False)
+    marked = [node for node in joint.graph.nodes if node.meta.get("step_invariant")]
+    assert marked and all(any("first" in call for call in node.meta["calls"]) for node in marked)
+
+
 def made(staged: StagedGraphs, stage: int) -> list[str]:
     return [str(node.target) for node in staged.hoisted[stage].graph.nodes if node.op == "call_function"]
 

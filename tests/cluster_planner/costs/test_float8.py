@@ -1,0 +1,117 @@
+"""Costs of linear layers in float8 by torchao's recipes: which layers, which products, and the passes that scale operands."""
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import graphpp
+from graphpp.cluster_planner.costs.capture_costs import capture_costs
+from graphpp.cluster_planner.costs.model_costs import Degrees, ModelCosts
+from graphpp.errors import CaptureError, ScheduleError
+from tests.cluster_planner.plans.test_plan import LENGTH, WIDTH, Decoder, example, loss
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchao.float8")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+ROWS, LAYERS = 2, 4
+F, B = 0, 1
+
+
+def decoder(width: int = WIDTH) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(width)
+    model.layers = model.layers[:LAYERS]
+    return model
+
+
+@cache
+def usual(float8: str | None) -> ModelCosts:
+    return costs(decoder(), float8)
+
+
+def costs(model: torch.nn.Module, float8: Any = None) -> ModelCosts:
+    return capture_costs(model, loss, example(ROWS), float8=float8)
+
+
+def products(found: ModelCosts, segment: int, phase: int) -> Counter[str]:
+    variant, counted = found.variants[None], Counter[str]()
+    for each, number in variant.kinds[variant.kind_of[segment]].operations[phase]:
+        counted[each.dtype] += number if each.kind == "product" else 0
+    return +counted
+
+
+def passed(found: ModelCosts, segment: int, phase: int) -> float:
+    """Bytes of the kernels that are no products."""
+    variant, at = found.variants[None], Degrees(1.0)
+    operations = variant.kinds[variant.kind_of[segment]].operations[phase]
+    return sum(number * at.amount(each.nbytes) for each, number in operations if each.kind == "memory")
+
+
+def test_the_word_of_a_recipe_takes_the_layers_of_numbered_modules() -> None:
+    model = decoder()
+    before = list(model.modules())
+    found, plain = costs(model, "tensorwise"), usual(None)
+    assert [id(each) for each in model.modules()] == [id(each) for each in before]
+    assert found.float8 == "tensorwise of 8 linear layers" and plain.float8 is None
+    layer, head = found.layers[1], len(found.starts) - 1
+    assert products(found, layer, F) == {"float8_e4m3fn": 2}
+    assert products(found, layer, B) == {"float8_e5m2": 4}  # the dtype of gradients
+    assert products(found, head, F) == products(plain, head, F) == {"bfloat16": 1}
+
+
+def test_scales_and_casts_are_passes_over_memory() -> None:
+    """Of inputs [rows, k] and weights [n, k] in 2 bytes: one reading for the scale, one for the cast, and the bytes written."""
+    layer = usual(None).layers[1]
+    added = passed(usual("tensorwise"), layer, F) - passed(usual(None), layer, F)
+    tokens, weights = ROWS * LENGTH, 2 * 4 * WIDTH * WIDTH
+    inputs = tokens * (WIDTH + 4 * WIDTH)
+    # the scale of an input is found where the input is computed, and its readings for the cast are counted there
+    assert 3 * inputs + 5 * weights <= added <= 5 * inputs + 5 * weights + 1_000
+
+
+def test_a_converted_model_costs_what_the_option_says() -> None:
+    converted = convert_to_float8_training(
+        decoder(), config=Float8LinearConfig.from_recipe_name("tensorwise"), module_filter_fn=lambda layer, fqn: fqn != "head"
+    )
+    assert any(isinstance(each, Float8Linear) for each in converted.modules())
+    assert replace(usual("tensorwise"), float8=None) == costs(converted)
+
+
+def test_recipes_by_pattern() -> None:
+    found = costs(decoder(), {"layers.*.up": "rowwise_with_gw_hp", "head": "tensorwise"})
+    assert found.float8 == "tensorwise of 1 linear layers, rowwise_with_gw_hp of 4 linear layers"
+    assert products(found, found.layers[1], F) == {"float8_e4m3fn": 1, "bfloat16": 1}
+    assert products(found, found.layers[1], B) == {"float8_e4m3fn": 1, "bfloat16": 3}  # the weight's gradient is not in float8
+
+
+@pytest.mark.parametrize(
+    ("width", "float8", "message"),
+    [
+        (WIDTH, "blockwise", "float8: take one of tensorwise"),
+        (WIDTH, {"layers.*.left": "rowwise"}, r"'layers\.\*\.left' fits no linear layer"),
+        (24, {"layers.*.up": "rowwise"}, r"layers\.0\.up \(96, 24\) are no multiples of 16"),
+        (24, "rowwise", "no linear layer with sizes that are multiples of 16"),
+    ],
+)
+def test_refusals(width: int, float8: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        costs(decoder(width), float8)
+
+
+def test_plans_say_what_is_in_float8() -> None:
+    options: dict[str, Any] = {"machines": "8xH100", "batch": 16, "work": 1_000}
+    best = graphpp.plan(usual("tensorwise"), **options).best
+    assert "float8: tensorwise of 8 linear layers" in str(best)
+    assert graphpp.TrainingPlan.from_json(best.to_json()) == best
+    with pytest.raises(ScheduleError, match="A100 has peak FLOP/s of bfloat16"):
+        graphpp.plan(usual("tensorwise"), **{**options, "machines": "8xA100"})
+    with pytest.raises(ScheduleError, match="float8: it has no effect beside a ModelCosts"):
+        graphpp.plan(usual("tensorwise"), float8="rowwise", **options)
