@@ -93,8 +93,8 @@ class ModelCosts:
     `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
     `tensor_ranks`, `expert_ranks`: the most ranks that divide all sharded sizes, or the experts of all layers; divisors are
     also allowed; 0: none. `param_dtype`: dtype given to the capture (None: none); `tokens`: per row of the example (0: none);
-    `float8`: the linear layers that were captured in float8, as text (None: none). `head`: FQN of the weight of the linear layer
-    before the only cross entropy (None: none).
+    `float8`: the linear layers that were captured in float8, as text (None: none). `head`: FQN of the weight of the linear
+    layer before the only cross entropy (None: none).
     """
 
     rows: int
