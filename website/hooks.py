@@ -14,7 +14,6 @@ from pathlib import Path
 LOG = logging.getLogger("mkdocs.hooks.graphpp")
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 1_500  # also of the sources, in tests/test_documents.py
-LONGER = {"sequences.md"}  # pages that wait for their authors
 _LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)")
 _PART = re.compile(r"^<!-- README: (\w+) -->$", re.MULTILINE)
 _FOREIGN = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*(?:src|href)=["']?(?:https?:)?//""")
@@ -30,7 +29,7 @@ def on_page_markdown(markdown, page, config, files):
 
 def on_page_content(html, page, config, files):
     words = len(re.findall(r"\S*\w\S*", re.sub(r"<[^>]*>", " ", html)))
-    if words > MOST_WORDS and page.file.src_uri not in LONGER:
+    if words > MOST_WORDS:
         LOG.warning("%s has %s words, %s are allowed: split the page by subject", page.file.src_uri, words, MOST_WORDS)
     return html
 
