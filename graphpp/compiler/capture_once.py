@@ -31,10 +31,10 @@ from graphpp.capture.transfer.digest import ModelDigest, UnreadableError
 from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.capture.watch.audit import Audit
-from graphpp.capture.watch.operators import Operations, note_operators
+from graphpp.capture.watch.operators import Operations, note_operators, same_but_for_sizes
 from graphpp.compiler.artifact import Artifact
 from graphpp.compiler.request import CompileRequest
-from graphpp.errors import GraphPPError
+from graphpp.errors import CaptureError, GraphPPError
 from graphpp.parallel.agreement import Agreement
 from graphpp.passes.forward.change_forward import ForwardOptions
 from graphpp.passes.forward.cut_words import WordParts
@@ -56,9 +56,9 @@ class Wanted:
 def capture_graph(request: CompileRequest, wanted: Wanted, training: bool, words: WordParts | None = None) -> CapturedGraph:
     """Capture the model on an example microbatch, in this process, with autograd on.
 
-    A graph with open sizes is compared with one for the sizes of one microbatch: of an earlier one if there is one. If the
-    graph cannot be valid for the open sizes, it is specialised to the example's, and `fixed_because` says why; so does
-    `plain_because` for the example's numbers. Raises `CaptureError`.
+    A graph with open sizes is compared with one for the example's sizes alone, or with that of an earlier microbatch if the
+    code runs the same operators for both. If the graph cannot be valid for the open sizes, it is specialised to the example's,
+    and `fixed_because` says why; so does `plain_because` for the example's numbers. Raises `CaptureError`.
     """
     began, example, open_sizes = time.perf_counter(), wanted.example, wanted.open_sizes
     with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
@@ -73,7 +73,7 @@ def capture_graph(request: CompileRequest, wanted: Wanted, training: bool, words
         if open_sizes:
             ordered, some = example.with_ordered_integers().microbatch(), request.options.debug.dynamic is True
             general = cache(partial(run, ordered, device, varying={**open_sizes, **numbers}))
-            if wanted.alike is not None and wanted.alike[1].operations is not None and not numbers:
+            if not numbers and wanted.alike is not None and _runs_alike(request, wanted.alike[0], example, training):
                 captured = with_open_sizes(general, wanted.alike[1], wanted.alike[0], open_sizes, some)
             if captured is None or captured.fixed_because:
                 captured = with_open_sizes(general, alone(), example, open_sizes, some)
@@ -83,6 +83,23 @@ def capture_graph(request: CompileRequest, wanted: Wanted, training: bool, words
             captured = with_open_numbers(partial(run, device=device), captured, example)
         captured = replace(captured, fixed_because=reason)
     return replace(captured, seconds=time.perf_counter() - began)
+
+
+def _runs_alike(request: CompileRequest, one: FlatMicrobatch, other: FlatMicrobatch, training: bool) -> bool:
+    """Whether the code runs the same operators for two microbatches, but for numbers that follow from their sizes."""
+    sizes = [pair for shapes in zip(one.shapes, other.shapes, strict=True) for pair in zip(*shapes, strict=True)]
+    try:
+        return same_but_for_sizes(_operators(request, one, training), _operators(request, other, training), sizes)
+    except CaptureError:  # the code cannot be noted
+        return False
+
+
+def _operators(request: CompileRequest, example: FlatMicrobatch, training: bool) -> Operations:
+    """The operators that forward and loss run for a microbatch."""
+    batch, device = example.with_numbers(frozenset()).without_data().microbatch(), request.place.device
+    with torch.inference_mode(False), torch.enable_grad():
+        param_dtype = request.options.parallel.param_dtype
+        return note_operators(request.model, request.loss, batch, device, training=training, param_dtype=param_dtype)
 
 
 def loaded_or_captured(request: CompileRequest, example: FlatMicrobatch, words: WordParts | None = None) -> CapturedGraph:
@@ -146,15 +163,10 @@ def _audited(
     request: CompileRequest, graphs: Sequence[CapturedGraph], examples: Sequence[FlatMicrobatch], training: bool
 ) -> list[CapturedGraph]:
     """The graphs with audits of the state that they depend on (`capture/watch/audit.py`), on a rank that captured them."""
-    debug, device, param_dtype = request.options.debug, request.place.device, request.options.parallel.param_dtype
+    debug = request.options.debug
 
     def audit(example: FlatMicrobatch) -> Callable[[], None]:
-        batch = example.with_numbers(frozenset()).without_data().microbatch()
-
-        def note() -> Operations:
-            with torch.inference_mode(False), torch.enable_grad():
-                return note_operators(request.model, request.loss, batch, device, training=training, param_dtype=param_dtype)
-
+        note = partial(_operators, request, example.without_data(), training)
         return Audit(note, debug.audit, by_time=request.place.tp_group is None).check
 
     return [replace(graph, audit=audit(example)) for graph, example in zip(graphs, examples, strict=True)]

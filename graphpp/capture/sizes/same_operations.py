@@ -2,8 +2,8 @@
 
 Code that checks types, prints a size or catches the error of an unhashable symbol may branch differently for symbols, without
 a guard. Contract: `difference` of the operations of two graphs is None only if both have the same operations equally often:
-guard. Contract: `difference` of the operations of two graphs is None only if both have the same operations equally often,
-that nothing, and so are operations without a use. Operations that compute a number are ignored too, since the number is
+operators, numbers, shapes and dtypes of arguments and results. Views are ignored, since a trace with symbols keeps views that
+do nothing, and so are operations without a use. Operations that compute a number are ignored too, since the number is
 compared where an operation reads it. A size that a number of the microbatch decides equals no other.
 """
 

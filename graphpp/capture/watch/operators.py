@@ -14,7 +14,9 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -137,6 +139,32 @@ def first_difference(before: Operations, now: Operations) -> int | None:
     """The index of the first operation that differs, or None."""
     pairs = enumerate(zip_longest(before.ran, now.ran))
     return next((at for at, (old, new) in pairs if old is None or new is None or not old.same(new)), None)
+
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+
+
+def same_but_for_sizes(one: Operations, other: Operations, sizes: Iterable[tuple[int, int]]) -> bool:
+    """Whether two calls with other sizes ran the same operators, and the sizes explain all numbers that differ.
+
+    `sizes`: for each dimension its size in both calls. Two numbers are explained if they differ by as much as two sizes do, or
+    are in their ratio or its inverse.
+    """
+    differing = {pair for pair in sizes if pair[0] != pair[1]}
+
+    def explained(x: float, y: float) -> bool:
+        return x == y or any(x - y == a - b or math.isclose(x * b, y * a) or math.isclose(x * a, y * b) for a, b in differing)
+
+    for first, second in zip_longest(one.ran, other.ran):
+        if first is None or second is None or first.operator != second.operator:
+            return False
+        texts = [f"{each.arguments} {each.results}" for each in (first, second)]
+        words, numbers = ([_NUMBER.sub("", text) for text in texts], [map(float, _NUMBER.findall(text)) for text in texts])
+        if words[0] != words[1] or not all(map(explained, *numbers)):
+            return False
+        if not all(map(Constant.matches, first.constants, second.constants)):
+            return False
+    return True
 
 
 class OperatorNotes(aot.DispatchMode):
