@@ -24,7 +24,8 @@ from graphpp.compiler.exchanged_values import check_gathered_experts
 from graphpp.compiler.held_state import held_by_rank, kept_outputs, state_bytes
 from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_program, variant_of
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.stage_starts import check_parts, fastest_starts, resolved_starts, same_starts
+from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
+from graphpp.compiler.word_stages import check_parts
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs

@@ -111,7 +111,7 @@ class Memory(Group):
         read=or_none(COUNT),
         about="In how many parts the words of the head are cut, each computed by a stage of its own: as many as the pipeline "
         "has ranks. The head is a linear layer whose results only a cross entropy reads. Each rank then holds and trains "
-        "its part of the weight, and of an embedding tied to it. The parts are the calls `words0`, `words1`, .. of the "
+        "its part of the weight, and of an embedding tied to it. The parts are the calls `words[0]`, `words[1]`, .. of the "
         "head, and the last stages: ask for at least one stage more, such as `split=2 * ranks`. The parameter becomes a "
         "`DTensor` once the model is captured. Numbers are equal but for the rounding of sums over the parts. None: the "
         "head is in the last stage.",

@@ -32,7 +32,13 @@ from graphpp.parallel.rank_place import RankPlace, Sharding
 from graphpp.runtime.dtensors import is_over_stages, is_spread_over, local_tensor, spread_tensor
 from graphpp.runtime.fsdp.flat_parameters import FlatParameter
 from graphpp.runtime.fsdp.precision import Precision
-from graphpp.runtime.fsdp.sharded_parameters import RowsOverStages, ShardedParameters, SpreadParameters, check_written
+from graphpp.runtime.fsdp.sharded_parameters import (
+    RowsOverStages,
+    ShardedParameters,
+    SpreadParameters,
+    check_shardable,
+    check_written,
+)
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.parameter_rows import rows_in, whole_name
 from graphpp.runtime.program import StageProgram
@@ -134,8 +140,8 @@ class Ownership:
         sharding, own = self._place.sharding, self._captured().parameters(self._place.rank)
         if sharding is not None:
             return ShardValues(self._shards(sharding), self._source_of_values)
-        if self._cut:
-            return ShardValues(self._rows(self._place.device), self._source_of_values)
+        if self._still_whole:
+            return ShardValues(self._made_rows(self._place.device), self._source_of_values)
         named = self._state.named(own, among=self._state.parameters)
         spread = {fqn: tensor for fqn, tensor in named if tensor.is_meta and spread_tensor(tensor) is not None}
         return ShardValues(SpreadParameters(spread, self._place.device), self._source_of_values) if spread else None
@@ -147,7 +153,7 @@ class Ownership:
         for a parameter that cannot be sharded.
         """
         sharding = self._place.sharding
-        if sharding is None and self._cut and filled is None:
+        if sharding is None and self._still_whole and filled is None:
             self._cut_rows()
         elif sharding is None and filled is not None:
             filled.sharded.install(self._state)
@@ -175,22 +181,53 @@ class Ownership:
         self._after_exchange()
 
     @property
-    def _cut(self) -> list[str]:
-        """FQNs of the parameters whose rows are cut over the ranks, and which the model still has whole."""
-        if self._place.ranks == 1:
-            return []
-        names = dict.fromkeys(whole_name(name) for name in self.holders if rows_in(name) is not None)
-        return [fqn for fqn in names if not is_over_stages(self._state.tensor(fqn))]
+    def _rows_over_stages(self) -> frozenset[str]:
+        """FQNs of the parameters whose rows are cut over the ranks of the pipeline."""
+        names = self.holders if self._place.ranks > 1 else ()
+        return frozenset(whole_name(name) for name in names if rows_in(name) is not None)
 
-    def _rows(self, device: torch.device) -> RowsOverStages:
-        whole = dict(self._state.named(self._cut, among=self._state.parameters))
-        return RowsOverStages(whole, self._place.pipeline_mesh, device)
+    @property
+    def _still_whole(self) -> dict[str, torch.Tensor]:
+        """Those of them that the model still has whole."""
+        named = self._state.named(self._rows_over_stages, among=self._state.parameters)
+        return {fqn: tensor for fqn, tensor in named if not is_over_stages(tensor)}
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether all parameters are sharded that the mesh or `memory.word_parts` shards; equal on all ranks."""
+        return not self._still_whole and (self._place.sharding is None or self.sharded is not None)
+
+    def check_shardable(self) -> None:
+        """Raise `GraphPPError` if a parameter of this rank cannot be sharded. Changes and exchanges nothing."""
+        check_shardable(self._still_whole, "memory.word_parts")
+        if self._place.sharding is not None and self.sharded is None:
+            own = self._captured().parameters(self._place.rank) - self._still_whole.keys()
+            check_shardable(dict(self._state.named(own, among=self._state.parameters)), "dp_shard")
+
+    def check_rows(self) -> None:
+        """Raise `GraphPPError` if another pipeline, or the user, has put other objects in the places of parameters."""
+        rows = self._rows_over_stages
+        for fqn in self._state.parameters:  # other ranks' too, so that all ranks raise
+            tensor = self._state.tensor(fqn)
+            if is_over_stages(tensor) and fqn not in rows:
+                raise GraphPPError(
+                    f"another pipeline has cut the rows of {fqn} over its ranks (memory.word_parts): train and evaluate with "
+                    "that one, or compile this one over a copy of the model"
+                )
+            if fqn in rows and not is_over_stages(tensor) and not tensor.is_meta:
+                raise GraphPPError(
+                    f"another object stands in the place of {fqn}, whose rows memory.word_parts has cut over the ranks: change "
+                    "its values in place, with torch.no_grad(), or by pipe.load_state_dict"
+                )
+
+    def _made_rows(self, device: torch.device) -> RowsOverStages:
+        return RowsOverStages(self._still_whole, self._place.pipeline_mesh, device)
 
     def _cut_rows(self) -> None:
         """Put this rank's rows into the model, of parameters with values."""
-        rows = self._rows(self._place.device)
-        if any(self._agreement.largest([any(self._state.tensor(fqn).is_meta for fqn in rows.parameters)])):
+        if any(self._agreement.largest([any(tensor.is_meta for tensor in self._still_whole.values())])):
             return  # until `materialize`
+        rows = self._made_rows(self._place.device)
         for fqn in rows.parameters:
             rows.take(fqn, self._state.tensor(fqn))
         rows.install(self._state)
@@ -206,8 +243,8 @@ class Ownership:
         check_written([fqn for _, fqn in first.written_buffers()], first.parameters(rank))
         stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
         tensors = dict(self._state.named(stages.keys(), among=self._state.parameters))
-        if self._cut:
-            tensors |= self._rows(torch.device("meta")).parameters
+        if self._still_whole:
+            tensors |= self._made_rows(torch.device("meta")).parameters
         precision = Precision(self._parallel.param_dtype, self._parallel.reduce_dtype)
         of_experts = self._place.experts.sharding if self._place.experts is not None else None
         sharding_of = {fqn: of_experts if of_experts is not None and fqn in self.experts else sharding for fqn in tensors}

@@ -44,8 +44,8 @@ class Parts(NamedTuple):
 class RankGradients:
     """The gradients of this rank's parameters, in the model's order.
 
-    `counted`: the gradients that this rank counts, by position. `cut`: positions of the parameters of which each rank of the
-    pipeline has some rows; every rank counts its own. `codes`: per parameter of the model
+    `counted`: the gradients that this rank counts, by position. `over_stages`: positions of the parameters of which each
+    rank of the pipeline has some rows; every rank counts its own. `codes`: per parameter of the model
     1 + the index of its gradient's dtype in `_DTYPES`; 0 where this rank counts no gradient. `parts`: one entry per mesh
     dimension that spreads parameters; the dimension that cuts last comes first.
     """
@@ -55,7 +55,7 @@ class RankGradients:
     codes: tuple[int, ...]
     place: RankPlace
     parts: tuple[Parts, ...]
-    cut: tuple[int, ...] = ()
+    over_stages: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -75,9 +75,9 @@ class RankGradients:
             parts.append(_parts(pairs, place.tp_group))
         if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
-        cut = {order[fqn] for fqn, each in held.items() if is_over_stages(each)}
+        over_stages = {order[fqn] for fqn, each in held.items() if is_over_stages(each)}
         counts = [(order[fqn], owners[fqn][0], each.grad) for fqn, each in zip(held, parameters, strict=True)]
-        gradients = {at: gradient for at, owner, gradient in counts if owner == place.rank or at in cut}
+        gradients = {at: gradient for at, owner, gradient in counts if owner == place.rank or at in over_stages}
         counted = {position: gradient for position, gradient in gradients.items() if gradient is not None}
         codes = [_NO_GRADIENT] * len(order)
         for position, gradient in counted.items():
@@ -85,7 +85,7 @@ class RankGradients:
                 fqn = next(fqn for fqn, at in order.items() if at == position)
                 raise GraphPPError(f"{fqn}: its gradient is {gradient.dtype}, which has no norm: keep its gradients in float32")
             codes[position] = _CODES[gradient.dtype]
-        return cls(parameters, counted, tuple(codes), place, tuple(parts), tuple(sorted(cut)))
+        return cls(parameters, counted, tuple(codes), place, tuple(parts), tuple(sorted(over_stages)))
 
     def reduce_(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         group = self.place.group
@@ -150,9 +150,9 @@ def _own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
         table.index_copy_(0, _places(tuple(chosen), table.device), norms.to(table.device, torch.float64))
     for parts in gradients.parts:
         table = _over_parts(table, parts, norm_type)
-    if gradients.cut:
+    if gradients.over_stages:
         assert gradients.place.group is not None, "rows are cut over the ranks of a pipeline"
-        rows = _places(gradients.cut, table.device)
+        rows = _places(gradients.over_stages, table.device)
         joined = _over_parts(table[rows], Parts(gradients.place.group, ()), norm_type)
         table[rows] = joined if gradients.place.rank == 0 else 0.0
     return table

@@ -28,7 +28,7 @@ from graphpp.compiler.capture_once import Wanted, capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.exchanged_values import check_shared_layers
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.stage_starts import order_of_parts
+from graphpp.compiler.word_stages import order_of_parts
 from graphpp.errors import GraphPPError
 from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round
@@ -99,6 +99,8 @@ class GraphCache:
         key = self._keys.key(training, [part.signature for part in parts])
         if self.first is not None:
             self.ownership.check_copies(self.first)
+            if self.ownership.is_adapted:
+                self.ownership.check_rows()
         if self.ownership.sharded is not None:
             self.ownership.sharded.check(self._state)
         if key in self._prepared:
@@ -311,7 +313,12 @@ class GraphCache:
                 )
         if begins:
             self.ownership.release_if_asked()
+        if not self.ownership.is_adapted:
+            with Round(*self._groups):
+                self.ownership.check_shardable()
             self.ownership.shard_if_asked()
+        if begins and self.ownership.is_adapted:
+            self.ownership.check_rows()
 
     def _forget_all_but(self, latest: CallKey) -> None:
         """Drop the runners, except the latest, that use a dropped graph."""

@@ -108,7 +108,7 @@ class GraphPPRunner:
         self._bubble = 0.0
         read = frozenset[str]().union(*(stage.reads.union(stage.gradients.fqns) for stage in self.stages.values()))
         self._reader, self._tensors = state.reader(sorted(read)), dict[str, torch.Tensor]()
-        self._cut = any_rows(read)
+        self._reads_rows = any_rows(read)
         self.hooked: frozenset[str] = frozenset()  # FQNs of this rank's parameters with hooks on gradients, in the last step
         shards_of = self._sharded.shards_of if self._sharded is not None and self._reducer is None else None
         self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
@@ -272,7 +272,7 @@ class GraphPPRunner:
             stage.begin(values.__getitem__, inputs)
 
     def _values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self._sharded is None and are_plain(tensors) and not self._cut:
+        if self._sharded is None and are_plain(tensors) and not self._reads_rows:
             return [tensor.detach() for tensor in tensors]
         return [self._value(fqn, tensor) for fqn, tensor in zip(self._reader.fqns, tensors, strict=True)]
 

@@ -25,7 +25,7 @@ from graphpp.compiler.capture_once import Wanted, capture_graph, loaded_or_captu
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.stage_starts import order_of_parts
+from graphpp.compiler.word_stages import order_of_parts
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.options.options import Options
 from graphpp.parallel.rank_place import RankPlace

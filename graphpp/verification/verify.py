@@ -26,6 +26,7 @@ from graphpp.errors import BatchError
 from graphpp.options.options import Options
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.model_state import ModelState, state_restored
+from graphpp.runtime.parameter_rows import whole_name
 from graphpp.verification.first_difference import (
     first_in_eager,
     first_in_results,
@@ -135,7 +136,7 @@ def _tolerances(step: Step, compiled: Subject, uncut: Numbers, tolerance: float,
     stages = compiled.graph.program.stages
     fused = any(item.fused for stage in stages for item in stage.programs.values())
     made = [fqn for stage in stages for fqn in stage.gradients]
-    tied = sorted({fqn for fqn in made if made.count(fqn) > 1})
+    tied = sorted({whole_name(fqn) for fqn in made if made.count(fqn) > 1})
     note = f"{', '.join(tied)} in several stages: parts are added per stage first" if tied else ""
     note = "gradients.fused: the sums of gradients are rounded otherwise" if fused else note
     if compiled.backend:

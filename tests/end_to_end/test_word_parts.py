@@ -98,15 +98,39 @@ def test_loss_and_gradients_are_those_of_the_whole_head(own: Any, tied: bool, bi
     torch.testing.assert_close(logits, model(tokens).detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble", *further("DualPipeV", "InterleavedZeroBubble")])
-def test_stages_compute_the_uncut_graph(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [("Interleaved1F1B", True), ("ZBVZeroBubble", False), *further(("DualPipeV", False), ("InterleavedZeroBubble", True))],
+)
+def test_stages_compute_the_uncut_graph(schedule: str, tied: bool) -> None:
     tokens, target = batch()
     found = graphpp.verify(
-        decoder(bias=True), loss, graphpp.Microbatch((tokens,), target=target), split=8, schedule=schedule, ranks=4,
-        microbatches=8, memory=graphpp.Memory(word_parts=4, recompute="full"),
+        decoder(bias=True, tied=tied), loss, graphpp.Microbatch((tokens,), target=target), split=8 + 4 * tied,
+        schedule=schedule, ranks=4, microbatches=8, memory=graphpp.Memory(word_parts=4, recompute="full"),
     )  # fmt: skip
     found.raise_if_wrong()
-    assert found.cut.verdict == "equal"
+    assert found.cut.verdict == ("close" if tied else "equal")
+
+
+def test_embedding_and_head_in_one_module_have_parts_of_their_own() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Parameter(torch.rand(WORDS, WIDTH))
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = F.embedding(tokens, self.words)
+            for layer in self.layers:
+                x = layer(x)
+            return F.linear(x, self.words)
+
+    tokens, target = batch()
+    found = graphpp.verify(
+        Shared(), loss, graphpp.Microbatch((tokens,), target=target), split=6, ranks=2, memory=graphpp.Memory(word_parts=2)
+    )
+    found.raise_if_wrong()
+    assert [each.parameters for each in found.plan.stages] == [24, 20, 20, 20, 24, 20]
 
 
 def test_transformers_with_tied_words_and_other_lengths() -> None:
@@ -138,11 +162,47 @@ def test_an_autocast_head_in_bfloat16_computes_its_softmax_in_float32() -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_target_that_is_no_word_raises() -> None:
+@pytest.mark.parametrize(("tied", "place", "word"), [(False, 1, WORDS), (False, 1, -1), (True, 0, -1), (True, 0, WORDS)])
+def test_a_target_or_token_that_is_no_word_raises(tied: bool, place: int, word: int) -> None:
+    pair = batch()
+    pair[place][2, 0] = word
+    with pytest.raises(IndexError, match="index out of range"):
+        in_one_process(2, tied=tied).step(pair[0], target=pair[1])
+
+
+def test_words_that_are_never_chosen_have_gradients_without_nan() -> None:
+    """The second part of the words is padding: its bias is -inf."""
+    model, (tokens, target) = decoder(bias=True), batch()
+    with torch.no_grad():
+        model.head.bias[6:] = -torch.inf
+    pipe = graphpp.compile(model, loss, split=4, microbatches=1, memory=graphpp.Memory(word_parts=2))
+    target = target.clamp(max=5)
+    pipe.step(tokens, target=target)
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    loss(model(tokens), target).backward()
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(found[name], each.grad, msg=name)
+
+
+def test_of_two_heads_the_one_with_more_words_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    class Auxiliary(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind = nn.Linear(WIDTH, 5)
+
+        def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x = self.tokens(tokens)
+            return self.kind(x), self.head(x)
+
+    def both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return loss(output[0], target.clamp(max=4)) + loss(output[1], target)
+
     tokens, target = batch()
-    target[2, 0] = WORDS
-    with pytest.raises(IndexError, match=f"{WORDS} is out of bounds"):
-        in_one_process(2, tied=False).step(tokens, target=target)
+    pipe = graphpp.compile(Auxiliary(), both, split=3, microbatches=1, memory=graphpp.Memory(word_parts=2))
+    pipe.step(tokens, target=target)
+    assert [each.modules[-1] for each in pipe.plan.stages][1:] == ["head.words[0]", "head.words[1]"]
+    assert "still has a whole head" in caplog.text and "another head has more words" in caplog.text
 
 
 def step(model: nn.Module, own: Any = loss, words: int = WORDS, **options: Any) -> None:
@@ -172,7 +232,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[GraphPPError], str]] = {
     "few words": (lambda: step(decoder(words=3), words=3, memory={"word_parts": 4}, split=6), CaptureError, "3 words cannot"),
     "logits_tokens too": (lambda: step(decoder(), memory={"logits_tokens": 2}), CaptureError, "leave one of them out"),
     "no room for the layers": (lambda: step(decoder(tied=True)), SplitError, "2 parts of its embedding"),
-    "an evaluation first": (lambda: in_one_process(2, tied=False).eval(batch()[0]), CaptureError, "train a step before"),
+    "an evaluation first": (lambda: in_one_process(2, tied=False).eval(batch()[0]), CaptureError, "or train a step first"),
 }
 
 
@@ -186,9 +246,9 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1F1B"}, "there are 2: ask for more, such as split=4"),
+        ({"schedule": "1F1B"}, "stages in all: 2. Ask for more, such as split=4"),
         ({"split": 4, "memory": graphpp.Memory(word_parts=3)}, "the pipeline has 2 ranks"),
-        ({"split": ["layers.2", "layers.3", "head.words0"]}, r"stage 3 on rank 1 has head.weight\[0:6\], which belongs on"),
+        ({"split": ["layers.2", "layers.3", "head.words[0]"]}, r"stage 3 on rank 1 has head.weight\[0:6\], which belongs on"),
         ({"split": graphpp.Layout("Et|t|t|tL", ranks=2)}, "a Layout, which knows no parts of words"),
     ],
 )
@@ -282,6 +342,30 @@ def test_replicas_and_shards_train_as_one_process(dimension: str, tied: bool, ke
     for found, expected in run_ranks(on_mesh, 4, dimension, tied, keep):
         torch.testing.assert_close(found.norms, expected.norms, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-5)
+
+
+def two_pipelines(rank: int) -> str:
+    model, (tokens, target) = decoder(), batch()
+    plain = graphpp.compile(model, loss, split=2, microbatches=4, memory=graphpp.Memory(release=False))
+    cut = graphpp.compile(model, loss, split=4, microbatches=4, memory=graphpp.Memory(word_parts=2, release=False))
+    cut.step(tokens, target=target)
+    with pytest.raises(GraphPPError, match=r"another pipeline has cut the rows of head\.weight"):
+        plain.eval(tokens)
+    with pytest.raises(GraphPPError, match=r"another pipeline has cut the rows of head\.weight"):
+        graphpp.compile(model, loss, split=2)
+    other = decoder()
+    again = graphpp.compile(other, loss, split=4, microbatches=4, memory=graphpp.Memory(word_parts=2))
+    if rank == 1:
+        other.head.weight.grad = torch.zeros_like(other.head.weight)
+    with pytest.raises(GraphPPError, match=r"head\.weight has a gradient" if rank else "rank 1"):
+        again.step(tokens, target=target)
+    other.zero_grad()
+    return str(again.step(tokens, target=target).loss.item())
+
+
+def test_other_objects_in_the_place_of_the_head_are_refused() -> None:
+    first, second = run_ranks(two_pipelines, 2)
+    assert first == second
 
 
 def saved(rank: int, folder: Path) -> None:

@@ -147,13 +147,14 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 def same_but_for_sizes(one: Operations, other: Operations, sizes: Iterable[tuple[int, int]]) -> bool:
     """Whether two calls with other sizes ran the same operators, and the sizes explain all numbers that differ.
 
-    `sizes`: for each dimension its size in both calls. Two numbers are explained if they differ by as much as two sizes do, or
-    are in their ratio or its inverse.
+    `sizes`: for each dimension its size in both calls. Two numbers are explained if they differ by as much as two sizes do, are
+    the same multiple of them, or the same number divided by them.
     """
     differing = {pair for pair in sizes if pair[0] != pair[1]}
 
     def explained(x: float, y: float) -> bool:
-        return x == y or any(x - y == a - b or math.isclose(x * b, y * a) or math.isclose(x * a, y * b) for a, b in differing)
+        multiples = ((x / a == y / b and (x / a).is_integer()) or math.isclose(x * a, y * b) for a, b in differing if a and b)
+        return x == y or any(x - y == a - b for a, b in differing) or any(multiples)
 
     for first, second in zip_longest(one.ran, other.ran):
         if first is None or second is None or first.operator != second.operator:

@@ -2,7 +2,8 @@
 
 - `with_word_parts` (`memory.word_parts`): the last segment becomes one segment for each part. If an embedding is tied to the
   head, the first segment is cut alike. Each part has its share of operations, bytes and parameters, and reads the input of the
-  whole segment. The shares leave out two numbers for each token, which travel from part to part, and their additions.
+  whole segment, which is taken to have no other operations. The shares leave out two numbers for each token, which travel from
+  part to part, and their additions.
 - `with_logits_tokens` (`memory.logits_tokens`): the forward of the last segment also computes the gradients of the head's input
   and parameters, which wait for the backward. Logits exist for some tokens.
 """
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from graphpp.cluster_planner.costs.model_costs import PHASES, ModelCosts, ParameterCosts, SegmentKind, Variant
 from graphpp.cluster_planner.costs.operations import Counted, Operation, Size, summed
+from graphpp.passes.forward.cut_words import HEAD, LOOKUP
 from graphpp.runtime.program import Phase
 
 _BACKWARD = PHASES.index(Phase.BACKWARD)
@@ -45,6 +47,9 @@ def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
     def readers(old: Sequence[int], part: int) -> tuple[int, ...]:
         return tuple(number[at, part if at in cut else 0] for at in old)
 
+    def name(at: int, part: int) -> str:
+        return f"{costs.names[at]}.{HEAD if at else LOOKUP}[{part}]" if at in cut else costs.names[at]
+
     def parameters(each: ParameterCosts) -> list[ParameterCosts]:
         of_words = each.fqn == costs.head or set(each.readers) == {last}
         shares = range(parts) if of_words else range(1)
@@ -64,7 +69,7 @@ def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
     return replace(
         costs,
         starts=tuple(costs.starts[at] + part for at, part in segments),
-        names=tuple(f"{costs.names[at]}.words{part}" if at in cut else costs.names[at] for at, part in segments),
+        names=tuple(name(*each) for each in segments),
         layers=tuple(number[at, 0] for at in costs.layers),
         variants={name: variant(each) for name, each in costs.variants.items()},
         forward=crossing(costs.forward),

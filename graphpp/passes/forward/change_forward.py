@@ -54,26 +54,34 @@ def change_forward(module: fx.GraphModule, options: ForwardOptions, about: Forwa
         both = "memory.word_parts, memory.logits_tokens"
         raise CaptureError(f"{both}: each makes another head of the model's: leave one of them out")
     if options.word_parts is not None:
-        _cut_words(module, options.word_parts, about)
+        _cut_words(module, options.word_parts, about, training)
     if options.logits_tokens is not None:
         _chunk_logits(module, options.logits_tokens, about, training)
 
 
-def _cut_words(module: fx.GraphModule, parts: WordParts, about: ForwardFacts) -> None:
+def _cut_words(module: fx.GraphModule, parts: WordParts, about: ForwardFacts, training: bool) -> None:
     weight = None if parts.weight is None else attrgetter(f"{about.prefix}.{parts.weight}")(module)
     try:
-        cut_words(module, parts, about.inside, weight)
+        others = cut_words(module, parts, about.inside, weight, training=training)
     except Stays as reason:
-        line = about.line(reason.node)
-        where = f"at {line} " if line else ""
+        first = "" if training else " (before the first step nothing says which head: give example=, or train a step first)"
         raise CaptureError(
-            f"memory.word_parts: the words of this model's head cannot be cut: {where}{reason}. {_REMEDY}"
+            f"memory.word_parts: the words of this model's head cannot be cut: {_said(reason, about)}{first}. {_REMEDY}"
         ) from None
+    if training and others:
+        found = "; ".join(_said(each, about) for each in others)
+        _LOG.warning("memory.word_parts: a cross entropy of the model or loss still has a whole head: %s", found)
+
+
+def _said(reason: Stays, about: ForwardFacts) -> str:
+    """The reason with the user's line, or with the operation where there is none."""
+    line = about.line(reason.node) or ("" if reason.node.op == "output" else reason.node.name)
+    return f"at {line} {reason}" if line else str(reason)
 
 
 def _chunk_logits(module: fx.GraphModule, tokens: int, about: ForwardFacts, training: bool) -> None:
     rewritten, others = chunk_logits(module, tokens, about.autocast)
-    found = [f"at {about.line(node) or node.name} {reason}" for node, reason in others]
+    found = [_said(each, about) for each in others]
     if training and rewritten and others:
         _LOG.warning("memory.logits_tokens: a cross entropy of the model or loss still has all logits: %s", "; ".join(found))
     if training and not rewritten:

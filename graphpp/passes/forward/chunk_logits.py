@@ -21,18 +21,18 @@ aten = torch.ops.aten
 
 def chunk_logits(
     module: fx.GraphModule, tokens: int, autocast: torch.dtype | None
-) -> tuple[int, list[tuple[fx.Node, str]]]:
-    """Rewrite an exported forward in place: (how many losses were rewritten, the node and reason for which another was not).
+) -> tuple[int, list[Stays]]:
+    """Rewrite an exported forward in place: (how many losses were rewritten, why the others were not).
 
     `tokens`: rows whose logits exist at one time. `autocast`: the dtype of autocast, under which the module will run.
     """
-    rewritten, reasons = 0, list[tuple[fx.Node, str]]()
+    rewritten, reasons = 0, list[Stays]()
     for node in [node for node in module.graph.nodes if node.target is LOSS]:
         try:
             _rewrite(module, head_of(node), tokens, autocast)
             rewritten += 1
         except Stays as reason:
-            reasons.append((reason.node, str(reason)))
+            reasons.append(reason)
     if rewritten:
         module.graph.eliminate_dead_code()
     return rewritten, reasons

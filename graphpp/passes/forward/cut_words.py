@@ -2,22 +2,23 @@
 
 Contract of `cut_words(module, parts, ..)`
 - The weight and bias of the head become one parameter for each part of the words (`runtime/parameter_rows.py`). Each part is a
-  call `words0`, `words1`, .. within the head's module call, in the order of `parts.head`, so that a split may start stages
-  there.
+  call `words[0]`, `words[1]`, .. within the head's module call, in the order of `parts.head`, so that a split may start stages
+  there. Of several heads the one with most words is cut, and the others are returned with their reasons.
 - A head whose results only a cross entropy reads (`head_and_loss.py`): a part computes its logits, their log-sum-exp, and the
   logit of each target that is among its words. These two numbers for each token travel on to the next part, which adds its own.
   So no logits leave a part, and the loss is exact: log(sum exp) of all words minus the target's logit, computed in at least 32
-  bits. A target that is no word raises `IndexError`, as in torch.
-- Another head (an evaluation, which returns logits): each part computes its logits, and the last one joins them.
-- An embedding with the head's weight: a part looks up the tokens among its words, and adds them to the sum of earlier parts.
+  bits. A target or token that is no word raises `IndexError`, as in torch.
+- The head of an evaluation, which may return logits: each part computes its logits, and the last one joins them.
+- An embedding with the head's weight, called once: a part `lookup[0]`, .. looks up the tokens among its words, and adds them to
+  the sum of earlier parts.
 - `Stays` for any other use of the weight or bias.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ from graphpp.passes.forward.head_and_loss import (
 from graphpp.runtime.parameter_rows import rows_name, rows_of
 
 _EMBEDDING = torch.ops.aten.embedding.default
+HEAD, LOOKUP = "words", "lookup"  # the calls of the parts, with their numbers in brackets, which no module's name has
 Inside = Callable[[fx.Node, str], dict[str, Any]]
-"""The metadata of an operation inside a call of this name within the innermost module call of a node."""
+"""Makes the metadata of an operation inside a call of this name within the innermost module call of a node."""
 
 
 @dataclass(frozen=True)
@@ -53,38 +55,29 @@ class WordParts:
     weight: str | None = None
 
 
-def cut_words(module: fx.GraphModule, parts: WordParts, inside: Inside, weight: Tensor | None) -> None:
-    """Rewrite an exported forward in place. `weight`: the head's, a parameter of `module`; None: found by the loss.
+def cut_words(
+    module: fx.GraphModule, parts: WordParts, inside: Inside, weight: Tensor | None, *, training: bool
+) -> list[Stays]:
+    """Rewrite an exported forward in place; returns why other cross entropies have whole heads.
 
-    Raises `Stays` if there is no such head, or its weight has another use.
+    `weight`: the head's, a parameter of `module`; None: found by the loss. Raises `Stays` if there is no such head, or its
+    weight has another use.
     """
-    heads, reasons = {}, []
+    heads, others = dict[fx.Node, HeadAndLoss](), list[Stays]()
     for loss in [node for node in module.graph.nodes if node.target is LOSS]:
         try:
             found = head_of(loss)
             heads[found.linear] = found
         except Stays as reason:
-            reasons.append(reason)
+            others.append(reason)
     if weight is None:
         if not heads:
-            none = "no cross entropy over a linear layer is called (train a step before pipe.eval)"
-            raise reasons[0] if reasons else Stays(module.graph.output_node(), none)
-        weight = _tensor(module, next(iter(heads.values())).operands[1])
+            raise others[0] if others else Stays(module.graph.output_node(), "no cross entropy over a linear layer is called")
+        weight = _tensor(module, max(heads.values(), key=lambda each: int(each.words)).operands[1])
     if weight is None:
         raise Stays(next(iter(heads)), "the head's weight is computed, and is no parameter of the model")
-    cut = _Cut(module, parts, inside)
-    linear = None
-    for user, operand in [(user, node) for node in _reads(module, weight) for user in node.users]:
-        if user.target is LINEAR and args_of(user)[1] is operand and linear is None:
-            linear = user
-        elif user.target is _EMBEDDING:
-            cut.embedding(user)
-        else:
-            raise Stays(user, f"{user.target} reads the head's weight, of which each rank has a part of the words")
-    if linear is not None:
-        cut.loss(heads[linear]) if linear in heads else cut.logits(linear)
-    module.graph.eliminate_dead_code()
-    cut.drop_whole()
+    linear = _Cut(module, parts, inside).head(weight, heads, training=training, others=others)
+    return others + [Stays(each, "another head has more words") for each in heads if each is not linear]
 
 
 def _tensor(module: fx.GraphModule, node: fx.Node | None) -> Tensor | None:
@@ -106,10 +99,30 @@ class _Cut:
     module: fx.GraphModule
     parts: WordParts
     inside: Inside
+    _targets: dict[tuple[int, range], str] = field(default_factory=dict)
+    _whole: dict[int, Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._targets: dict[tuple[int, range], str] = {}
-        self._whole: dict[int, Tensor] = {}
+    def head(
+        self, weight: Tensor, heads: Mapping[fx.Node, HeadAndLoss], *, training: bool, others: Sequence[Stays]
+    ) -> fx.Node | None:
+        """Cut the head and the embedding with this weight; returns the head's linear layer, if the forward calls one."""
+        uses = [(user, read) for read in _reads(self.module, weight) for user in read.users]
+        linears = [user for user, read in uses if user.target is LINEAR and args_of(user)[1] is read]
+        embeddings = [user for user, _ in uses if user.target is _EMBEDDING]
+        for user in [*linears[1:], *embeddings[1:], *(user for user, _ in uses if user not in (*linears, *embeddings))]:
+            raise Stays(user, f"{user.target} reads the head's weight once more, of which each rank has a part of the words")
+        for embedding in embeddings:
+            self.embedding(embedding)
+        for linear in linears:
+            if linear in heads:
+                self.loss(heads[linear])
+            elif training:
+                raise next(iter(others), Stays(linear, "other operations than a cross entropy read its results"))
+            else:
+                self.logits(linear)
+        self.module.graph.eliminate_dead_code()
+        self.drop_whole()
+        return next(iter(linears), None)
 
     def drop_whole(self) -> None:
         """Take the whole parameters out of the module, under all their names: a trace has all its parameters as inputs."""
@@ -123,9 +136,9 @@ class _Cut:
         with graph.inserting_before(loss):
             rows, scale = rows_before_head(graph, found)
             sums: Any = None
-            for call, words, part in self._each(linear, self.parts.head, found.operands[1:]):
+            for place, words, part in self._each(linear, HEAD, self.parts.head, found.operands[1:]):
                 options = (words.start, scale, wide, bool(found.smoothing))
-                sums = call(graph.call_function(_sums_with_part, (rows, *part, found.target, sums, options)))
+                sums = place(graph.call_function(_sums_with_part, (rows, *part, found.target, sums, options)))
             rules = (found.words, found.mean, found.ignore_index, found.smoothing, loss.meta["val"].dtype)
             value = like(loss, graph.call_function(_loss_of_sums, (sums, found.target, *rules)))
         loss.replace_all_uses_with(value)
@@ -134,10 +147,10 @@ class _Cut:
         graph, (hidden, weight, bias, *_) = self.module.graph, (*args_of(linear), None)
         with graph.inserting_before(linear):
             made: dict[int, fx.Node] = {}
-            call: Callable[[fx.Node], fx.Node]
-            for call, words, part in self._each(linear, self.parts.head, (weight, bias)):
-                made[words.start] = call(graph.call_function(LINEAR, (hidden, *part)))
-            value = call(graph.call_function(torch.cat, ([made[first] for first in sorted(made)], -1)))
+            place: Place
+            for place, words, part in self._each(linear, HEAD, self.parts.head, (weight, bias)):
+                made[words.start] = place(graph.call_function(LINEAR, (hidden, *part)))
+            value = place(graph.call_function(torch.cat, ([made[first] for first in sorted(made)], -1)))
         value.meta["val"] = linear.meta["val"]
         linear.replace_all_uses_with(value)
 
@@ -150,43 +163,54 @@ class _Cut:
             raise Stays(node, "an embedding shares the head's weight, and the schedule's first stages are not one on each rank")
         total: Any = None
         with self.module.graph.inserting_before(node):
-            for call, words, (part, _) in self._each(node, self.parts.embedding, (weight, None)):
+            for place, words, (part, _) in self._each(node, LOOKUP, self.parts.embedding, (weight, None)):
                 options = (words.start, padding, weight.meta["val"].shape[0])
-                total = call(self.module.graph.call_function(_sum_with_part, (tokens, part, total, *options)))
+                total = place(self.module.graph.call_function(_sum_with_part, (tokens, part, total, *options)))
         total.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(total)
 
     def _each(
-        self, node: fx.Node, order: tuple[int, ...], operands: Any
-    ) -> Iterator[tuple[Callable[[fx.Node], fx.Node], range, list[fx.Node | None]]]:
-        """For each part: a function that puts an operation into the part's call, the words, and the part of each operand."""
-        words = operands[0].meta["val"].shape[0]
+        self, node: fx.Node, name: str, order: tuple[int, ...], operands: tuple[fx.Node, fx.Node | None]
+    ) -> Iterator[tuple[Place, range, list[fx.Node | None]]]:
+        """For each part: the place of its operations, the words, and the part of the weight and of the bias."""
+        weight, bias = operands
+        words = weight.meta["val"].shape[0]
         if words < len(order) or len(rows_of(words, len(order), len(order) - 1)) == 0:
             raise Stays(node, f"{words} words cannot be cut into {len(order)} parts")
+        if bias is not None and any(user is not node for user in self._users(bias)):
+            raise Stays(node, "the head's bias is read by other operations too")
         for at, number in enumerate(order):
-            meta, rows = self.inside(node, f"words{at}"), rows_of(words, len(order), number)
+            place, rows = Place(self.inside(node, f"{name}[{at}]")), rows_of(words, len(order), number)
+            yield place, rows, [each and place(self._part(node, each, rows)) for each in operands]
 
-            def call(made: fx.Node, meta: dict[str, Any] = meta) -> fx.Node:
-                made.meta = dict(meta)
-                return made
-
-            yield call, rows, [operand and call(self._part(node, operand, rows)) for operand in operands]
+    def _users(self, operand: fx.Node) -> list[fx.Node]:
+        whole = _tensor(self.module, operand)
+        return [] if whole is None else [user for read in _reads(self.module, whole) for user in read.users]
 
     def _part(self, node: fx.Node, operand: fx.Node, rows: range) -> fx.Node:
         """Reads rows of a parameter, which become a parameter of the module."""
         whole = _tensor(self.module, operand)
         if whole is None:
             raise Stays(node, "the head's weight or bias is computed, and is no parameter of the model")
-        if any(user is not node for read in _reads(self.module, whole) for user in read.users) and whole.dim() == 1:
-            raise Stays(node, "the head's bias is read by other operations too")
+        path, _, name = str(operand.target).rpartition(".")
         self._whole[id(whole)] = whole
         key = id(whole), rows
         if key not in self._targets:
-            path, _, name = str(operand.target).rpartition(".")
             part = nn.Parameter(whole.detach()[rows.start : rows.stop].clone(), requires_grad=whole.requires_grad)
             self.module.get_submodule(path).register_parameter(rows_name(name, rows), part)
             self._targets[key] = f"{path}.{rows_name(name, rows)}" if path else rows_name(name, rows)
         return self.module.graph.get_attr(self._targets[key])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Puts operations into the call of a part."""
+
+    meta: dict[str, Any]
+
+    def __call__(self, node: fx.Node) -> fx.Node:
+        node.meta = dict(self.meta)
+        return node
 
 
 def _sums_with_part(
@@ -205,13 +229,20 @@ def _sums_with_part(
     first, scale, dtype, smooths = options
     logits = F.linear(rows, weight, bias).to(dtype)
     logits = logits if scale == 1 else logits * scale
-    place = target - first
+    place = target.to(torch.int64) - first
     mine = (place >= 0) & (place < weight.shape[0])
     score = logits.gather(1, place.clamp(0, weight.shape[0] - 1)[:, None])[:, 0].where(mine, 0)
-    found = (logits.logsumexp(-1), score, *([logits.sum(-1)] if smooths else []))
+    found = (_log_sum_exp(logits), score, *([logits.sum(-1)] if smooths else []))
     if before is None:
         return found
     return (torch.logaddexp(before[0], found[0]), *(one + other for one, other in zip(before[1:], found[1:], strict=True)))
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """As `logsumexp` over the words; of a row that is all -inf a finite number without gradient, where torch's is nan."""
+    limits = torch.finfo(logits.dtype)
+    most = logits.detach().amax(-1, keepdim=True).clamp(min=limits.min)
+    return most[:, 0] + (logits - most).exp().sum(-1).clamp(min=limits.tiny).log()
 
 
 def _loss_of_sums(
@@ -225,7 +256,8 @@ def _loss_of_sums(
 ) -> Tensor:
     """The cross entropy from the sums over all words."""
     (total, score, *rest), valid = sums, target != ignore_index
-    losses = total - score - score.new_zeros(words)[target.where(valid, 0)]  # zeros; raises for a target that is no word
+    zeros = score.new_zeros(words).index_select(0, target.where(valid, 0))  # raises for a target that is no word
+    losses = total - score - zeros
     if smoothing:
         losses = (1 - smoothing) * losses + smoothing * (total - rest[0] / words)
     loss = losses.where(valid, 0).sum()
@@ -236,7 +268,7 @@ def _sum_with_part(tokens: Tensor, weight: Tensor, before: Tensor | None, first:
     """The embeddings of the tokens among this part's words, zero elsewhere, plus those of earlier parts."""
     place = tokens - first
     if before is None:
-        place = place + place.new_zeros(words)[tokens]  # zeros; raises for a token that is no word
+        place = place + place.new_zeros(words).index_select(0, tokens.flatten()).view_as(tokens)  # raises for no word
     mine = (place >= 0) & (place < weight.shape[0])
     own = padding - first if 0 <= padding - first < weight.shape[0] else None
     found = F.embedding(place.clamp(0, weight.shape[0] - 1), weight, own).where(mine[..., None], 0)

@@ -1,6 +1,6 @@
 """Find a head whose results only a cross entropy reads: a linear layer, operations on its rows, the loss.
 
-Contract of `head_of(module, loss)`
+Contract of `head_of(loss)`
 - The operations between the two do the same to each word and to each row: views, slices, casts to at least the precision of
   the head, a product with or quotient by a number. Each has one reader, and the next is the loss.
 - The loss has class indices [rows], a mean or a sum over the rows, an index to ignore, and label smoothing. No in-place

@@ -4,6 +4,8 @@
   `dp_shard` (`Replicate()` if it is 0-dim). With tensor parallelism the mesh is `tp` x `dp_shard`: `dp_shard` cuts the rows of
   the local `tp` part, and a parameter that `tp` does not cut is replicated over `tp`. The parameter keeps its FQNs, attributes
   and `requires_grad`.
+- A parameter whose rows `memory.word_parts` cuts over the ranks of the pipeline (`RowsOverStages`) has the mesh of these ranks;
+  with `dp_shard` the mesh is both, and `dp_shard` cuts the rows of a rank's part.
 - With expert parallelism an expert's mesh is `ep` x `dp_shard`; all other parameters are sharded over the ranks of both.
 - Parameters lie in one flat shard if the same stages of the rank read them, the same ranks share them, they have one dtype and
   one `requires_grad`, and all or none of them are vectors: optimizers often decay matrices alone.
@@ -68,10 +70,10 @@ class ShardedParameters:
         that read each; `sharding`: the ranks that share each. `frees`: whether whole parameters are freed when their stages are
         resharded. `precision`: the dtypes of whole parameters and of messages.
         """
-        _check(tensors, "dp_shard shards plain parameters")
+        check_shardable(tensors, "dp_shard")
         self.sharding, self.precision = sharding, precision or Precision()
         spreads = {fqn: spread_of(tensor) for fqn, tensor in tensors.items() if is_over_stages(tensor)}
-        self._cut = {fqn: spread for fqn, spread in spreads.items() if spread is not None}
+        self._over_stages = {fqn: spread for fqn, spread in spreads.items() if spread is not None}
         self._flat_parameters: FlatParameters | None = None
         self._reader: TensorReader | None = None
         groups: dict[Hashable, dict[str, torch.Tensor]] = {}
@@ -89,7 +91,7 @@ class ShardedParameters:
     @torch.no_grad()
     def take(self, fqn: str, whole: torch.Tensor) -> None:
         """Copy this rank's rows of a parameter, whose values are equal on all ranks of the mesh."""
-        over_stages = self._cut.get(fqn)
+        over_stages = self._over_stages.get(fqn)
         if fqn in self._scalars:
             self._scalars[fqn].copy_(whole)
         else:
@@ -174,8 +176,8 @@ class ShardedParameters:
     def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
         local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
         part = spread_tensor(tensor)
-        if fqn in self._cut:
-            mesh, before = self.sharding[fqn].stage_mesh, self._cut[fqn].placements
+        if fqn in self._over_stages:
+            mesh, before = self.sharding[fqn].stage_mesh, self._over_stages[fqn].placements
             made = _made(tensor, local, sharded_by_rows(mesh, tensor.shape, tensor.stride(), before))
             note_over_stages(made)
             return made
@@ -216,7 +218,7 @@ class RowsOverStages:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, device: torch.device) -> None:
         """`tensors`: the whole parameters by FQN, whose values are not read; `mesh`: the ranks of the pipeline."""
-        _check(tensors, "memory.word_parts cuts plain parameters")
+        check_shardable(tensors, "memory.word_parts")
         self.parameters: dict[str, nn.Parameter] = {}
         for fqn, tensor in tensors.items():
             rows = rows_of(tensor.shape[0], mesh.size(), mesh.get_local_rank())
@@ -254,11 +256,12 @@ def _install(parameters: Mapping[str, nn.Parameter], state: ModelState, now: str
     forget(((tensor, fqn) for fqn, tensor in former.items()), now)
 
 
-def _check(tensors: Mapping[str, torch.Tensor], plain_only: str) -> None:
+def check_shardable(tensors: Mapping[str, torch.Tensor], option: str) -> None:
+    """Raise `GraphPPError` for a parameter of which no rank can have rows. `option`: asks for the rows."""
     for fqn, tensor in tensors.items():
         plain = type(tensor).__torch_function__ is nn.Parameter.__torch_function__
         if not plain and not is_over_stages(tensor) and spread_tensor(tensor) is None:
-            raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and {plain_only}")
+            raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and {option} takes plain parameters")
         if tensor.grad is not None:
             raise GraphPPError(
                 f"{fqn} has a gradient, and a new parameter with this rank's rows takes its place: call zero_grad() before "

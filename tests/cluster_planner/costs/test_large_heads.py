@@ -53,7 +53,7 @@ def costs_of(tied: bool) -> ModelCosts:
 def cut(module: fx.GraphModule) -> set[str]:
     """Cuts the words in the capture."""
     found, order = weights_of_heads(module), tuple(range(PARTS))
-    cut_words(module, WordParts(order, order), inside_call, None)
+    cut_words(module, WordParts(order, order), inside_call, None, training=True)
     return found
 
 
@@ -82,7 +82,7 @@ def test_shares_are_those_of_a_model_with_cut_words(tied: bool, variant: str | N
     monkeypatch.setattr(module, "weights_of_heads", cut)
     expected = costs_of(tied)
     # The first part begins with the head's own call.
-    assert [name.removesuffix(".words0") for name in found.names] == list(expected.names)
+    assert [name.partition(".words[0]")[0].partition(".lookup[0]")[0] for name in found.names] == list(expected.names)
     assert len(found.forward) == len(expected.forward) == len(found.names) - 1
     assert sum(each.elements for each in found.parameters) == whole.elements
     assert sorted(each.readers for each in found.parameters) == sorted(each.readers for each in expected.parameters)
@@ -129,7 +129,7 @@ def test_a_plan_with_another_head_runs(name: str) -> None:
     tokens = torch.randint(WORDS, (plan.setting.rows, 8), generator=torch.Generator().manual_seed(1))
     found = graphpp.verify(Decoder(tied=False), loss, graphpp.Microbatch((tokens,), target=tokens), plan=plan)
     found.raise_if_wrong()
-    assert found.plan.stages[-1].modules[-1] == ("head.words1" if name == "words cut" else "head")
+    assert found.plan.stages[-1].modules[-1] == ("head.words[1]" if name == "words cut" else "head")
 
 
 def test_a_head_that_is_not_alone_stays_whole() -> None:
