@@ -103,8 +103,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         artifact: a folder. The first start saves its captured graphs there, and a later start with an unchanged model loads
             them. `docs/cache.md` lists the changes that graphpp detects; the caller is responsible for all others.
         plan: a `graphpp.TrainingPlan` (`graphpp.plan(...).best`). It replaces `split`, `schedule`, `microbatches`, `mesh` (if
-            none is given), `memory.recompute`, `memory.offload`, `parallel.keep`, `parallel.param_dtype` and `gradients.dtype`;
-            an `example` has as many rows as a microbatch of the plan.
+            none is given), `memory.recompute`, `memory.offload`, `memory.word_parts`, `memory.logits_tokens`, `parallel.keep`,
+            `parallel.param_dtype` and `gradients.dtype`; an `example` has as many rows as a microbatch of the plan.
 
     Raises:
         CaptureError, SplitError, ScheduleError, BatchError, GraphPPError: a model, loss or option that cannot be compiled.

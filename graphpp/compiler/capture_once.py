@@ -95,8 +95,8 @@ def _runs_alike(request: CompileRequest, one: FlatMicrobatch, other: FlatMicroba
 
 
 def _operators(request: CompileRequest, example: FlatMicrobatch, training: bool) -> Operations:
-    """The operators that forward and loss run for a microbatch."""
-    batch, device = example.with_numbers(frozenset()).without_data().microbatch(), request.place.device
+    """The operators that forward and loss run for a microbatch without numbers as inputs."""
+    batch, device = example.without_data().microbatch(), request.place.device
     with torch.inference_mode(False), torch.enable_grad():
         param_dtype = request.options.parallel.param_dtype
         return note_operators(request.model, request.loss, batch, device, training=training, param_dtype=param_dtype)
@@ -166,7 +166,7 @@ def _audited(
     debug = request.options.debug
 
     def audit(example: FlatMicrobatch) -> Callable[[], None]:
-        note = partial(_operators, request, example.without_data(), training)
+        note = partial(_operators, request, example.with_numbers(frozenset()).without_data(), training)
         return Audit(note, debug.audit, by_time=request.place.tp_group is None).check
 
     return [replace(graph, audit=audit(example)) for graph, example in zip(graphs, examples, strict=True)]
