@@ -18,18 +18,22 @@ from graphpp.arguments import BYTES, COUNT, FLAG, NUMBER, Accepted, checked, one
 from graphpp.batch.microbatch import Microbatch
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
-from graphpp.cluster_planner.plans.find import SearchSpace, find_plans
-from graphpp.cluster_planner.plans.found_plans import TrainingPlans
+from graphpp.cluster_planner.plans.find import SearchSpace, facts_of, find_plans
+from graphpp.cluster_planner.plans.found_plans import TrainingPlans, plan_of, with_yours
+from graphpp.cluster_planner.plans.layouts.layout import Context
+from graphpp.cluster_planner.plans.layouts.read import LikeForm, read_like
+from graphpp.cluster_planner.plans.layouts.yours import price_layout
 from graphpp.cluster_planner.plans.measured import MeasuredPipeline, measured_plans
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, SEARCHED
 from graphpp.devices import Machines
-from graphpp.errors import ScheduleError
+from graphpp.errors import NoPlanError, ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.search.arguments import check_size
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.state_bytes import STATE, StateBytes
+from graphpp.units import spell_bytes
 
 _USABLE = 0.9  # of a GPU's memory; workspaces and the allocator take the rest
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
@@ -51,7 +55,7 @@ _RECOMPUTES = Accepted(
 @checked(
     ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
-    offload=FLAG, costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
+    offload=FLAG, search=FLAG, costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
 )  # fmt: skip
 @uncollected()  # a capture and its tables make hardly any garbage before the end
 def plan(  # noqa: PLR0913 - the search dimensions, all optional
@@ -76,6 +80,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     recompute: Sequence[Any] | None = None,
     offload: bool = True,
     work: int = SearchSpace().work,
+    like: LikeForm | None = None,
+    search: bool = True,
     costs: Costs | None = None,
     state: Sequence[StateBytes] = (),
     dp_shard: int = 1,
@@ -102,6 +108,10 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         recompute: allowed kinds. None: no recomputation, "selective", "full". If None is allowed, also of as few layers as fit.
         offload: whether saved values may move to host memory, as few as fit, if the device has a host link.
         work: how many computations of tables are simulated; about 15,000 take a second.
+        like: a layout to price beside the best plan, as `plans.yours`; what it leaves open is searched for. In words ("pp 8,
+            tp 4, MegatronInterleaved 5, keep 1"), Megatron-LM's arguments, a file of torchtitan (TOML) or DeepSpeed (JSON), a
+            plan or its JSON, or {name: choice}.
+        search: False: price `like` alone, also over the cap.
         costs: measured stage costs (`pipe.profile(..).costs`), in place of `model` and `machines`. The search then chooses the
             schedule and `keep`; `pp` and `rows` are one number each.
         state: with `costs`, the bytes of parameters, gradients, optimizer and buffers (`pipe.plan.memory.state`).
@@ -145,17 +155,37 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         schedules=schedules, sizes=sizes, offload=offload, work=work,
     )  # fmt: skip
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
+    if like is None and not search:
+        raise ScheduleError("search: without a search there is nothing to price: give like=")
+    request = PlanRequest(known, found, batch, known.tokens, dtype, optimizer)
     with working("searching plans"):
-        return find_plans(PlanRequest(known, found, batch, known.tokens, dtype, optimizer), limits, cap, space)
+        return find_plans(request, limits, cap, space) if like is None else _beside(like, request, limits, cap, space, search)
+
+
+def _beside(
+    like: LikeForm, request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace, search: bool
+) -> TrainingPlans:
+    """The plans of a search, if there is one, with a priced layout."""
+    layout = read_like(like, Context(request.machines.gpus, len(request.costs.layers)))
+    found, notes = price_layout(request, limits, cap, space, layout)
+    yours = plan_of(found, facts_of(request, found))
+    try:
+        plans = find_plans(request, limits, cap, space) if search else None
+    except NoPlanError as error:
+        raise NoPlanError(f"{error}. Yours, {yours.setting}, takes {spell_bytes(yours.peak)}") from None
+    return with_yours(plans, yours, (*layout.notes, *notes), cap)
 
 
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {
-    "costs=": ("model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "tp", "ep", "cp", "recompute", "offload", "work"),
+    "costs=": (
+        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "tp", "ep", "cp", "recompute", "offload", "work", "like",
+        "search",
+    ),
     "a ModelCosts": (*_OF_CAPTURE, *_OF_COSTS),
     "machines=": _OF_COSTS,
-}
+}  # fmt: skip
 """By what a search starts from, the arguments that it does not read."""
 
 
