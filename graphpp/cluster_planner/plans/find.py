@@ -117,7 +117,7 @@ def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
         search.work.grant(_TRIED)
         _simulate(search, ordered)
         if any(each.peak <= cap for each in search.found.values()):
-            return f". A plan fits on {gpus} GPUs, of doubled numbers the smallest"
+            return f". A plan fits on {gpus} GPUs, the fewest of doubled numbers"
     return f". None fits on {gpus} GPUs either"
 
 

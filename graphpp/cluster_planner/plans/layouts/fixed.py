@@ -16,7 +16,14 @@ from graphpp.arguments import COUNT, FLAG, INDEX, NUMBER, TEXT, Accepted, one_wo
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.plans.mesh_shapes import SIZES
 from graphpp.cluster_planner.plans.request import PlanRequest
-from graphpp.cluster_planner.plans.settings import SEARCHED, PlanSetting, ScheduleChoice, admits, schedule_choices
+from graphpp.cluster_planner.plans.settings import (
+    ORDER,
+    SEARCHED,
+    PlanSetting,
+    ScheduleChoice,
+    admits,
+    schedule_choices,
+)
 from graphpp.cluster_planner.plans.single_layers import layers_of_stages
 from graphpp.errors import ScheduleError
 from graphpp.planner.megatron_layout import Layout
@@ -34,7 +41,7 @@ _SPLIT = Accepted("the FQNs at which stages start, the layers of each stage, or 
     lambda value: TEXT.accepts(value) or _all(TEXT, value) or _all(INDEX, value))  # fmt: skip
 CHOICES: Mapping[str, Accepted] = {
     **dict.fromkeys(SIZES, COUNT),
-    "rows": COUNT, "microbatches": COUNT, "schedule": one_word(*SCHEDULES), "stages": COUNT, "stages_per_rank": COUNT,
+    "rows": COUNT, "microbatches": COUNT, "schedule": one_word(*SCHEDULES, ORDER), "stages": COUNT, "stages_per_rank": COUNT,
     "group": or_none(COUNT), "keep": or_none(INDEX), "recomputed": _COUNTS, "offload": or_none(_SHARE), "word_parts": FLAG,
     "recompute": Accepted('None, "selective", "full", or a fraction above 0 and up to 1',
         lambda value: value in (None, "selective", "full") or _SHARE.accepts(value)),
@@ -100,7 +107,7 @@ class Fixed:
         if "stages" in self.values:
             per_rank, rest = divmod(self.values["stages"], ranks)
             return () if rest or per_rank != self.values.get("stages_per_rank", per_rank) else (per_rank,)
-        usual = _SEVERAL if name in _INTERLEAVED else (usual_stages(SCHEDULES[name], ranks) // ranks,)
+        usual = _SEVERAL if name in _INTERLEAVED else (usual_stages(SCHEDULES.get(name), ranks) // ranks,)
         return self.among("stages_per_rank", usual)
 
     def _groups(self, name: str, ranks: int, microbatches: int) -> Sequence[int | None]:

@@ -53,7 +53,7 @@ def data_ranks(gpus: int, **sizes: int) -> int:
     ranks = prod(sizes.values())
     if gpus % ranks:
         given = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise ScheduleError(f"like: {given} are {ranks} ranks, which do not divide {gpus} GPUs: take other sizes or machines")
+        raise ScheduleError(f"like: {given} makes {ranks} ranks, which do not divide {gpus} GPUs: take other sizes or machines")
     return gpus // ranks
 
 

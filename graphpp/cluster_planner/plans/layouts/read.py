@@ -14,7 +14,7 @@ from graphpp.cluster_planner.plans.layouts.layout import Context, Layout
 from graphpp.cluster_planner.plans.layouts.megatron import read_megatron
 from graphpp.cluster_planner.plans.layouts.own_words import read_own_words
 from graphpp.cluster_planner.plans.layouts.torchtitan import read_torchtitan
-from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting
+from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import ScheduleError
 from graphpp.from_json import document
@@ -70,11 +70,10 @@ def _of_plan(plan: TrainingPlan) -> Layout:
 
 def _of_setting(setting: PlanSetting) -> dict[str, object]:
     schedule, found = setting.schedule, asdict(setting)
-    named = {"schedule": schedule.name} if schedule.name != ORDER else {"schedule": "1F1B"}
     order = {} if schedule.order is None else {"order": schedule.order}
     recomputed = {} if setting.recomputed is None else {"recomputed": setting.recomputed}
     plain = {name: found[name] for name in found if name not in ("shape", "schedule", "recomputed")}
     return {
-        **setting.shape.sizes(), **plain, **recomputed, **named, **order, "group": schedule.group,
+        **setting.shape.sizes(), **plain, **recomputed, **order, "schedule": schedule.name, "group": schedule.group,
         "stages_per_rank": schedule.stages_per_rank,
     }  # fmt: skip

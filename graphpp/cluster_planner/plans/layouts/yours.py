@@ -16,9 +16,15 @@ from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mes
 from graphpp.cluster_planner.plans.predict_step import Prediction
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.request import PlanRequest
-from graphpp.cluster_planner.plans.settings import ScheduleChoice
+from graphpp.cluster_planner.plans.settings import ORDER, ScheduleChoice
 from graphpp.errors import ScheduleError
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.table.placement import usual_stages
 
+_OF_HEADS = {
+    "word_parts": "words are cut with tp 1, pp above 1 and more stages than ranks, for a head with a cross entropy after it",
+    "logits_tokens": "logits are in pieces with tp 1 and whole words, for a head with a cross entropy after it",
+}
 _REFINED = {"placed": (placed_weight_grads, "weight gradients placed"), "searched": (searched_order, "searched order")}
 
 
@@ -50,7 +56,11 @@ def _refined(search: Search, fixed: Fixed) -> tuple[Prediction, tuple[str, ...]]
         return best, ()
     refine, words = _REFINED[fixed.values["refine"]]
     search.refine(refine, best)
-    ordered = [each for each in search.found.values() if each.setting.schedule.order is not None]
+    of_name = fixed.values["refine"] == "placed"
+    ordered = [
+        each for each in search.found.values()
+        if each.setting.schedule.order is not None and of_name == (each.setting.schedule.name != ORDER)
+    ]  # fmt: skip
     missing = f"No {words} is faster than {best.setting.schedule}, which is priced."
     return (_best(ordered, search.cap), ()) if ordered else (best, (missing,))
 
@@ -81,7 +91,7 @@ def _check_sizes(request: PlanRequest, limits: MeshLimits, fixed: Fixed) -> None
     left = data_ranks(gpus, **sizes)
     if left > 1 and len(sizes) == len(MeshShape().sizes()):
         remedy = f"take {left} times as many ranks, or {gpus // left} GPUs"
-        raise ScheduleError(f"like: {MeshShape(**sizes)} are {gpus // left} ranks of {gpus} GPUs: {remedy}")
+        raise ScheduleError(f"like: {MeshShape(**sizes)} makes {gpus // left} ranks of {gpus} GPUs: {remedy}")
     check_degrees(request.costs, Deployment(tp=sizes.get("tp", 1), ep=sizes.get("ep", 1), cp=sizes.get("cp", 1)))
     if fixed.values.get("offload") is not None and request.machines.device.host is None:
         device = request.machines.device.name
@@ -94,6 +104,8 @@ def _check_sizes(request: PlanRequest, limits: MeshLimits, fixed: Fixed) -> None
 
 def _check_rows(request: PlanRequest, shapes: Sequence[MeshShape], space: SearchSpace) -> None:
     if any(next(rows_of(request, shape, space), None) for shape in shapes):
+        if isinstance(space.fixed.values.get("keep"), int) and all(shape.shards == 1 for shape in shapes):
+            raise ScheduleError("like: keep: nothing is sharded: give dp_shard or ep above 1, or keep all")
         return
     values, gpus = space.fixed.values, request.machines.gpus
     fixed = gpus // prod(values.get(name, 1) for name in ("pp", "tp", "cp"))
@@ -113,17 +125,15 @@ def _refused(
     fixed = space.fixed
     if "schedule" not in fixed.values:
         return None
-    if isinstance(fixed.values.get("keep"), int) and all(shape.shards == 1 for shape in shapes):
-        return ScheduleError("like: keep: nothing is sharded: give dp_shard or ep above 1, or keep all")
     for shape in shapes:
         for _, microbatches in islice(rows_of(request, shape, space), 1):
-            stages = fixed.values.get("stages", shape.pp * fixed.values.get("stages_per_rank", 1))
-            choice = ScheduleChoice(fixed.values["schedule"], max(1, stages // shape.pp), fixed.values.get("group"))
+            name = fixed.values["schedule"]
+            usual = usual_stages(SCHEDULES.get(name), shape.pp)
+            stages = fixed.values.get("stages", shape.pp * fixed.values.get("stages_per_rank", usual // shape.pp))
             try:
+                choice = ScheduleChoice(name, max(1, stages // shape.pp), fixed.values.get("group"), fixed.values.get("order"))
                 choice.table(shape.pp, microbatches)
             except ScheduleError as error:
                 return ScheduleError(f"like: {error}")
-    asked = ("word_parts", "words are cut for pp above 1 and tp 1, by a head with a cross entropy after it"), (
-        "logits_tokens", "logits are in pieces with tp 1, by a head with a cross entropy after it")
-    said = next((why for name, why in asked if fixed.values.get(name)), None)
+    said = next((why for name, why in _OF_HEADS.items() if fixed.values.get(name)), None)
     return None if said is None else ScheduleError(f"like: {said}: leave it out")
