@@ -40,7 +40,7 @@ _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the se
 
 
 _FILE_HELP = "The JSON of `graphpp plan --json`, or of its --save."
-_FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE alone the best one."
+_FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE:yours that of --like, FILE alone the best one."
 
 
 def add_to(root: typer.Typer) -> None:
@@ -97,7 +97,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     try:
         found = find(
             loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, param_dtype=param_dtype, offload=offload,
-            like=like, search=search, optimizer=_number(optimizer),
+            like=like, search=search, optimizer=_number(optimizer),  # type: ignore[arg-type]
             **{name: each for name, each in options.items() if each is not None},  # type: ignore[arg-type]
         )  # fmt: skip
     except NoPlanError as error:
@@ -119,6 +119,9 @@ def compare(
 
 def _plan(text: str) -> TrainingPlan:
     """The plan `FILE[:NUMBER]`. Raises `GraphPPError` for a number that the file lacks."""
+    yours = re.fullmatch(r"(.+):yours", text)
+    if yours is not None and (found := _plans(Path(yours[1])).yours) is not None:
+        return found
     numbered = re.fullmatch(r"(.+):([0-9]{1,9})", text)
     file, number = (numbered[1], int(numbered[2])) if numbered and not Path(text).exists() else (text, 1)
     plans = _plans(Path(file)).plans

@@ -82,7 +82,7 @@ def _stages(given: _Arguments, pp: int, layers: int) -> dict[str, Any]:
     if "num-layers-per-virtual-pipeline-stage" in given:
         per_rank = max(1, layers // (pp * given.count("num-layers-per-virtual-pipeline-stage", 1)))
     if letters is not None:
-        per_rank = max(1, StageLetters(letters).num_stages // pp)
+        per_rank = StageLetters(letters, ranks=pp).num_stages // pp
     split = letters if letters is not None else _counts(given, pp, per_rank, layers)
     if per_rank == 1:
         return {"schedule": "1F1B", "stages_per_rank": 1, "split": split}

@@ -14,6 +14,12 @@ from graphpp.cluster_planner.plans.layouts.layout import WHOLE, Context, Layout,
 from graphpp.errors import ScheduleError
 
 _ALONE = ("1f1b", "gpipe")
+_READ = (
+    *(f"{name}_parallel_degree" for name in ("pipeline", "tensor", "context", "expert")), "data_parallel_replicate_degree",
+    "data_parallel_shard_degree", "fsdp_reshard_after_forward", "pipeline_parallel_schedule", "module_fqns_per_model_part",
+    "pipeline_parallel_microbatch_size", "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers", "disable_loss_parallel",
+)  # fmt: skip
 _NAMES = {
     name.lower(): name
     for name in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -26,6 +32,11 @@ def read_torchtitan(text: str, context: Context) -> Layout:
     except tomllib.TOMLDecodeError as fault:
         raise ScheduleError(f"like: the TOML of torchtitan: {fault}") from fault
     mesh, training = _table(given, "parallelism"), _table(given, "training")
+    moved = [f"[{table}] {name}" for table, values in given.items() if table != "parallelism" and isinstance(values, dict)
+             for name in values if "_parallel_" in name and name != "enable_async_tensor_parallel"]  # fmt: skip
+    if moved or "parallelism" not in given:
+        said = "torchtitan has its degrees in [parallelism]: write them there"
+        raise ScheduleError(f"like: {', '.join(moved) or 'the TOML'}: {said}")
     pp, tp, cp, ep = (_size(mesh, f"{name}_parallel_degree") for name in ("pipeline", "tensor", "context", "expert"))
     data = data_ranks(context.gpus, pp=pp, tp=tp, cp=cp)
     copies = _size(mesh, "data_parallel_replicate_degree")
@@ -41,8 +52,8 @@ def read_torchtitan(text: str, context: Context) -> Layout:
     length = training.get("seq_len")
     times = batch // (local * data)
     notes = [f"{times} accumulated batches are priced as one step of more microbatches."] if times > 1 else []
-    if mesh.get("enable_async_tensor_parallel"):
-        notes.append("Not priced: asynchronous tensor parallelism.")
+    unread = [name for name, value in mesh.items() if name not in _READ and value]
+    notes += [f"Not priced: {', '.join(unread)}."] if unread else []
     choices = {
         **WHOLE, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp_replicate": copies, "rows": rows,
         "dp_shard": expert_shape(shards, ep, "expert_parallel_degree"), "keep": _keep(mesh, pp, shards),
@@ -77,6 +88,10 @@ def _stages(mesh: Mapping[str, Any], pp: int, layers: int) -> dict[str, Any]:
     name = str(mesh.get("pipeline_parallel_schedule", "1F1B"))
     if name.lower() not in _NAMES or mesh.get("pipeline_parallel_schedule_csv"):
         raise ScheduleError(f"like: pipeline_parallel_schedule: take {', '.join(_NAMES.values())}, without a CSV, got {name!r}")
+    parts = mesh.get("module_fqns_per_model_part")
+    if parts:
+        named = {"schedule": _NAMES[name.lower()], "stages_per_rank": len(parts) // pp}
+        return {**named, "split": tuple(part[0] for part in parts[1:])}
     first, last = (whole_number(key, mesh.get(key, 1), 0) for key in (f"pipeline_parallel_{end}_stage_less_layers"
                    for end in ("first", "last")))  # fmt: skip
     per_stage = mesh.get("pipeline_parallel_layers_per_stage")

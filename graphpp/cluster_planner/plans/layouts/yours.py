@@ -123,9 +123,7 @@ def _refused(
 ) -> ScheduleError | None:
     """Why no schedule of the layout can run, by the schedule's own words; None if that is not the reason."""
     fixed = space.fixed
-    if "schedule" not in fixed.values:
-        return None
-    for shape in shapes:
+    for shape in shapes if "schedule" in fixed.values else ():
         for _, microbatches in islice(rows_of(request, shape, space), 1):
             name = fixed.values["schedule"]
             usual = usual_stages(SCHEDULES.get(name), shape.pp)
