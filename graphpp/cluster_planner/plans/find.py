@@ -33,8 +33,6 @@ _LAST = 0.25  # of the work, added for the settings with least memory if no plan
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
-_DOUBLED = 6  # most doublings of the GPUs that are tried where no plan fits
-_TRIED = 5_000  # simulated computations of each
 _ORDERS = 3  # fastest plans that get an order search
 _PIECE = 256  # tokens whose logits exist at one time, where the head works in pieces
 _ANY = ScheduleChoice("auto")
@@ -71,11 +69,7 @@ def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
     """The plans for a request. Raises `NoPlanError` if none fits `cap` bytes, `ScheduleError` if none is simulated."""
     search = searched(request, limits, cap, space)
     further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # added by the search
-    considered = search.considered + further
-    return ranked(
-        list(search.found.values()), cap, considered, lambda each: facts_of(request, each),
-        lambda: _fits_from(request, limits, cap, space),
-    )  # fmt: skip
+    return ranked(list(search.found.values()), cap, search.considered + further, lambda each: facts_of(request, each))
 
 
 def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
@@ -101,24 +95,6 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
     if "schedule" not in space.fixed.values and (space.schedules is None or ORDER in space.schedules):
         _search_orders(search)
     return search
-
-
-def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> str:
-    """From how many GPUs a plan fits, as a sentence: the settings with least memory are tried for doubled numbers."""
-    machines, least = request.machines, replace(space, rows=(min(space.rows),), recompute=space.recompute[-1:])
-    for power in range(1, _DOUBLED + 1):
-        gpus = machines.gpus * 2**power
-        gpus = gpus if gpus <= machines.per_machine else -(-gpus // machines.per_machine) * machines.per_machine
-        more = PlanRequest(
-            request.costs, replace(machines, gpus=gpus), request.batch, request.tokens, request.dtype, request.optimizer
-        )
-        ordered = sorted(_estimated(more, limits, least, cap), key=lambda each: (each.guess.nbytes, each.guess.seconds))
-        search = Search(more, cap, ())
-        search.work.grant(_TRIED)
-        _simulate(search, ordered)
-        if any(each.peak <= cap for each in search.found.values()):
-            return f". A plan fits on {gpus} GPUs, the fewest of doubled numbers"
-    return f". None fits on {gpus} GPUs either"
 
 
 def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
@@ -178,7 +154,7 @@ def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
 def _estimated(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[_Candidate]:
     for base in _settings(request, limits, space, cap):
         settings = {word: replace(base, recompute=word) for word in space.recompute}
-        if space.fixed:
+        if space.fixed.values:
             settings = {word: space.fixed.remembered(request, each) for word, each in settings.items()}
         guesses = {word: _Candidate(estimate(request, each), each) for word, each in settings.items()}
         yield from guesses.values()

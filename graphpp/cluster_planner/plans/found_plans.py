@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from graphpp.cluster_planner.plans.predict_step import Prediction
-from graphpp.cluster_planner.plans.shortage import no_plan
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError, NoPlanError
 from graphpp.from_json import document
@@ -22,6 +21,7 @@ from graphpp.report.text_table import text_table
 from graphpp.units import spell_bytes, spell_time
 
 _SHOWN = 12  # plans in a printed result
+_STATE = ("shards", "weights", "gradients", "optimizer", "buffers")
 _LOST = {
     "forward": "forwards", "backward": "backwards", "recompute": "recomputation", "collectives": "collectives of tp, ep and cp",
     "bubble": "idle time", "gradients": "gathers and reductions", "optimizer": "the optimizer",
@@ -165,21 +165,32 @@ def order(found: Prediction) -> tuple[float, int, str]:
 
 
 def ranked(
-    found: Sequence[Prediction], cap: float, considered: int, facts: Callable[[Prediction], dict[str, Any]],
-    fits_from: Callable[[], str] = lambda: "",
-) -> TrainingPlans:  # fmt: skip
-    """The plans of predictions, in order. `facts`: the `TrainingPlan` fields that a prediction lacks; `fits_from`: a sentence
-    on more GPUs. Raises `NoPlanError`."""
+    found: Sequence[Prediction], cap: float, considered: int, facts: Callable[[Prediction], dict[str, Any]]
+) -> TrainingPlans:
+    """The plans of predictions, in order. `facts`: the `TrainingPlan` fields that a prediction lacks. Raises `NoPlanError`."""
     ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
     best = ordered[0]
     if best.peak > cap:
-        raise no_plan(best, cap, fits_from)
+        raise _no_plan(best, cap)
     front = _front(ordered)
     plans = (
         plan_of(each, facts(each), "" if each is best else _reason(each, best, cap), on_front=id(each) in front)
         for each in ordered
     )
     return TrainingPlans(tuple(plans), considered, int(cap) if cap < float("inf") else None)
+
+
+def _no_plan(closest: Prediction, cap: float) -> NoPlanError:
+    """What the closest prediction is short of, and how much of it is state, which a smaller batch does not change."""
+    memory = closest.memory
+    state = min(closest.peak, sum(memory.get(kind, 0) for kind in _STATE))  # the most of each kind may come at different times
+    kinds = ", ".join(f"{kind} {spell_bytes(nbytes)}" for kind, nbytes in memory.items() if nbytes)
+    smaller = "" if state > cap else "a smaller batch, "
+    return NoPlanError(
+        f"memory_cap={cap:,} bytes: no plan fits; the closest, {closest.setting}, takes {spell_bytes(closest.peak)} on its "
+        f"fullest rank, {spell_bytes(closest.peak - int(cap))} too much: {spell_bytes(state)} of it are state"
+        f"{', which alone is over the cap' if state > cap else ''} ({kinds}): take more GPUs, {smaller}or GPUs with more memory"
+    )
 
 
 def plan_of(found: Prediction, facts: dict[str, Any], reason: str = "", *, on_front: bool = False) -> TrainingPlan:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +20,10 @@ from graphpp.arguments import BYTES, COUNT, FLAG, NUMBER, Accepted, checked, one
 from graphpp.batch.microbatch import Microbatch
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
-from graphpp.cluster_planner.plans.find import SearchSpace, facts_of, find_plans
+from graphpp.cluster_planner.plans.find import SearchSpace, facts_of, find_plans, searched
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, plan_of, with_yours
-from graphpp.cluster_planner.plans.layouts.layout import Context
-from graphpp.cluster_planner.plans.layouts.read import LikeForm, read_like
-from graphpp.cluster_planner.plans.layouts.yours import price_layout
+from graphpp.cluster_planner.plans.layouts.other_systems import Context
+from graphpp.cluster_planner.plans.layouts.price import LikeForm, price_layout, read_like
 from graphpp.cluster_planner.plans.measured import MeasuredPipeline, measured_plans
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.request import PlanRequest
@@ -36,6 +37,8 @@ from graphpp.schedules.table.state_bytes import STATE, StateBytes
 from graphpp.units import spell_bytes
 
 _USABLE = 0.9  # of a GPU's memory; workspaces and the allocator take the rest
+_DOUBLED = 6  # most doublings of the GPUs that are tried where no plan fits
+_TRIED = 10_000  # simulated computations of each
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
 _SPEED = Accepted("a positive number of bytes per second", lambda value: NUMBER.accepts(value) and value > 0)  # type: ignore[operator]
 _MACHINES = one_of(str, Machines, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
@@ -159,21 +162,33 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         raise ScheduleError("search: without a search there is nothing to price: give like=")
     request = PlanRequest(known, found, batch, known.tokens, dtype, optimizer)
     with working("searching plans"):
-        return find_plans(request, limits, cap, space) if like is None else _beside(like, request, limits, cap, space, search)
+        layout = None if like is None else read_like(like, Context(found.gpus, len(known.layers)))
+        priced = None if layout is None else price_layout(request, limits, cap, space, layout)
+        yours = None if priced is None else plan_of(priced, facts_of(request, priced))
+        try:
+            plans = find_plans(request, limits, cap, space) if search else None
+        except NoPlanError as error:
+            own = "" if yours is None else f". Yours, {yours.setting}, takes {spell_bytes(yours.peak)}"
+            raise NoPlanError(f"{error}. {_fits_from(request, limits, cap, space)}{own}") from None
+    if layout is None or yours is None:
+        assert plans is not None
+        return plans
+    return with_yours(plans, yours, layout.notes, cap)
 
 
-def _beside(
-    like: LikeForm, request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace, search: bool
-) -> TrainingPlans:
-    """The plans of a search, if there is one, with a priced layout."""
-    layout = read_like(like, Context(request.machines.gpus, len(request.costs.layers)))
-    found, notes = price_layout(request, limits, cap, space, layout)
-    yours = plan_of(found, facts_of(request, found))
-    try:
-        plans = find_plans(request, limits, cap, space) if search else None
-    except NoPlanError as error:
-        raise NoPlanError(f"{error}. Yours, {yours.setting}, takes {spell_bytes(yours.peak)}") from None
-    return with_yours(plans, yours, (*layout.notes, *notes), cap)
+def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> str:
+    """From how many GPUs a plan fits, in words: settings with little memory are tried for doubled numbers."""
+    machines, names = request.machines, [name for name in space.schedules or SEARCHED if name != ORDER]
+    least = replace(space, rows=(min(space.rows),), recompute=space.recompute[-1:], schedules=names, work=_TRIED)
+    gpus = machines.gpus
+    for _ in range(_DOUBLED):
+        gpus = 2 * gpus if 2 * gpus <= machines.per_machine else -(-2 * gpus // machines.per_machine) * machines.per_machine
+        more = replace(machines, gpus=gpus)
+        larger = PlanRequest(request.costs, more, request.batch, request.tokens, request.dtype, request.optimizer)
+        with suppress(ScheduleError):  # there may be no mesh of this batch
+            if any(each.peak <= cap for each in searched(larger, limits, cap, least).found.values()):
+                return f"A plan fits on {gpus} GPUs, the fewest of doubled numbers"
+    return f"None fits on {gpus} GPUs either"
 
 
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
