@@ -92,7 +92,7 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
-    if "schedule" not in space.fixed.values and (space.schedules is None or ORDER in space.schedules):
+    if space.fixed.values.keys().isdisjoint(("schedule", "group")) and (space.schedules is None or ORDER in space.schedules):
         _search_orders(search)
     return search
 

@@ -34,7 +34,8 @@ _SPLIT = Accepted("the FQNs at which stages start, the layers of each stage, or 
     lambda value: TEXT.accepts(value) or _all(TEXT, value) or _all(INDEX, value))  # fmt: skip
 CHOICES: Mapping[str, Accepted] = {
     **dict.fromkeys((*SIZES, "rows", "microbatches", "stages", "stages_per_rank"), COUNT),
-    "schedule": one_word(*SCHEDULES, settings.ORDER), "group": or_none(COUNT), "order": or_none(TEXT), "keep": or_none(INDEX),
+    "schedule": one_word(*(name for name in SCHEDULES if name != "ForwardOnly"), settings.ORDER),
+    "group": or_none(COUNT), "order": or_none(TEXT), "keep": or_none(INDEX),
     "split": _SPLIT, "recompute": _WORD, "recomputed": _COUNTS, "offload": or_none(_SHARE), "word_parts": FLAG,
     "logits_tokens": or_none(COUNT),
 }  # fmt: skip
@@ -61,6 +62,10 @@ class Fixed:
                 near = "".join(f", did you mean {each}?" for each in get_close_matches(str(name), CHOICES, 1))
                 raise ScheduleError(f"like: take {', '.join(CHOICES)}, got {name!r}{near}")
             require(ScheduleError, f"like: {name}", CHOICES[name], value)
+        if "recomputed" in values and values.get("recompute") not in ("selective", "full"):
+            raise ScheduleError('like: recomputed: give recompute="selective" or "full" beside it')
+        if "order" in values and "schedule" not in values:
+            raise ScheduleError("like: order: give the schedule that it comes from beside it")
         cut = _cut(costs, values["split"]) if "split" in values else None
         if cut is None:
             return cls(values)
@@ -107,7 +112,7 @@ class Fixed:
     def remembered(self, request: PlanRequest, setting: PlanSetting) -> PlanSetting:
         """The setting with the fixed offload and number of recomputed layers."""
         setting = replace(setting, offload=self.values.get("offload"))
-        if "recomputed" not in self.values or setting.recompute not in ("selective", "full"):
+        if "recomputed" not in self.values:
             return setting
         request = request.of(setting)
         held = [len(layers) for layers in layers_of_stages(request.costs, self.cut or request.stages(setting).cut)]

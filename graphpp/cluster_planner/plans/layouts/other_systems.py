@@ -47,7 +47,7 @@ class _Entries:
 
     def __init__(self, given: Any, where: str) -> None:
         if not isinstance(given, Mapping):
-            raise ScheduleError(f"like: {where}: take a table, got {given!r}")
+            raise ScheduleError(f"like: {where.strip('.')}: take a table, got {given!r}")
         self._given, self._where, self._read = given, where, set[str]()
 
     def get(self, name: str, usual: Any = None) -> Any:
@@ -157,7 +157,7 @@ def read_torchtitan(text: str, context: Context) -> Layout:
         raise ScheduleError(f"like: the TOML of torchtitan: {fault}: correct it") from fault
     if "parallelism" not in given:
         raise ScheduleError("like: the TOML of torchtitan has its degrees in [parallelism]: write them there")
-    mesh, training = _Entries(given["parallelism"], ""), _Entries(given.get("training", {}), "")
+    mesh, training = _Entries(given["parallelism"], "parallelism."), _Entries(given.get("training", {}), "training.")
     pp, tp, cp, ep = (mesh.count(f"{name}_parallel_degree") for name in ("pipeline", "tensor", "context", "expert"))
     data, copies = data_ranks(context.gpus, pp=pp, tp=tp, cp=cp), mesh.count("data_parallel_replicate_degree")
     shards = mesh.count_if("data_parallel_shard_degree", -1) or data_ranks(data, dp_replicate=copies)
@@ -173,7 +173,7 @@ def read_torchtitan(text: str, context: Context) -> Layout:
         **WHOLE, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp_replicate": copies, "dp_shard": _without_experts(shards, ep),
         "keep": 0 if layers else None, "rows": mesh.count("pipeline_parallel_microbatch_size") if pp > 1 else local,
         **_titan_stages(mesh, pp, context.layers),
-        **_titan_recompute(_Entries(given.get("activation_checkpoint", {}), ""), notes),
+        **_titan_recompute(_Entries(given.get("activation_checkpoint", {}), "activation_checkpoint."), notes),
     }  # fmt: skip
     question = {
         "batch": batch, "tokens": training.count_if("seq_len"), "dtype": training.get("mixed_precision_param", "bfloat16"),
@@ -207,9 +207,9 @@ def _titan_recompute(given: _Entries, notes: list[str]) -> dict[str, Any]:
 
 
 def _titan_float8(given: Mapping[str, Any]) -> str | None:
-    converters = _Entries(given.get("model", {}), "").get("converters", [])
-    recipe = _Entries(given.get("float8", {}), "").get("recipe_name")
-    return recipe or "tensorwise" if any("float8" in str(each) for each in converters) else None
+    converters = _Entries(given.get("model", {}), "model.").get("converters", [])
+    recipe = _Entries(given.get("float8", {}), "float8.").get("recipe_name") or "tensorwise"
+    return recipe if "float8" in str(converters) else None
 
 
 def read_deepspeed(document: Mapping[str, Any], context: Context) -> Layout:

@@ -43,7 +43,9 @@ _FORMS: Mapping[str, Callable[..., dict[str, Any]]] = {
     r"(recompute) (none|selective|full|\d*\.\d+)|(keep) (all|\d+)|(offload) (none|1|\d*\.\d+)": lambda *found: {
         name: _number(value) for name, value in zip(found[::2], found[1::2], strict=True) if name
     },
-    r"recompute (selective|full) of ([\d+]+) layers?": lambda kind, count: {"recompute": kind, "recomputed": _layers(count)},
+    r"recompute (selective|full) of (\d+(?:\+\d+)*) layers?": lambda kind, count: {
+        "recompute": kind, "recomputed": _layers(count),
+    },
     r"words (cut|whole)": lambda word: {"word_parts": word == "cut"},
     r"logits (whole)|logits in pieces(?: of (\d+))?": lambda whole, tokens: {
         "logits_tokens": None if whole else int(tokens or _TOKENS)
@@ -81,4 +83,5 @@ def _piece(piece: str) -> dict[str, Any]:
         near = "".join(f", did you mean {_NAMES[each]}?" for each in get_close_matches(piece.split(" ")[0].lower(), _NAMES, 1))
         forms = "pp 8, tp 4, dp_shard 2, MegatronInterleaved 5, 1 row, keep 1, recompute selective"
         raise ScheduleError(f"like: {piece!r} says nothing{near}: take parts as in {forms}; a file; or Megatron-LM's arguments")
-    return {"schedule": name, **{key: int(match[at]) for at, key in ((2, "number"), (3, "group")) if match[at]}}
+    loop = {"pp": 1} if piece == "loop" else {}
+    return {"schedule": name, **loop, **{key: int(match[at]) for at, key in ((2, "number"), (3, "group")) if match[at]}}

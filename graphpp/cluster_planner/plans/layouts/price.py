@@ -130,7 +130,11 @@ def _check_sizes(request: PlanRequest, limits: MeshLimits, fixed: Fixed) -> None
     check_degrees(request.costs, Deployment(tp=sizes.get("tp", 1), ep=sizes.get("ep", 1), cp=sizes.get("cp", 1)))
     if values.get("offload") is not None and machines.device.host is None:
         raise ScheduleError(f"like: offload: {machines.device.name} has no link to the host: give Device(host=Link(..))")
-    stages = values.get("stages", sizes.get("pp", 1) * values.get("stages_per_rank", 1))
+    pp = sizes.get("pp", 1)
+    per_rank = fixed.stages_per_rank(values.get("schedule", "1F1B"), pp)
+    if not per_rank and "pp" in sizes:
+        raise ScheduleError(f"like: {values['stages']} stages on pp {pp}: take a multiple, and as many a rank")
+    stages = values.get("stages", pp * min(per_rank, default=1))
     if stages > limits.stages and not values.get("word_parts"):
         raise ScheduleError(f"like: {stages} stages: the model admits up to {limits.stages}: take fewer, or fewer a rank")
 
