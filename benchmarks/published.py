@@ -2,8 +2,8 @@
 
     python benchmarks/published.py [--only NAME ...]
 
-Nothing runs on a GPU: each model is captured on the meta device (minutes for all), and its published mesh, schedule and
-microbatches are priced by `graphpp.cluster_planner.plans.predict_step`. The published layouts are not searched for.
+Nothing runs on a GPU: each model is captured on the meta device (minutes for all), and its published layout is priced by
+`graphpp.plan(like=, search=False)`, with whole stages kept and nothing searched for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
 from graphpp.cluster_planner.costs.operations import Operation
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import predict
-from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.devices import A100, H100_SXM, Machines
 
@@ -156,12 +154,12 @@ def _experts_in_float8(costs: ModelCosts) -> ModelCosts:
 
 
 def record(case: Case) -> tuple[str, ...]:
-    question = PlanRequest(costs(case.model, case.length, case.float8), case.machines, case.batch, case.length)
     microbatches = case.batch // (case.shape.data_ranks * case.rows)
-    found = predict(question, PlanSetting(case.shape, case.rows, microbatches, case.schedule, None, case.recompute))
-    assert found is not None, f"{case.name}: the schedule does not take these numbers"
-    predicted = case.batch * case.length / found.seconds.total / case.machines.gpus
-    seconds, total = found.seconds, found.seconds.total
+    layout = PlanSetting(case.shape, case.rows, microbatches, case.schedule, None, case.recompute)
+    known = costs(case.model, case.length, case.float8)
+    found = graphpp.plan(known, machines=case.machines, batch=case.batch, like=layout, search=False).best
+    predicted = found.tokens_per_second / case.machines.gpus
+    seconds, total = found.seconds, found.step_seconds
     shares = [seconds.collectives, seconds.bubble, seconds.gradients]
     return (
         case.name, f"{case.published:,.0f}", f"{predicted:,.0f}", f"{predicted / case.published - 1:+.0%}",

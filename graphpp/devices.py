@@ -316,6 +316,11 @@ class Machines:
                 "or take a .json file of graphpp doctor --calibrate, or make a "
                 "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
             )
+        usual = cls.per_machine
+        if count > usual and count % usual:
+            full = f'"{count // usual * usual}x{name}" or "{-(-count // usual) * usual}x{name}"'
+            own = f"Machines(device, {count}, per_machine=..), or a JSON file of its fields"
+            raise ScheduleError(f"machines: {count} devices do not fill machines of {usual}: take {full}; or give {own}")
         return cls(device, count)
 
     def __str__(self) -> str:

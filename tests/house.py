@@ -125,15 +125,15 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 55_170,
+    "graphpp": 56_010,
     "graphpp/_torch": 2_760,
     "graphpp/backends": 1_240,
     "graphpp/batch": 920,
     "graphpp/cache": 300,
     "graphpp/capture": 5_510,
     "graphpp/checkpoint": 1_820,
-    "graphpp/cli": 1_950,
-    "graphpp/cluster_planner": 4_620,
+    "graphpp/cli": 1_960,
+    "graphpp/cluster_planner": 5_420,
     "graphpp/compiler": 2_330,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
@@ -142,13 +142,13 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/passes": 6_090,
     "graphpp/pipeline": 3_460,
     "graphpp/planner": 1_900,
-    "graphpp/report": 810,
+    "graphpp/report": 840,
     "graphpp/runtime": 4_160,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 51_420,
+    "tests": 51_660,
 }
-MOST_FILES = 440  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 445  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def test_seconds_of_messages_and_all_to_alls() -> None:
         (lambda: EVEN.all_reduce(-1, 8), "nbytes"),
         (lambda: EVEN.all_reduce(1, 0), "ranks"),
         (lambda: EVEN.send(1, 0), "stride"),
+        (lambda: Machines.read("60xH100"), '60 devices do not fill machines of 8: take "56xH100" or "64xH100"; or'),
         (lambda: A100.peak("float8_e4m3fn"), "dtype: A100 has peak FLOP/s of bfloat16"),
     ],
 )

@@ -32,11 +32,15 @@ _FLOAT8_HELP = (
     "of layers: layers.*.mlp=rowwise,layers.*.self_attn=tensorwise."
 )
 _RECOMPUTE_HELP = "What the search may recompute, with commas: none, selective, full, fractions. Any of these if left out."
+_LIKE_HELP = (
+    'A layout to price beside the best: "pp 8, tp 4, MegatronInterleaved 5, keep 1"; Megatron-LM\'s arguments; or a file with '
+    "them, of torchtitan (.toml), of DeepSpeed (.json), or of a plan."
+)
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
 
 _FILE_HELP = "The JSON of `graphpp plan --json`, or of its --save."
-_FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE alone the best one."
+_FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE:yours that of --like, FILE alone the best one."
 
 
 def add_to(root: typer.Typer) -> None:
@@ -64,6 +68,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     float8: Annotated[str | None, typer.Option(help=_FLOAT8_HELP)] = None,
     work: Annotated[int | None, typer.Option(min=1, help="How many computations the search simulates.")] = None,
     offload: Annotated[bool, typer.Option(help="Whether saved values may wait in the host's memory, as few as fit.")] = True,
+    like: Annotated[str | None, typer.Option(help=_LIKE_HELP)] = None,
+    search: Annotated[bool, typer.Option(help="Whether to search; without, the layout of --like alone is priced.")] = True,
     save: Annotated[Path | None, typer.Option(help="A file for the best plan, for graphpp.TrainingPlan.from_json.")] = None,
     html: Annotated[Path | None, typer.Option(help="A file for a page of all plans, to look at in a browser.")] = None,
     front: Annotated[bool, typer.Option("--front", help="Print the plans of the front of time and memory.")] = False,
@@ -73,7 +79,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     The model is built on the meta device and takes no memory. Exit code 1 where no plan fits the memory.
     """
     from graphpp.cli.models import load_model  # load torch, which help pages need not
-    from graphpp.cluster_planner.plans.plan import plan as search
+    from graphpp.cluster_planner.plans.plan import plan as find
 
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
     options = {
@@ -89,9 +95,10 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     param_dtype, known = _dtype(dtype), read_machines(machines)
     loaded = load_model(model, length=length, meta=True, length_needed=True)
     try:
-        found = search(
+        found = find(
             loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, param_dtype=param_dtype, offload=offload,
-            optimizer=_number(optimizer), **{name: each for name, each in options.items() if each is not None},  # type: ignore[arg-type]
+            like=like, search=search, optimizer=_number(optimizer),  # type: ignore[arg-type]
+            **{name: each for name, each in options.items() if each is not None},  # type: ignore[arg-type]
         )  # fmt: skip
     except NoPlanError as error:
         return Answer(str(error), {"plans": [], "message": str(error)}, yes=False)
@@ -112,6 +119,9 @@ def compare(
 
 def _plan(text: str) -> TrainingPlan:
     """The plan `FILE[:NUMBER]`. Raises `GraphPPError` for a number that the file lacks."""
+    yours = re.fullmatch(r"(.+):yours", text)
+    if yours is not None and (found := _plans(Path(yours[1])).yours) is not None:
+        return found
     numbered = re.fullmatch(r"(.+):([0-9]{1,9})", text)
     file, number = (numbered[1], int(numbered[2])) if numbered and not Path(text).exists() else (text, 1)
     plans = _plans(Path(file)).plans

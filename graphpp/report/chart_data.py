@@ -34,7 +34,10 @@ def chart_data(page: Page) -> tuple[dict[str, Any], str]:
             {"forward": each.forward_bytes, "backward": each.backward_bytes, "relayed": each.relayed_bytes}
             for each in page.boundaries
         ],
-        "plans": [{"name": each.name, "seconds": each.seconds, "bytes": each.nbytes, "fits": each.fits} for each in page.plans],
+        "plans": [
+            {"name": each.name, "seconds": each.seconds, "bytes": each.nbytes, "fits": each.fits, "yours": each.yours}
+            for each in page.plans
+        ],
         "front": [at for at in by_seconds if page.plans[at].on_front and page.plans[at].fits],
         "cap": page.cap,
         "losses": _curve(page.run.losses, columns),

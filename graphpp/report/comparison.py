@@ -40,11 +40,32 @@ class PlanComparison:
         ]
         return {"choices": choices, "numbers": numbers}
 
+    def line(self) -> str:
+        """The second plan in one line: its step and peak bytes, and the differences of their parts, the largest first."""
+        found = {(each["name"], each["unit"]): each for each in self.document()["numbers"]}
+        step, peak = found.pop(("step", "seconds")), found.pop(("memory at the most", "bytes"))
+        share = step["second"] / step["first"] - 1
+
+        def parts(unit: Unit) -> str:
+            inside = (one for (name, of), one in found.items() if of == unit and not name.startswith("sent "))
+            ordered = sorted((one for one in inside if one["difference"]), key=lambda one: -abs(one["difference"]))
+            return ", ".join(f"{one['name']} {_signed(one)}" for one in ordered) or "equal in all parts"
+
+        return (
+            f"step {_SPELL['seconds'](step['second'])}, {share:+.1%} ({parts('seconds')}); "
+            f"memory {_SPELL['bytes'](peak['second'])}, {_signed(peak)} ({parts('bytes')})"
+        )
+
     def __str__(self) -> str:
         found, heads = self.document(), ("", "first", "second", "difference")
         rows = [(*each.values(), "equal" if each["first"] == each["second"] else "differs") for each in found["choices"]]
         for each in found["numbers"]:
-            spell, more = _SPELL[each["unit"]], each["difference"]
-            difference = f"{'+' if more > 0 else '-'}{spell(abs(more))}" if more else "equal"
-            rows.append((each["name"], spell(each["first"]), spell(each["second"]), difference))
+            spell = _SPELL[each["unit"]]
+            rows.append((each["name"], spell(each["first"]), spell(each["second"]), _signed(each)))
         return text_table(heads, rows, left=("",), wraps=heads, width=140)
+
+
+def _signed(number: Mapping[str, Any]) -> str:
+    """The difference of a number with its sign."""
+    more = number["difference"]
+    return f"{'+' if more > 0 else '-'}{_SPELL[number['unit']](abs(more))}" if more else "equal"

@@ -72,7 +72,8 @@ class PlanEntry:
     """A candidate plan: `seconds` of a step, `nbytes` of the fullest rank, `reason` why it is not the best.
 
     `fits`: whether it is within the cap; `on_front`: whether no other plan has both less time and fewer bytes; `details`:
-    (name, text) pairs. Raises `GraphPPError` for negative or infinite seconds or bytes.
+    (name, text) pairs; `yours`: whether it is the reader's own layout. Raises `GraphPPError` for negative or infinite seconds
+    or bytes.
     """
 
     name: str
@@ -82,6 +83,7 @@ class PlanEntry:
     fits: bool = True
     on_front: bool = False
     details: tuple[tuple[str, str], ...] = ()
+    yours: bool = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.seconds < inf and 0 <= self.nbytes < inf):

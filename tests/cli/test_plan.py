@@ -72,6 +72,20 @@ def test_two_plans_stand_side_by_side_with_their_differences(model: str, tmp_pat
     assert f"the file has plans 1 to {len(plans)}" in refusal("compare", str(file), f"{file}:99")
 
 
+def test_a_layout_of_ones_own_stands_beside_the_best(model: str, tmp_path: Path) -> None:
+    asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--schedules", "1F1B", "--pp", "2"
+    words = "--like", "--pipeline-model-parallel-size 2 --micro-batch-size 4 --recompute-granularity full"
+    file, page = tmp_path / "plans.json", tmp_path / "plans.html"
+    file.write_text(run(*asked, *words, "--json", "--html", str(page)).stdout)
+    found = json.loads(file.read_text())["yours"]
+    setting = found["plan"]["setting"]
+    assert (setting["rows"], setting["microbatches"], setting["recompute"]) == (4, 2, "full")
+    assert found["comparison"] == document("compare", str(file), f"{file}:yours") and "yours: pp 2" in page.read_text()
+    alone = run(*asked[:6], "--no-search", "--like", "pp 2, 1F1B, 2 rows")
+    assert alone.exit_code == 0 and "yours: pp 2, 2 stages, 1F1B, 4 microbatches of 2 rows" in alone.stdout
+    assert "take other sizes or machines" in refusal(*asked, "--like", "pp 8")
+
+
 @pytest.mark.exhaustive
 def test_options_of_the_search_reach_it(model: str) -> None:
     asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--rows", "2", "--schedules", "auto,1F1B"

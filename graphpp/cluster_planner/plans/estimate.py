@@ -77,7 +77,7 @@ def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
     cut = request.stages(setting)
     forward, first, second = (part * per_rank for part in cut.heaviest)
     work = _Work(forward, first, second, shape.pp, per_rank)
-    idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
+    idle = _IDLE.get(setting.schedule.name, _IDLE["1F1B"])(work) * (shape.pp - 1)
     computed = setting.microbatches * _pace(request, setting, work) + idle
     alive = _alive(setting)
     turn = request.turns.get(shape)  # equal for all rows, recomputations and schedules

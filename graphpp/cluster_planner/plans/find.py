@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
 from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offload
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
+from graphpp.cluster_planner.plans.layouts.fixed import Fixed
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
 from graphpp.cluster_planner.plans.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.read_tables import Work
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.request import PlanRequest
-from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, RecomputeWord, ScheduleChoice, schedule_choices
+from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, RecomputeWord, ScheduleChoice
 from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.errors import ScheduleError
+from graphpp.planner.segments import Cut
 
 _WORK = 150_000  # simulated computations
 _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
@@ -43,7 +46,7 @@ _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
 @dataclass(frozen=True)
 class SearchSpace:
     """The values that the search may choose. `schedules=None`: all; `sizes`: by mesh dimension, all where absent; `work`: most
-    computations to simulate."""
+    computations to simulate; `fixed`: the choices of a layout."""
 
     rows: Sequence[int] = _ROWS
     recompute: Sequence[RecomputeWord] = _RECOMPUTE
@@ -51,6 +54,7 @@ class SearchSpace:
     sizes: Mapping[str, Collection[int]] = field(default_factory=dict)
     offload: bool = True
     work: int = _WORK
+    fixed: Fixed = Fixed()
 
 
 class _Candidate(NamedTuple):
@@ -63,10 +67,17 @@ class _Candidate(NamedTuple):
 
 def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> TrainingPlans:
     """The plans for a request. Raises `NoPlanError` if none fits `cap` bytes, `ScheduleError` if none is simulated."""
+    search = searched(request, limits, cap, space)
+    further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # added by the search
+    return ranked(list(search.found.values()), cap, search.considered + further, lambda each: facts_of(request, each))
+
+
+def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
+    """The predictions for a request, of which none may fit. Raises `ScheduleError` if there is none."""
     ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(request, limits, space))
-    search = _Search(request, cap, _degrees(request, space))
+    search = Search(request, cap, _degrees(request, space), space.fixed.cut, len(ordered))
     fitting = (guess.seconds for guess, *_ in ordered if guess.nbytes <= cap * _SHARES[0][0])
     most = next(fitting, ordered[0].guess.seconds) * _SLOWER
     for share, of_work in _SHARES:
@@ -76,18 +87,18 @@ def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
     if not any(each.peak <= cap for each in search.found.values()):
         search.work.grant(round(space.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
-    if space.offload:
+    if space.offload and space.fixed.cut is None:
         search.work.grant(round(space.work * _OFFLOADED))
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
-    if space.schedules is None or ORDER in space.schedules:
+    if space.fixed.values.keys().isdisjoint(("schedule", "group")) and (space.schedules is None or ORDER in space.schedules):
         _search_orders(search)
-    further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # added by the search
-    return ranked(list(search.found.values()), cap, len(ordered) + further, lambda each: _facts(request, each))
+    return search
 
 
-def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
+def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
+    """The fields of a `TrainingPlan` that its prediction lacks."""
     request = request.of(found.setting)
     names = request.costs.names
     return {
@@ -102,7 +113,7 @@ def _facts(request: PlanRequest, found: Prediction) -> dict[str, Any]:
     }
 
 
-def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
+def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
     """Add settings with the least offload that fits and may beat the best plan, the fastest first (the smallest if none
     fits)."""
     fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
@@ -119,7 +130,7 @@ def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
         search.add(predict(search.request, least_setting) if least_setting is not None else None)
 
 
-def _search_orders(search: _Search) -> None:
+def _search_orders(search: Search) -> None:
     """Add searched orders of the fastest fitting plans that are faster than the named schedule. Weight gradients alone are
     placed in each plan that would be the best without its idle time."""
     fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
@@ -136,13 +147,15 @@ def _search_orders(search: _Search) -> None:
 
 def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
     """The kinds of recomputation that may apply to some layers only."""
-    free = None in space.recompute and bool(request.costs.layers)
+    free = None in space.recompute and bool(request.costs.layers) and space.fixed.cut is None
     return [word for word in space.recompute if free and word in ("selective", "full")]
 
 
 def _estimated(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[_Candidate]:
     for base in _settings(request, limits, space, cap):
         settings = {word: replace(base, recompute=word) for word in space.recompute}
+        if space.fixed.values:
+            settings = {word: space.fixed.remembered(request, each) for word, each in settings.items()}
         guesses = {word: _Candidate(estimate(request, each), each) for word, each in settings.items()}
         yield from guesses.values()
         for word in _degrees(request, space):
@@ -160,20 +173,29 @@ def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
 
 
 def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[PlanSetting]:
-    for shape in mesh_shapes(request.machines.gpus, request.batch, limits):
+    fixed = space.fixed
+    for shape in mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes):
         if any(getattr(shape, name) not in sizes for name, sizes in space.sizes.items()):
             continue
-        for rows in space.rows:
-            if request.batch % (shape.data_ranks * rows):
-                continue
-            microbatches = request.batch // (shape.data_ranks * rows)
-            for words in (False, True):
+        for rows, microbatches in rows_of(request, shape, space):
+            for words in fixed.among("word_parts", (False, True)):
                 base = PlanSetting(shape, rows, microbatches, _ANY, word_parts=words)
                 for choice in _schedules(request, limits, space, base):
-                    for keep in _keeps(shape, choice.stages_per_rank):
-                        yield PlanSetting(shape, rows, microbatches, choice, keep, word_parts=words)
-                        if not words and request.may_take_pieces(shape, rows, cap):
-                            yield PlanSetting(shape, rows, microbatches, choice, keep, logits_tokens=_PIECE)
+                    pieces = () if words or not request.may_take_pieces(shape, rows, cap) else (_PIECE,)
+                    keeps = fixed.among("keep", _keeps(shape, choice.stages_per_rank))
+                    for keep, tokens in product(keeps, fixed.among("logits_tokens", (None, *pieces))):
+                        setting = PlanSetting(shape, rows, microbatches, choice, keep, word_parts=words, logits_tokens=tokens)
+                        if (keep is None or shape.shards > 1) and (tokens is None or request.can_take_pieces(setting)):
+                            yield setting
+
+
+def rows_of(request: PlanRequest, shape: MeshShape, space: SearchSpace) -> Iterator[tuple[int, int]]:
+    """The rows and the number of microbatches that make the batch."""
+    own = request.batch // shape.data_ranks
+    many = space.fixed.values.get("microbatches")
+    for rows in space.fixed.among("rows", space.rows if many is None else (own // many,)):
+        if rows and own % rows == 0 and many in (None, own // rows):
+            yield rows, own // rows
 
 
 def _schedules(
@@ -181,21 +203,21 @@ def _schedules(
 ) -> Iterator[ScheduleChoice]:
     """The schedules for a setting with any schedule."""
     most = limits.stages + (request.stages_of_words(base.shape) if base.word_parts else 0)
-    for choice in schedule_choices(base.shape.pp, base.microbatches, most):
-        chosen = space.schedules is None or choice.name in space.schedules
+    for choice in space.fixed.schedules(space.schedules, base.shape.pp, base.microbatches, most):
         stages = base.shape.pp * choice.stages_per_rank
-        if chosen and (not base.word_parts or request.may_cut_words(base.shape, base.rows, stages)):
+        asked = "word_parts" in space.fixed.values and request.can_cut_words(base.shape, stages)
+        if not base.word_parts or asked or request.may_cut_words(base.shape, base.rows, stages):
             yield choice
 
 
-def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
+def _keeps(shape: MeshShape, per_rank: int) -> Sequence[int | None]:
     """The values of `keep`: all whole stages, half of them, one, or single layers only (0)."""
     if shape.shards == 1:
         return (None,)
     return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()), 0)
 
 
-def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
+def _simulate(search: Search, candidates: Iterable[_Candidate]) -> None:
     """Predict candidates in order until the work is spent."""
     for _, setting, least in candidates:
         if search.work.over:
@@ -203,19 +225,22 @@ def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
         if least:
             search.least(setting)
         elif setting not in search.found and search.work.take(setting):
-            search.add(known := predict(search.request, setting))
+            search.add(known := predict(search.request, setting, search.cut))
             if known is not None and known.peak > search.cap and setting.recompute is None:
                 for word in search.words:
                     search.least(replace(setting, recompute=word))
 
 
 @dataclass
-class _Search:
-    """The predictions so far. `words`: kinds of recomputation that may apply to some layers only."""
+class Search:
+    """The predictions so far. `words`: kinds of recomputation that may apply to some layers only; `cut`: of a layout (None: the
+    most balanced one); `considered`: number of settings estimated."""
 
     request: PlanRequest
     cap: int
     words: Sequence[RecomputeWord]
+    cut: Cut | None = None
+    considered: int = 0
     work: Work = field(default_factory=Work)
     found: dict[PlanSetting, Prediction] = field(default_factory=dict)
     tried: set[PlanSetting] = field(default_factory=set)

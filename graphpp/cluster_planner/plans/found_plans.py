@@ -15,11 +15,13 @@ from graphpp.cluster_planner.plans.predict_step import Prediction
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError, NoPlanError
 from graphpp.from_json import document
+from graphpp.report.comparison import PlanComparison
 from graphpp.report.page import Page, PlanEntry
 from graphpp.report.text_table import text_table
 from graphpp.units import spell_bytes, spell_time
 
 _SHOWN = 12  # plans in a printed result
+_STATE = ("shards", "weights", "gradients", "optimizer", "buffers")
 _LOST = {
     "forward": "forwards", "backward": "backwards", "recompute": "recomputation", "collectives": "collectives of tp, ep and cp",
     "bubble": "idle time", "gradients": "gathers and reductions", "optimizer": "the optimizer",
@@ -30,11 +32,14 @@ _LOST = {
 @dataclass(frozen=True)
 class TrainingPlans:
     """The plans: those that fit, the fastest first, then those over the cap, by excess bytes. `considered`: number of settings
-    estimated or derived. `cap`: bytes that a device may hold (None: any)."""
+    estimated or derived. `cap`: bytes that a device may hold (None: any). `yours`: the layout of `like`, priced; `notes`:
+    what is priced in another way than the layout has it."""
 
     plans: tuple[TrainingPlan, ...]
     considered: int = 0
     cap: int | None = None
+    yours: TrainingPlan | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> TrainingPlan:
@@ -62,7 +67,11 @@ class TrainingPlans:
     def to_json(self) -> str:
         """All plans as JSON text."""
         entries = [json.loads(each.to_json()) for each in self.plans]
-        return json.dumps({"considered": self.considered, "cap": self.cap, "plans": entries}, indent=1)
+        found: dict[str, Any] = {"considered": self.considered, "cap": self.cap, "plans": entries}
+        if self.yours is not None:
+            compared = self._compared.document()
+            found["yours"] = {"plan": json.loads(self.yours.to_json()), "notes": self.notes, "comparison": compared}
+        return json.dumps(found, indent=1)
 
     @classmethod
     def from_json(cls, text: str | Path) -> TrainingPlans:
@@ -73,25 +82,48 @@ class TrainingPlans:
         if not isinstance(given["plans"], list) or not given["plans"]:
             raise GraphPPError("plans: take JSON of TrainingPlans.to_json, with one plan or more")
         plans = tuple(TrainingPlan.from_json(json.dumps(each)) for each in given["plans"])
-        return cls(plans, given.get("considered", 0), given.get("cap"))
+        yours = given.get("yours")
+        if yours is None:
+            return cls(plans, given.get("considered", 0), given.get("cap"))
+        if not isinstance(yours, dict) or "plan" not in yours:
+            raise GraphPPError("yours: take JSON of TrainingPlans.to_json, with the plan of a layout")
+        own, notes = TrainingPlan.from_json(json.dumps(yours["plan"])), tuple(map(str, yours.get("notes", ())))
+        return cls(plans, given.get("considered", 0), given.get("cap"), own, notes)
 
     def to_html(self) -> str:
         """All plans as a self-contained HTML page, time against bytes. Write it with `encoding="utf-8"`."""
         from graphpp.report.page_html import page_html  # imported on first use
 
         best = self.best
-        facts = (
+        facts: tuple[tuple[str, str], ...] = (
             ("machines", best.machines), ("best", str(best.setting)), ("step", spell_time(best.step_seconds, "s")),
             ("rate", best.rate), ("MFU", best.utilization),
             ("most bytes", spell_bytes(best.peak)), ("settings considered", f"{self.considered:,}"),
         )  # fmt: skip
-        notes = ("Seconds and bytes are predictions: nothing has run.",)
-        return page_html(Page("Plans", facts, notes, plans=tuple(map(self._entry, self.plans)), cap=self.cap))
+        notes = ("Seconds and bytes are predictions: nothing has run.", *self.notes)
+        entries = [self._entry(each) for each in self.plans]
+        if self.yours is not None:
+            facts += (("yours", self._of_yours),)
+            entries.append(replace(self._entry(self.yours), name=f"yours: {self.yours.setting}", yours=True))
+        return page_html(Page("Plans", facts, notes, plans=tuple(entries), cap=self.cap))
 
     def _entry(self, plan: TrainingPlan) -> PlanEntry:
         details = (*plan.details.items(), ("MFU", plan.utilization))
         fits = self.cap is None or plan.peak <= self.cap
         return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, plan.on_front, details)
+
+    @property
+    def _compared(self) -> PlanComparison:
+        assert self.yours is not None
+        return self.best.compare(self.yours)
+
+    @property
+    def _of_yours(self) -> str:
+        """The layout beside the best plan, in one line."""
+        assert self.yours is not None
+        over = 0 if self.cap is None else self.yours.peak - self.cap
+        cap = f"; {spell_bytes(over)} over the cap" if over > 0 else ""
+        return f"{self.yours.setting}: {self._compared.line()}{cap}"
 
     def __str__(self) -> str:
         """A table of the first plans and of the best for each number of pipeline ranks; then the best plan in full."""
@@ -104,7 +136,8 @@ class TrainingPlans:
         table = text_table(heads, [_row(number, self.plans[number - 1]) for number in shown], left=left, wraps=left, width=180)
         more = len(self.plans) - len(shown)
         tail = [f"  and {more} more in .plans; {self.considered:,} settings were considered"] if more > 0 else []
-        return "\n".join([table, *tail, str(self.best)])
+        yours = [] if self.yours is None else [f"yours: {self._of_yours}", *(f"  {note}" for note in self.notes)]
+        return "\n".join([table, *tail, *yours, str(self.best)])
 
 
 def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
@@ -138,19 +171,43 @@ def ranked(
     ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
     best = ordered[0]
     if best.peak > cap:
-        raise NoPlanError(
-            f"memory_cap={cap:,} bytes: no plan fits; the closest, {best.setting}, takes {spell_bytes(best.peak)} on its "
-            "fullest rank: take more GPUs, a smaller batch, or GPUs with more memory"
-        )
+        raise _no_plan(best, cap)
     front = _front(ordered)
     plans = (
-        TrainingPlan(
-            setting=each.setting, seconds=each.seconds, peaks=each.peaks, memory=each.memory, sent=each.sent,
-            reason="" if each is best else _reason(each, best, cap), on_front=id(each) in front, **facts(each),
-        )
+        plan_of(each, facts(each), "" if each is best else _reason(each, best, cap), on_front=id(each) in front)
         for each in ordered
-    )  # fmt: skip
+    )
     return TrainingPlans(tuple(plans), considered, int(cap) if cap < float("inf") else None)
+
+
+def _no_plan(closest: Prediction, cap: float) -> NoPlanError:
+    """What the closest prediction is short of, and how much of it is state, which a smaller batch does not change."""
+    memory = closest.memory
+    state = min(closest.peak, sum(memory.get(kind, 0) for kind in _STATE))  # the most of each kind may come at different times
+    kinds = ", ".join(f"{kind} {spell_bytes(nbytes)}" for kind, nbytes in memory.items() if nbytes)
+    smaller = "" if state > cap else "a smaller batch, "
+    return NoPlanError(
+        f"memory_cap={cap:,} bytes: no plan fits; the closest, {closest.setting}, takes {spell_bytes(closest.peak)} on its "
+        f"fullest rank, {spell_bytes(closest.peak - int(cap))} too much: {spell_bytes(state)} of it are state"
+        f"{', which alone is over the cap' if state > cap else ''} ({kinds}): take more GPUs, {smaller}or GPUs with more memory"
+    )
+
+
+def plan_of(found: Prediction, facts: dict[str, Any], reason: str = "", *, on_front: bool = False) -> TrainingPlan:
+    return TrainingPlan(
+        setting=found.setting, seconds=found.seconds, peaks=found.peaks, memory=found.memory, sent=found.sent, reason=reason,
+        on_front=on_front, **facts,
+    )  # fmt: skip
+
+
+def with_yours(plans: TrainingPlans | None, yours: TrainingPlan, notes: tuple[str, ...], cap: int) -> TrainingPlans:
+    """The plans with a layout's own; `plans=None`: the layout alone."""
+    if plans is None:
+        over = f"{spell_bytes(yours.peak - cap)} over the cap" if yours.peak > cap else ""
+        return TrainingPlans((replace(yours, reason=over),), 1, cap, replace(yours, reason=over), notes)
+    faster = 1 - yours.step_seconds / plans.best.step_seconds
+    reason = f"faster by {faster:.1%} than what the search found" if faster > 1e-9 else _reason(yours, plans.best, cap)
+    return replace(plans, yours=replace(yours, reason=reason), notes=notes)
 
 
 def _front(found: Sequence[Prediction]) -> set[int]:
@@ -162,7 +219,7 @@ def _front(found: Sequence[Prediction]) -> set[int]:
     return front
 
 
-def _reason(each: Prediction, best: Prediction, cap: float) -> str:
+def _reason(each: Prediction | TrainingPlan, best: Prediction | TrainingPlan, cap: float) -> str:
     """Why `each` is not the best: its excess bytes, or the part of the step in which it loses most."""
     if each.peak > cap:
         kind = max(each.memory, key=lambda name: each.memory[name] - best.memory.get(name, 0))

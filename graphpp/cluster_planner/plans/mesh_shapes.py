@@ -7,7 +7,7 @@ of the dimensions: neighbours along `tp` are on one machine, neighbours along `p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import gcd, prod
 
@@ -61,6 +61,11 @@ class MeshShape:
         return " x ".join(f"{name} {size}" for name, size in self.needed().items())
 
 
+SIZES = tuple(item.name for item in fields(MeshShape))
+"""The dimensions of a mesh, outermost first."""
+_OPEN: Mapping[str, int] = {}
+
+
 @dataclass(frozen=True)
 class MeshLimits:
     """How far each dimension can divide a model. `stages`, `cp`: the most ranks or stages. `experts` (0: none), `tp`: numbers
@@ -73,24 +78,31 @@ class MeshLimits:
     domain: int = 8
 
 
-def mesh_shapes(gpus: int, batch: int, limits: MeshLimits) -> Iterator[MeshShape]:
-    """All shapes for these GPUs and rows, in a fixed order. `tp` and `cp` are powers of 2, as kernels expect."""
-    for pp in _divisors(gpus, limits.stages):
-        for tp in _divisors(gcd(gpus // pp, limits.tp), limits.domain):
-            for cp in _divisors(gpus // (pp * tp), limits.cp):
+def mesh_shapes(gpus: int, batch: int, limits: MeshLimits, fixed: Mapping[str, int] = _OPEN) -> Iterator[MeshShape]:
+    """All shapes for these GPUs and rows, in a fixed order. `tp` and `cp` are powers of 2, as kernels expect. `fixed`: sizes by
+    dimension, which only have to divide the GPUs."""
+    for pp in _sizes("pp", gpus, limits.stages, fixed):
+        for tp in _sizes("tp", gpus // pp if "tp" in fixed else gcd(gpus // pp, limits.tp), limits.domain, fixed):
+            for cp in _sizes("cp", gpus // (pp * tp), limits.cp, fixed):
                 data = gpus // (pp * tp * cp)
-                if batch % data == 0 and tp & (tp - 1) == cp & (cp - 1) == 0:
-                    yield from _with_data(MeshShape(pp=pp, cp=cp, tp=tp), data, limits)
+                usual = ("tp" in fixed or tp & (tp - 1) == 0) and ("cp" in fixed or cp & (cp - 1) == 0)
+                if batch % data == 0 and usual:
+                    yield from _with_data(MeshShape(pp=pp, cp=cp, tp=tp), data, limits, fixed)
 
 
-def _with_data(shape: MeshShape, data: int, limits: MeshLimits) -> Iterator[MeshShape]:
+def _with_data(shape: MeshShape, data: int, limits: MeshLimits, fixed: Mapping[str, int]) -> Iterator[MeshShape]:
     """The shape with its data ranks distributed over `dp_replicate`, `dp_shard` and `ep`."""
-    for ep in _divisors(data, max(1, limits.experts)):
+    for ep in _sizes("ep", data, max(1, limits.experts), fixed):
         if limits.experts % ep == 0:
             rest, within = data // ep, gcd(data // ep, max(1, limits.domain // (ep * shape.cp * shape.tp)))
-            for dp_shard in sorted({1, within, rest}):
-                yield MeshShape(shape.pp, rest // dp_shard, dp_shard, ep, shape.cp, shape.tp)
+            copies = fixed.get("dp_replicate")
+            usual = {1, within, rest} if copies is None else {rest // copies} if rest % copies == 0 else set()
+            for dp_shard in sorted(usual) if "dp_shard" not in fixed else _sizes("dp_shard", rest, rest, fixed):
+                if copies in (None, rest // dp_shard):
+                    yield MeshShape(shape.pp, rest // dp_shard, dp_shard, ep, shape.cp, shape.tp)
 
 
-def _divisors(number: int, most: int) -> Iterator[int]:
-    return (each for each in range(1, min(number, most) + 1) if number % each == 0)
+def _sizes(name: str, number: int, most: int, fixed: Mapping[str, int]) -> Iterator[int]:
+    """The fixed size of a dimension, or all up to `most`, of those that divide `number`."""
+    tried = range(1, min(number, most) + 1) if name not in fixed else (fixed[name],)
+    return (each for each in tried if number % each == 0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,20 +20,25 @@ from graphpp.arguments import BYTES, COUNT, FLAG, NUMBER, Accepted, checked, one
 from graphpp.batch.microbatch import Microbatch
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
-from graphpp.cluster_planner.plans.find import SearchSpace, find_plans
-from graphpp.cluster_planner.plans.found_plans import TrainingPlans
+from graphpp.cluster_planner.plans.find import SearchSpace, facts_of, find_plans, searched
+from graphpp.cluster_planner.plans.found_plans import TrainingPlans, plan_of, with_yours
+from graphpp.cluster_planner.plans.layouts.other_systems import Context
+from graphpp.cluster_planner.plans.layouts.price import LikeForm, price_layout, read_like
 from graphpp.cluster_planner.plans.measured import MeasuredPipeline, measured_plans
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, SEARCHED
 from graphpp.devices import Machines
-from graphpp.errors import ScheduleError
+from graphpp.errors import NoPlanError, ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.search.arguments import check_size
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.state_bytes import STATE, StateBytes
+from graphpp.units import spell_bytes
 
 _USABLE = 0.9  # of a GPU's memory; workspaces and the allocator take the rest
+_DOUBLED = 6  # most doublings of the GPUs that are tried where no plan fits
+_TRIED = 10_000  # simulated computations of each
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
 _SPEED = Accepted("a positive number of bytes per second", lambda value: NUMBER.accepts(value) and value > 0)  # type: ignore[operator]
 _MACHINES = one_of(str, Machines, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
@@ -51,7 +58,7 @@ _RECOMPUTES = Accepted(
 @checked(
     ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
-    offload=FLAG, costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
+    offload=FLAG, search=FLAG, costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
 )  # fmt: skip
 @uncollected()  # a capture and its tables make hardly any garbage before the end
 def plan(  # noqa: PLR0913 - the search dimensions, all optional
@@ -76,6 +83,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     recompute: Sequence[Any] | None = None,
     offload: bool = True,
     work: int = SearchSpace().work,
+    like: LikeForm | None = None,
+    search: bool = True,
     costs: Costs | None = None,
     state: Sequence[StateBytes] = (),
     dp_shard: int = 1,
@@ -102,6 +111,10 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         recompute: allowed kinds. None: no recomputation, "selective", "full". If None is allowed, also of as few layers as fit.
         offload: whether saved values may move to host memory, as few as fit, if the device has a host link.
         work: how many computations of tables are simulated; about 15,000 take a second.
+        like: a layout to price beside the best plan, as `plans.yours`; what it leaves open is searched for. In words ("pp 8,
+            tp 4, MegatronInterleaved 5, keep 1"), Megatron-LM's arguments, a file of torchtitan (TOML) or DeepSpeed (JSON), a
+            plan or its JSON, or {name: choice}.
+        search: False: price `like` alone, also over the cap.
         costs: measured stage costs (`pipe.profile(..).costs`), in place of `model` and `machines`. The search then chooses the
             schedule and `keep`; `pp` and `rows` are one number each.
         state: with `costs`, the bytes of parameters, gradients, optimizer and buffers (`pipe.plan.memory.state`).
@@ -145,17 +158,49 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         schedules=schedules, sizes=sizes, offload=offload, work=work,
     )  # fmt: skip
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
+    if like is None and not search:
+        raise ScheduleError("search: without a search there is nothing to price: give like=")
+    request = PlanRequest(known, found, batch, known.tokens, dtype, optimizer)
     with working("searching plans"):
-        return find_plans(PlanRequest(known, found, batch, known.tokens, dtype, optimizer), limits, cap, space)
+        layout = None if like is None else read_like(like, Context(found.gpus, len(known.layers)))
+        priced = None if layout is None else price_layout(request, limits, cap, space, layout)
+        yours = None if priced is None else plan_of(priced, facts_of(request, priced))
+        try:
+            plans = find_plans(request, limits, cap, space) if search else None
+        except NoPlanError as error:
+            own = "" if yours is None else f". Yours, {yours.setting}, takes {spell_bytes(yours.peak)}"
+            raise NoPlanError(f"{error}. {_fits_from(request, limits, cap, space)}{own}") from None
+    if layout is None or yours is None:
+        assert plans is not None
+        return plans
+    return with_yours(plans, yours, layout.notes, cap)
+
+
+def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> str:
+    """From how many GPUs a plan fits, in words: settings with little memory are tried for doubled numbers."""
+    machines, names = request.machines, [name for name in space.schedules or SEARCHED if name != ORDER]
+    least = replace(space, rows=(min(space.rows),), recompute=space.recompute[-1:], schedules=names, work=_TRIED)
+    gpus = machines.gpus
+    for _ in range(_DOUBLED):
+        gpus = 2 * gpus if 2 * gpus <= machines.per_machine else -(-2 * gpus // machines.per_machine) * machines.per_machine
+        more = replace(machines, gpus=gpus)
+        larger = PlanRequest(request.costs, more, request.batch, request.tokens, request.dtype, request.optimizer)
+        with suppress(ScheduleError):  # there may be no mesh of this batch
+            if any(each.peak <= cap for each in searched(larger, limits, cap, least).found.values()):
+                return f"A plan fits on {gpus} GPUs, the fewest of doubled numbers"
+    return f"None fits on {gpus} GPUs either"
 
 
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {
-    "costs=": ("model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "tp", "ep", "cp", "recompute", "offload", "work"),
+    "costs=": (
+        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "tp", "ep", "cp", "recompute", "offload", "work", "like",
+        "search",
+    ),
     "a ModelCosts": (*_OF_CAPTURE, *_OF_COSTS),
     "machines=": _OF_COSTS,
-}
+}  # fmt: skip
 """By what a search starts from, the arguments that it does not read."""
 
 

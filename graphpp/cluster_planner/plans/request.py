@@ -78,6 +78,10 @@ class PlanRequest:
             self._by_head[key] = replace(self, costs=costs, fixed=fixed, of_head=True, **caches)
         return self._by_head[key]
 
+    def can_take_pieces(self, setting: PlanSetting) -> bool:
+        """Whether the head can compute the logits of some tokens at a time."""
+        return setting.shape.tp == 1 and not setting.word_parts and has_head(self.costs)
+
     def may_take_pieces(self, shape: MeshShape, rows: int, cap: int) -> bool:
         """Whether the head's peak is a large part of the bytes that a rank may hold."""
         if shape.tp > 1 or not has_head(self.costs):
@@ -88,11 +92,14 @@ class PlanRequest:
         """How many more stages a model has if the words of its head are cut."""
         return (shape.pp - 1) * (1 + is_tied(self.costs))
 
+    def can_cut_words(self, shape: MeshShape, stages: int) -> bool:
+        """Whether each rank can have a part of the head's words."""
+        more = stages > shape.pp * (2 if is_tied(self.costs) else 1)
+        return shape.pp > 1 and shape.tp == 1 and has_head(self.costs) and more
+
     def may_cut_words(self, shape: MeshShape, rows: int, stages: int) -> bool:
         """Whether the head takes longer than a stage on average, and each rank can have a part of its words."""
-        if shape.pp == 1 or shape.tp > 1 or not has_head(self.costs):
-            return False
-        if stages <= shape.pp * (2 if is_tied(self.costs) else 1):
+        if not self.can_cut_words(shape, stages):
             return False
         each = [part.forward + part.of(Kind.B) for part in self.priced(shape, rows, None).segments.costs.stages]
         return each[-1] > sum(each) / stages

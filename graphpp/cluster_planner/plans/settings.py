@@ -118,7 +118,10 @@ def _counted(number: int, noun: str, ending: str = "s") -> str:
 _OF_ONE = ("1F1B", "ZB1P", "ZB2P")
 _OF_TWO = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
 _OF_SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
-SEARCHED = ("auto", *_OF_ONE, *_OF_TWO, *_OF_SEVERAL, "MegatronInterleaved")
+INTERLEAVED = (*_OF_SEVERAL, "MegatronInterleaved")
+SEVERAL = (2, 4, 8)
+"""Stages per rank of `INTERLEAVED` schedules that the search tries."""
+SEARCHED = ("auto", *_OF_ONE, *_OF_TWO, *INTERLEAVED)
 """The schedules that the search tries; "auto" is a plain loop, for one pipeline rank."""
 
 
@@ -144,7 +147,7 @@ def _choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[Schedu
     yield from (ScheduleChoice(name) for name in _OF_ONE if ranks <= most_stages)
     if 2 * ranks <= most_stages:
         yield from (ScheduleChoice(name, 2) for name in _OF_TWO)
-    for several in (each for each in (2, 4, 8) if each * ranks <= most_stages):
+    for several in (each for each in SEVERAL if each * ranks <= most_stages):
         yield from (ScheduleChoice(name, several) for name in _OF_SEVERAL)
         groups = legal_groups(ranks, microbatches) if microbatches >= ranks else ()
         middle = [group for group in groups if ranks < group < microbatches]

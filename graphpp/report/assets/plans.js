@@ -9,7 +9,7 @@ report.plans.option = common => {
   const largest = Math.max(...plans.map(plan => plan.bytes));
   const near = cap !== null && cap <= 1.5 * largest; // a cap far above would press the plans onto the axis: the text has it
   const sizes = [...plans.map(plan => plan.bytes), ...(near ? [cap] : [])];
-  const point = at => ({ value: [plans[at].seconds, plans[at].bytes], name: plans[at].name, plan: at, symbolSize: at === report.plans.chosen ? 20 : 12 });
+  const point = at => ({ value: [plans[at].seconds, plans[at].bytes], name: plans[at].name, plan: at, symbolSize: (at === report.plans.chosen ? 20 : 12) * (plans[at].yours ? 2 : 1) });
   const group = (name, symbol, look, z, keep) => ({
     name, type: "scatter", symbol, data: plans.map((_, at) => at).filter(keep).map(point), z,
     itemStyle: { color: report.colour(look), borderColor: report.colour("ink"), borderWidth: 1 },
@@ -27,8 +27,9 @@ report.plans.option = common => {
     series: [
       { name: "front", type: "line", step: "end", silent: true, symbol: "none", data: front.map(at => [plans[at].seconds, plans[at].bytes]), lineStyle: { color: report.colour("faint"), width: 2 }, itemStyle: { color: report.colour("faint") }, ...limit },
       group("on the front", "diamond", "F", 5, at => onFront.has(at)),
-      group("fits", "circle", "B", 4, at => !onFront.has(at) && plans[at].fits),
-      group("over the cap", "triangle", "cap", 4, at => !onFront.has(at) && !plans[at].fits),
+      group("fits", "circle", "B", 4, at => !onFront.has(at) && plans[at].fits && !plans[at].yours),
+      group("over the cap", "triangle", "cap", 4, at => !onFront.has(at) && !plans[at].fits && !plans[at].yours),
+      group("yours", "pin", "k2", 6, at => plans[at].yours),
     ].filter(each => each.data.length),
   };
 };

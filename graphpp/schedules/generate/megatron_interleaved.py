@@ -21,6 +21,7 @@ from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.placement import check_counts, per_rank, stages_per_rank
 from graphpp.schedules.table.schedule import SCHEDULE, Row, Schedule
 
+_SHOWN = 8  # legal groups that a message names
 Steps = list[tuple[int, int]]
 
 
@@ -214,8 +215,9 @@ def least_group(name: str, ranks: int, microbatches: int, group: int | None) -> 
     """
     least, legal = min(ranks, microbatches), legal_groups(ranks, microbatches)
     if group is not None and group not in legal:
+        named = ", ".join([*map(str, legal[:_SHOWN]), *([".."] if len(legal) > _SHOWN else [])])
         raise ScheduleError(
             f"{name} on {ranks} ranks does not admit groups of {group} of {microbatches} microbatches: each group, and "
-            f"the rest at the end, has at least {least}; groups of {', '.join(map(str, legal))} fit"
+            f"the rest at the end, has at least {least}; groups of {named} fit"
         )
     return legal[0] if group is None else group
