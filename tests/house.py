@@ -125,30 +125,30 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 56_010,
+    "graphpp": 56_160,
     "graphpp/_torch": 2_760,
     "graphpp/backends": 1_240,
     "graphpp/batch": 920,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_510,
+    "graphpp/capture": 5_530,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_960,
     "graphpp/cluster_planner": 5_420,
-    "graphpp/compiler": 2_330,
+    "graphpp/compiler": 2_350,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
-    "graphpp/ownership": 1_370,
+    "graphpp/ownership": 1_410,
     "graphpp/parallel": 2_580,
-    "graphpp/passes": 6_090,
-    "graphpp/pipeline": 3_460,
+    "graphpp/passes": 6_130,
+    "graphpp/pipeline": 3_470,
     "graphpp/planner": 1_900,
     "graphpp/report": 840,
     "graphpp/runtime": 4_160,
     "graphpp/schedules": 7_000,
-    "graphpp/verification": 1_370,
-    "tests": 51_660,
+    "graphpp/verification": 1_380,
+    "tests": 51_780,
 }
-MOST_FILES = 445  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 446  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
