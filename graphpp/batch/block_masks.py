@@ -16,7 +16,6 @@ import dis
 import functools
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -25,18 +24,13 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
-from graphpp._torch.operators.flex_attention import SLICED
+from graphpp._torch.operators.flex_attention import SLICED, is_block_mask
 from graphpp.errors import BatchError
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NAMED = (ModuleType, BuiltinFunctionType, type)
 _OWN = "_graphpp_rows"  # attribute of a `mask_mod` of rows: the user's function, and the rows
 Build = Callable[[Iterator[torch.Tensor]], Any]
-
-
-def is_block_mask(value: Any) -> bool:
-    module = sys.modules.get("torch.nn.attention.flex_attention")  # not imported: no mask exists
-    return module is not None and isinstance(value, module.BlockMask)
 
 
 def tree_with_masks(tree: Any) -> Any:

@@ -330,6 +330,25 @@ def test_masks_differ_in_code_numbers_and_shapes_alone() -> None:
     assert "0x" not in str(same)  # no address, so equal on all ranks
 
 
+class Holding(Decoder):
+    """Reads the mask of an attribute."""
+
+    mask: BlockMask
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens, self.mask)
+
+
+def test_a_mask_that_is_replaced_in_an_attribute_is_captured_anew() -> None:
+    model, data = Holding(layers=1), batch(0)
+    pipe = graphpp.compile(model, loss, split=1, microbatches=1)
+    for window in (2, 7):
+        model.mask = block_mask(and_masks(causal, functools.partial(windowed, window, data.documents)), 4)
+        found = pipe.step(data.tokens, target=data.labels).loss
+        with operators.trains_on_cpu():
+            assert torch.equal(found, loss(model(data.tokens), data.labels))
+
+
 def test_a_part_of_a_mask_reads_its_own_rows() -> None:
     documents = batch(0, 5).documents
     whole = FlatMicrobatch.of(graphpp.Microbatch((documents, MASKS["argument"](documents))))
