@@ -125,16 +125,16 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 55_170,
+    "graphpp": 55_290,
     "graphpp/_torch": 2_760,
     "graphpp/backends": 1_240,
-    "graphpp/batch": 920,
+    "graphpp/batch": 980,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_510,
+    "graphpp/capture": 5_540,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_950,
     "graphpp/cluster_planner": 4_620,
-    "graphpp/compiler": 2_330,
+    "graphpp/compiler": 2_340,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_370,
@@ -146,7 +146,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_160,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 51_420,
+    "tests": 51_480,
 }
 MOST_FILES = 440  # Python files of graphpp/, `__init__.py` included
 
