@@ -92,6 +92,23 @@ def test_recipes_by_pattern() -> None:
     assert products(found, found.layers[1], B) == {"float8_e4m3fn": 1, "bfloat16": 3}  # the weight's gradient is not in float8
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_casts_of_weights_are_state_where_stages_are_whole(recipe: str) -> None:
+    """As many bytes as `compile` counts: about 2 for each element of a converted weight."""
+    torch.manual_seed(0)
+    model = Decoder(WIDTH).bfloat16()
+    model.layers = model.layers[:LAYERS]
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, fqn: fqn != "head")
+    given = {"model": model, "loss": loss, "example": example(ROWS)}
+    pipe = graphpp.compile(**given, split=2, microbatches=2)
+    found = costs(model).derived
+    assert round(sum(Degrees(1.0).amount(size) for size in found)) == sum(each.derived for each in pipe.plan.memory.state)
+    elements = sum(each.weight.numel() for each in model.modules() if isinstance(each, Float8Linear))
+    assert 2 * elements <= sum(Degrees(1.0).amount(size) for size in found) <= 2.3 * elements
+    assert not any(usual(None).derived)
+
+
 @pytest.mark.parametrize(
     ("width", "float8", "message"),
     [
