@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -82,7 +81,9 @@ def test_a_converted_model_costs_what_the_option_says() -> None:
         decoder(), config=Float8LinearConfig.from_recipe_name("tensorwise"), module_filter_fn=lambda layer, fqn: fqn != "head"
     )
     assert any(isinstance(each, Float8Linear) for each in converted.modules())
-    assert replace(usual("tensorwise"), float8=None) == costs(converted)
+    assert usual("tensorwise") == costs(converted)
+    with pytest.raises(CaptureError, match=r"layers\.0\.up is in float8 already: leave float8= out"):
+        costs(converted, "rowwise")
 
 
 def test_recipes_by_pattern() -> None:
@@ -113,6 +114,7 @@ def test_the_casts_of_weights_are_state_where_stages_are_whole(recipe: str) -> N
     ("width", "float8", "message"),
     [
         (WIDTH, "blockwise", "float8: take one of tensorwise"),
+        (WIDTH, {}, "a mapping of one or more FQN patterns"),
         (WIDTH, {"layers.*.left": "rowwise"}, r"'layers\.\*\.left' fits no linear layer"),
         (24, {"layers.*.up": "rowwise"}, r"layers\.0\.up \(96, 24\) are no multiples of 16"),
         (24, "rowwise", "no linear layer with sizes that are multiples of 16"),
