@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -380,6 +383,16 @@ class Holding(Decoder):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens, self.mask)
+
+
+def test_a_dumped_backward_runs_as_it_stands(tmp_path: Path) -> None:
+    data = batch(0)
+    pipe = graphpp.compile(Decoder(layers=1), loss, split=1, microbatches=1, debug=str(tmp_path))
+    pipe.step(data.tokens, block_mask(causal), target=data.labels)
+    (file,) = (tmp_path / "rank0" / "train" / "programs").glob("stage0_backward.py")
+    found = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
+    assert "torch.ops.graphpp" in file.read_text()
+    assert found.returncode == 0 and "layers.0.bias" in found.stdout, found.stderr
 
 
 def test_a_mask_that_is_replaced_in_an_attribute_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
