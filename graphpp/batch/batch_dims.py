@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from graphpp.batch.block_masks import of_other_rows
 from graphpp.batch.microbatch import FlatMicrobatch, unwrapped
 from graphpp.errors import BatchError
 
@@ -76,11 +77,10 @@ class BatchDims:
                     f"dimension {given[first]}: give the dimension of the rows of both, or None for a tensor without rows"
                 )
         for path, leaf in tensors.items():
+            if path in flat.masks and given.get(path, 0) is None:
+                raise BatchError(of_other_rows(path, len(leaf), "goes whole to microbatches of fewer rows"))
             if path in flat.masks and path not in given and len(leaf) != rows:
-                raise BatchError(
-                    f"{path} is of a block mask of {len(leaf)} rows, and the call has {rows or 'no'} rows: give a mask of as "
-                    "many rows, or of one row for all"
-                )
+                raise BatchError(of_other_rows(path, len(leaf), f"the call has {rows or 'no'} rows"))
         return rows, {path: given.get(path, 0 if len(leaf) == rows else None) for path, leaf in tensors.items()}
 
     def with_rows(self, flat: FlatMicrobatch) -> FlatMicrobatch:

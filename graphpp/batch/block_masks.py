@@ -7,7 +7,9 @@ Contract
 - Nodes are equal, and print alike in every process, exactly if block sizes, lengths, code and all other captured values are.
 - A mask of several rows has the leaf `.rows`, the row of the batch for each of its own: cut along the rows with the mask's
   tensors, it makes `mask_mod` of a part read what it reads in the whole. Captured tensors are never cut (`has_rows`).
-- `BatchError` is raised where tensors may hide: for another callable or a captured object, and for a global tensor.
+- `BatchError` is raised where tensors may hide: for another callable or a captured object, for a global tensor, and for what
+  may hold other values in the next step: modules and classes other than torch's, attributes of functions.
+- A captured graph keeps the tensors of the first mask alive: those that its functions close over are held by `_Form.build`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import dis
 import functools
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -25,18 +26,14 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
-from graphpp._torch.operators.flex_attention import SLICED
+from graphpp._torch.operators.flex_attention import SLICED, is_block_mask
 from graphpp.errors import BatchError
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NAMED = (ModuleType, BuiltinFunctionType, type)
+_LIBRARIES = frozenset(("torch", "math", "operator", "builtins", "_operator"))  # whose attributes stay as they are
 _OWN = "_graphpp_rows"  # attribute of a `mask_mod` of rows: the user's function, and the rows
 Build = Callable[[Iterator[torch.Tensor]], Any]
-
-
-def is_block_mask(value: Any) -> bool:
-    module = sys.modules.get("torch.nn.attention.flex_attention")  # not imported: no mask exists
-    return module is not None and isinstance(value, module.BlockMask)
 
 
 def tree_with_masks(tree: Any) -> Any:
@@ -49,6 +46,26 @@ def tree_with_masks(tree: Any) -> Any:
 def has_rows(keys: Sequence[Any]) -> bool | None:
     """Whether the tensor of a mask at a path of pytree is cut along the rows; None for other leaves."""
     return next((key.cut for key in keys if isinstance(key, _Key)), None)
+
+
+def refuse_whole_rows(path: str, value: Any) -> None:
+    """Raise `BatchError` for a mask of several rows in an argument that goes whole to each microbatch."""
+    for mask in filter(is_block_mask, pytree.tree_leaves(value, is_leaf=is_block_mask)):
+        if len(mask.kv_num_blocks) > 1:
+            raise BatchError(of_other_rows(path, len(mask.kv_num_blocks), "goes whole to microbatches of fewer rows"))
+
+
+def of_other_rows(path: str, rows: int, call: str) -> str:
+    """The text of an error."""
+    return f"{path} is of a block mask of {rows} rows, and {call}: give a mask of as many rows, or of one row for all"
+
+
+def lines_of_masks(spec: pytree.TreeSpec) -> Iterator[str]:
+    """What the functions of the masks in a structure are, a line for each code object and captured value that is no tensor."""
+    form = pytree.context(spec)
+    yield from (f"the block mask's {line}" for line in (form.lines if isinstance(form, _Form) else ()))
+    for each in pytree.children(spec):
+        yield from lines_of_masks(each)
 
 
 @dataclass(frozen=True)
@@ -64,9 +81,10 @@ class _Key:
 
 @dataclass(frozen=True)
 class _Form:
-    """All of a mask but its tensors: `text` tells forms apart."""
+    """All of a mask but its tensors: `text` tells forms apart. `lines`: what `text` is a hash of, to be read in errors."""
 
     text: str
+    lines: tuple[str, ...] = field(compare=False, repr=False)
     build: Build = field(compare=False, repr=False)
 
 
@@ -99,7 +117,7 @@ class _Node:
             function = build(leaves)
             return type(mask)(**rest, **given, mask_mod=function if of_rows is None else _of_rows(function, of_rows))
 
-        self.form = _Form(f"{rest} of {found.text}", mask_of)
+        self.form = _Form(f"{rest} of {found.text}", tuple(found.lines), mask_of)
 
 
 def _of_rows(own: Callable[..., Any], rows: torch.Tensor) -> Callable[..., Any]:
@@ -125,12 +143,12 @@ class _Captured:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._lines: list[str] = []
+        self.lines: list[str] = []
         self._open: list[FunctionType] = []
 
     @property
     def text(self) -> str:
-        return hashlib.sha256("\n".join(self._lines).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16]
 
     def take(self, value: Any, place: str) -> Build:
         """Note a value, and return the function that makes it anew with other tensors."""
@@ -140,26 +158,39 @@ class _Captured:
         if isinstance(value, FunctionType) and value not in self._open:
             return self._take_function(value, place)
         if isinstance(value, functools.partial):
-            parts = self._take_all((value.func, value.args, value.keywords), place)
-            return lambda tensors: (lambda func, args, named: functools.partial(func, *args, **named))(*parts(tensors))
-        if not isinstance(value, (*_CONSTANTS, *_NAMED)):
-            raise BatchError(
-                f"the block mask's {place} is a {type(value).__qualname__}: tensors in it would become constants of the graph. "
-                "Let mask_mod be a function that closes over tensors, numbers and functions alone, for example "
-                "doc = self.doc before its def."
-            )
-        named = f"{getattr(value, '__module__', '')} {getattr(value, '__qualname__', getattr(value, '__name__', ''))}"
-        self._lines.append(named if isinstance(value, _NAMED) else f"{type(value).__name__} {value!r}")
+            return self._take_partial(value, place)
+        by_name = _is_of_library(value)
+        if not by_name and not isinstance(value, _CONSTANTS):
+            raise BatchError(f"the block mask's {place} {_refusal(value)}")
+        name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
+        self._note(place, f"{getattr(value, '__module__', '')} {name}" if by_name else f"{type(value).__name__} {value!r}")
         return lambda tensors: value
+
+    def _take_partial(self, own: functools.partial[Any], place: str) -> Build:
+        parts = self._take_all((own.func, own.args, own.keywords), place)
+
+        def build(tensors: Iterator[torch.Tensor]) -> Any:
+            func, args, named = parts(tensors)
+            return functools.partial(func, *args, **named)
+
+        return build
+
+    def _note(self, place: str, fact: str) -> None:
+        self.lines.append(f"{place} is {fact}")
 
     def _take_all(self, values: Any, place: str) -> Build:
         leaves, spec = pytree.tree_flatten(values)
-        self._lines.append(str(spec))
+        self._note(place, f"of {spec}")
         builds = [self.take(leaf, place) for leaf in leaves]
         return lambda tensors: pytree.tree_unflatten([build(tensors) for build in builds], spec)
 
     def _take_function(self, own: FunctionType, place: str) -> Build:
-        self._lines.append(_digest(own.__code__))
+        if vars(own).keys() - {"__wrapped__"}:
+            raise BatchError(
+                f"the block mask's {place} has the attribute {own.__name__}.{next(iter(vars(own)))}, whose value would become "
+                "a constant of the graph: read it before def mask_mod, and remove it from the function."
+            )
+        self._note(place, f"the code {_digest(own.__code__)}")
         self._open.append(own)
         cells, names = own.__closure__ or (), own.__code__.co_freevars
         builds = [self._take_all(cell.cell_contents, f"{place}: {name}") for cell, name in zip(cells, names, strict=True)]
@@ -169,10 +200,12 @@ class _Captured:
             value = own.__globals__.get(name)
             of_torch = (getattr(value, "__module__", None) or "").partition(".")[0] == "torch"
             self._take_all(name if of_torch and isinstance(value, FunctionType) else value, f"{place}: {name}")
-        if len(self.tensors) > before:
+        if found := self.tensors[before:]:
+            trained = any(tensor.requires_grad for tensor in found)
             raise BatchError(
-                f"the block mask's {place} reads a tensor of its module by a global name, and the tensor would become a "
-                "constant of the graph: make mask_mod in a function that has the tensor as an argument."
+                f"the block mask's {place} reads a {'trained ' * trained}tensor of its module by a global name, and the tensor "
+                "would become a constant of the graph: make mask_mod in a function that has the tensor"
+                f"{', as tensor.detach(),' * trained} as an argument."
             )
         self._open.pop()
 
@@ -186,6 +219,36 @@ class _Captured:
             return made
 
         return build
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether a module, class or function in C is torch's or Python's own, so that its name tells all of it."""
+    if not isinstance(value, _NAMED):
+        return False
+    bound = getattr(value, "__self__", None) if isinstance(value, BuiltinFunctionType) else None
+    of = value if bound is None else bound  # `torch.where` is bound to a class, `math.floor` to a module
+    name = getattr(of, "__name__", "") if isinstance(of, ModuleType) else getattr(of, "__module__", "")
+    return isinstance(of, _NAMED) and str(name).partition(".")[0] in _LIBRARIES
+
+
+def _refusal(value: Any) -> str:
+    """Why a value is no part of a mask, and what to do."""
+    if isinstance(value, FunctionType):
+        return f"is {value.__name__}, which calls itself: write mask_mod without recursion."
+    if isinstance(value, ModuleType | type):
+        kind = "module" if isinstance(value, ModuleType) else "class"
+        return (
+            f"is the {kind} {value.__name__}, whose attributes would become "
+            "constants of the graph. Read an attribute before def mask_mod, for example window = settings.window; import a "
+            "function by its name, for example from helpers import within."
+        )
+    if type(value).__module__ == "numpy":
+        return f"is of the type numpy.{type(value).__name__}: give a number of Python, by .item(), or a tensor."
+    return (
+        f"is of the type {type(value).__qualname__}: tensors in it would become constants of the graph. Let mask_mod be a "
+        "function that closes over tensors, numbers and functions alone: read attributes before its def, for example doc = "
+        "self.doc or window = config.window."
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -67,7 +67,7 @@ class BatchCutter:
         """Wrap in `Whole` tensors with their example shape; if all have it, those that were not cut in the latest batch."""
         if not self._shapes or microbatches == 1:
             return flat
-        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim() and flat.masks.get(path, True)}
+        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim() and path not in flat.masks}
         same = {path for path, leaf in tensors.items() if leaf.shape == self._shapes.get(path)}
         if same == set(tensors) and (self._cut is None or not same & self._cut):
             if tensors and not any(map(self._dims.says, tensors)):

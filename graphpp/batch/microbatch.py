@@ -23,7 +23,7 @@ import torch
 from graphpp._torch import pytree
 from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import MAPPING, require, shown, type_name
-from graphpp.batch.block_masks import has_rows, tree_with_masks
+from graphpp.batch.block_masks import has_rows, lines_of_masks, refuse_whole_rows, tree_with_masks
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
@@ -174,7 +174,7 @@ class FlatMicrobatch:
         """The structure and a line per leaf, with the type of a number that a graph takes as an input or that is in `known`."""
         numbers = {*self.numbers, *known}
         leaves = (f"{path}: {_describe_number(leaf) if path in numbers else describe(leaf)}" for path, leaf in self.pairs)
-        return (f"the structure {self.spec}", *leaves)
+        return (*lines_of_masks(self.spec), f"the structure {self.spec}", *leaves)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -263,7 +263,9 @@ def _check_leaf(path: str, leaf: Any) -> None:
             raise BatchError(
                 f"{path} requires grad: a pipeline makes gradients of parameters only; pass {path}.detach()"
             )
-    elif not isinstance(leaf, Whole) and not is_plain_data(leaf):
+    elif isinstance(leaf, Whole):
+        refuse_whole_rows(path, leaf.value)
+    elif not is_plain_data(leaf):
         numpy = type(leaf).__module__ == "numpy"
         remedy = "torch.as_tensor(...) of it" if numpy else "its tensors in a tuple, list or dict"
         more = "" if numpy else ", or register its class with torch.export.register_dataclass or torch's pytree"

@@ -93,7 +93,7 @@ def _lend_attributes(place: Place) -> None:
 
 
 class RegionsTraced(BaseException):
-    """Ends a trace whose code calls an operator with a body, such as `torch.cond`: torch traces bodies without the mode."""
+    """Ends a trace whose code calls an operator with a body (its name is the text): torch traces bodies without the mode."""
 
 
 def with_objects_first(trace: Callable[[TensorObjects], T], objects: TensorObjects) -> T:
@@ -104,8 +104,10 @@ def with_objects_first(trace: Callable[[TensorObjects], T], objects: TensorObjec
         return trace(objects.with_attributes_alone())
 
 
-def end_trace(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RegionsTraced
+def end_trace(region: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
+    """`region`: the operator, or what `torch.compile` was given."""
+    name = getattr(region, "_name", None) or f"torch.compile of {getattr(region, '__name__', 'a function')}"
+    raise RegionsTraced("flex_attention" if "flex_attention" in name else name)  # which torch compiles by itself
 
 
 class TensorObjects:

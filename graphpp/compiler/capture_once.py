@@ -167,7 +167,7 @@ def _audited(
 
     def audit(example: FlatMicrobatch) -> Callable[[], None]:
         note = partial(_operators, request, example.with_numbers(frozenset()).without_data(), training)
-        return Audit(note, debug.audit, by_time=request.place.tp_group is None).check
+        return Audit(note, debug.audit, by_time=request.place.tp_group is None, told=request.told).check
 
     return [replace(graph, audit=audit(example)) for graph, example in zip(graphs, examples, strict=True)]
 

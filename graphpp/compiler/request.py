@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import nn
@@ -23,6 +23,7 @@ class CompileRequest:
     """A model, its loss (None: the model returns it), the options of `graphpp.compile`, and this rank's place.
 
     `watch` sees the captured graph (as pass "capture") and the result of each pass. `dumps`: whether `debug.dump` is written.
+    `told`: warnings that are not repeated.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class CompileRequest:
     place: RankPlace
     watch: Hook = ignore
     dumps: bool = True
+    told: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def batch_dims(self) -> BatchDims:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -278,24 +283,64 @@ def test_scores_that_cannot_be_captured_are_refused(name: str) -> None:
     def attend(layer: Layer, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         return flex_attention(q, k, v, lambda score, b, h, i, j: change(layer, score, h), mask, enable_gqa=True)
 
-    pipe, data = graphpp.compile(Decoder(attend, 1), loss, split=1, microbatches=2), batch(0)
-    with pytest.raises(CaptureError, match=rf"'layers\.0' at .*test_flex.* {text}"):
-        pipe.step(data.tokens, MASKS["broadcast"](data.documents), target=data.labels)
+    model, data, mask = Decoder(attend, 1), batch(0), MASKS["broadcast"]
+    pipe = graphpp.compile(model, loss, split=1, microbatches=1)
+    try:
+        pipe.step(data.tokens, mask(data.documents), target=data.labels)
+    except CaptureError as error:
+        assert re.search(rf"'layers\.0' at .*test_flex.* {text}", str(error))
+        return
+    assert name == "no index"
+    scale = model.layers[0].scale
+    gradient, step = scale.grad.clone(), 1e-2
+    with torch.no_grad():
+        above, below = (loss(model(data.tokens, mask(data.documents)), data.labels) for _ in map(scale.add_, (step, -2 * step)))
+    torch.testing.assert_close((above - below) / (2 * step), gradient, rtol=0.05, atol=1e-4)
 
 
 SHARED = torch.zeros(4, TOKENS, dtype=torch.long)
 
 
 class Window:
+    size = 4
+
     def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i - j < 4
 
 
 WINDOW = Window()
+internals.WINDOW = 4  # type: ignore[attr-defined]
+
+
+def bound(add: Callable[..., Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+TRAINED = nn.Parameter(torch.zeros(TOKENS))
+
+
+def with_attribute(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i - j < 4
+
+
+with_attribute.window = 4  # type: ignore[attr-defined]
+
+
+def recursive(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return recursive(b, h, i, j) if TOKENS < 0 else i >= j
+
+
 REFUSED: dict[str, tuple[Callable[[], BlockMask], str]] = {
-    "object": (lambda: block_mask(Window()), "mask_mod is a Window: .* a function that closes over tensors"),
-    "captured": (lambda: block_mask(and_masks(causal, Window())), "mask_mod: mask_mods is a Window"),
-    "global object": (lambda: block_mask(lambda b, h, i, j: (i >= j) & WINDOW(b, h, i, j)), "mask_mod: WINDOW is a Window"),
+    "object": (lambda: block_mask(Window()), "mask_mod is of the type Window: .* closes over tensors, .* config.window"),
+    "captured": (lambda: block_mask(and_masks(causal, Window())), "mask_mod: mask_mods is of the type Window"),
+    "global object": (lambda: block_mask(lambda b, h, i, j: (i >= j) & WINDOW(b, h, i, j)), "mask_mod: WINDOW is of the type"),
+    "module": (lambda: block_mask(lambda b, h, i, j: i - j < internals.WINDOW), "is the module tests.internals, .* before def"),
+    "class": (lambda: block_mask(lambda b, h, i, j: i - j < Window.size), "is the class Window, whose attributes"),
+    "function": (lambda: block_mask(with_attribute), "has the attribute with_attribute.window"),
+    "method": (lambda: block_mask(functools.partial(bound, torch.arange(TOKENS).add)), "is of the type builtin_func"),
+    "recursive": (lambda: block_mask(recursive), "mask_mod: recursive is recursive, which calls itself"),
+    "trained": (lambda: block_mask(lambda b, h, i, j: TRAINED[i] <= 0), r"a trained tensor .* as tensor\.detach\(\)"),
+    "numpy": (lambda: block_mask(functools.partial(windowed, np.int64(4), torch.zeros(4, TOKENS))), r"numpy.int64: .*item\(\)"),
     "global": (lambda: block_mask(lambda b, h, i, j: SHARED[b, i] == SHARED[b, j]), "reads a tensor of its module"),
     "slice": (lambda: MASKS["argument"](batch(0).documents)[:2], "sliced, .* give pipe.step the mask of the whole batch"),
 }
@@ -315,6 +360,16 @@ def test_a_mask_of_other_rows_than_the_batch_is_refused() -> None:
         BatchCutter(dims=BatchDims()).cut(given, 2)
 
 
+@pytest.mark.parametrize("dims", [None, {"mask": None}])
+def test_a_mask_of_several_rows_never_goes_whole(dims: Any) -> None:
+    documents = batch(0).documents
+    cutter = BatchCutter(dims=BatchDims(dims or {}))
+    for mask, wrong in ((MASKS["argument"](documents), True), (block_mask(causal), False)):
+        with pytest.raises(BatchError, match="mask of 4 rows, and goes whole") if wrong else contextlib.nullcontext():
+            given = {"mask": graphpp.whole(mask) if dims is None else mask}
+            cutter.cut(FlatMicrobatch.of(graphpp.Microbatch((documents,), given)), 2)
+
+
 def signature(mask: BlockMask) -> tuple[str, ...]:
     return FlatMicrobatch.of(graphpp.Microbatch((mask,))).signature
 
@@ -327,7 +382,40 @@ def test_masks_differ_in_code_numbers_and_shapes_alone() -> None:
     assert windows[0] == windows[1] != windows[2]
     others = [same[0], windows[0], *(signature(block_mask(mask_mod)) for mask_mod in (causal, lambda b, h, i, j: i > j))]
     assert len({*others, signature(MASKS["argument"](documents[0][:3]))}) == 5
+    readable = [line for line in signature(block_mask(functools.partial(windowed, 3, documents[0]), 4)) if "is int 3" in line]
+    assert len(readable) == 1 and readable[0].startswith("the block mask's mask_mod is int")
     assert "0x" not in str(same)  # no address, so equal on all ranks
+
+
+class Holding(Decoder):
+    """Reads the mask of an attribute."""
+
+    mask: BlockMask
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens, self.mask)
+
+
+def test_a_dumped_backward_runs_as_it_stands(tmp_path: Path) -> None:
+    data = batch(0)
+    pipe = graphpp.compile(Decoder(layers=1), loss, split=1, microbatches=1, debug=str(tmp_path))
+    pipe.step(data.tokens, block_mask(causal), target=data.labels)
+    (file,) = (tmp_path / "rank0" / "train" / "programs").glob("stage0_backward.py")
+    found = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
+    assert "torch.ops.graphpp" in file.read_text()
+    assert found.returncode == 0 and "layers.0.bias" in found.stdout, found.stderr
+
+
+def test_a_mask_that_is_replaced_in_an_attribute_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
+    model, data = Holding(layers=1), batch(0)
+    pipe = graphpp.compile(model, loss, split=1, microbatches=1)
+    for window in (2, 7):
+        model.mask = block_mask(and_masks(causal, functools.partial(windowed, window, data.documents)), 4)
+        found = pipe.step(data.tokens, target=data.labels).loss
+        with operators.trains_on_cpu():
+            assert torch.equal(found, loss(model(data.tokens), data.labels))
+    (warning,) = [each.getMessage() for each in caplog.records if "not audited" in each.getMessage()]  # once for two captures
+    assert warning.endswith("they call an operator with a body: flex_attention")
 
 
 def test_a_part_of_a_mask_reads_its_own_rows() -> None:

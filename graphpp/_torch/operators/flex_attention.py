@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,11 @@ FORWARD, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_orde
 _REQUIRING_GRAD = torch.ops.graphpp.requiring_grad.default
 SLICED = "_sliced_mask_mod_error"
 _FIRST_CAPTURED = 5  # a `score_mod` gets score, batch, head, two positions, and the tensors that it captures
+
+
+def is_block_mask(value: Any) -> bool:
+    module = sys.modules.get("torch.nn.attention.flex_attention")  # not imported: no mask exists
+    return module is not None and isinstance(value, module.BlockMask)
 
 
 def forward_flops(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Any:

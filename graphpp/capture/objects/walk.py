@@ -51,6 +51,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch import aot
+from graphpp._torch.operators.flex_attention import is_block_mask
 from graphpp._torch.parallel.sharded_tensor import is_placement
 from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.capture.objects.names import comes_with_torch, in_cell, is_implicit, is_of_library, names_of_torch
@@ -240,6 +241,7 @@ class Walk:
         """An object's class and the attributes that the code names; also the data of UserDict and the like."""
         kind, held = type(value), attributes(value) or {}
         computes = kind.__getattribute__ is not _PLAIN_ACCESS or hasattr(kind, "__getattr__")  # by other names
+        computes |= is_block_mask(value)  # read by torch
         inner = ("data", "maps") if isinstance(value, UserDict | UserList | ChainMap) else ()
         for name in list(held):
             if computes or name in self._names or name in inner:

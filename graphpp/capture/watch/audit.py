@@ -24,10 +24,13 @@ _LOG = logging.getLogger("graphpp")
 
 
 class Audit:
-    """The audits of one graph. `note` runs forward and loss; `by_time`: whether the time of an audit decides about the next."""
+    """The audits of one graph. `note` runs forward and loss; `by_time`: whether the time of an audit decides about the next.
+    `told`: the warnings that are not logged again."""
 
-    def __init__(self, note: Callable[[], Operations], every: int | None = None, by_time: bool = True) -> None:
-        self._note, self._every, self._by_time = note, every, by_time
+    def __init__(
+        self, note: Callable[[], Operations], every: int | None = None, by_time: bool = True, told: set[str] | None = None
+    ) -> None:
+        self._note, self._every, self._by_time, self._told = note, every, by_time, set() if told is None else told
         self._calls, self._next, self._good = 1, every or 2, 1  # the first call is the one that was captured
         self._captured = self._noted() if every != 0 else None
         self._asked = self._versions()
@@ -49,7 +52,10 @@ class Audit:
         try:
             return self._note()
         except CaptureError as error:
-            _LOG.warning("unwatched state is not audited, because model and loss run only under a trace: %s", error)
+            text = f"unwatched state is not audited, because model and loss run only under a trace: {error}"
+            if text not in self._told:
+                self._told.add(text)
+                _LOG.warning("%s", text)
             return None
 
     def _versions(self) -> list[int]:

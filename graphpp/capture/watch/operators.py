@@ -132,7 +132,7 @@ def note_operators(
         try:
             return as_eager_first(run, aot.as_under_export)
         except RegionsTraced as ended:
-            raise CaptureError("they call an operator with a body, such as torch.cond") from ended
+            raise CaptureError(f"they call an operator with a body: {ended}") from ended
 
 
 def first_difference(before: Operations, now: Operations) -> int | None:

@@ -18,7 +18,7 @@ from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.source_lines import MODEL
 from graphpp.capture.trace import capture
-from graphpp.cluster_planner.costs.float8 import FLOAT8, Float8, described, in_float8, recipes_of
+from graphpp.cluster_planner.costs.float8 import FLOAT8, Float8, converted_layers, described, in_float8, recipes_of
 from graphpp.cluster_planner.costs.from_graph import Captured, model_costs, segment_starts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.shortened import Shortening, WholeModel
@@ -94,7 +94,8 @@ def capture_costs(
 
     names = canonical_fqns(model)
     (head,) = [names.get(each.removeprefix(f"{MODEL}.")) for each in heads] if len(heads) == 1 else [None]
-    return replace(costs, param_dtype=dtype, tokens=_tokens(example), float8=described(recipes), head=head)
+    float8_layers = described(recipes or converted_layers(model))
+    return replace(costs, param_dtype=dtype, tokens=_tokens(example), float8=float8_layers, head=head)
 
 
 def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:

@@ -9,6 +9,7 @@ gradients of weights in the model's dtype. `float8=` is one recipe for all linea
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,20 +23,25 @@ from graphpp.errors import CaptureError
 
 Float8 = str | Mapping[str, str]
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_OTHER = "another config"
 _MULTIPLE = 16  # of which kernels for float8 take sizes
 _NUMBERED = re.compile(r"(^|\.)[0-9]+\.")
 
 FLOAT8 = Accepted(
-    f"one of {', '.join(RECIPES)}, or a mapping of FQN patterns to them",
-    lambda value: all(each in RECIPES for each in (value.values() if isinstance(value, Mapping) else [value])),
+    f"one of {', '.join(RECIPES)}, or a mapping of one or more FQN patterns to them",
+    lambda value: bool(value) and all(each in RECIPES for each in (value.values() if isinstance(value, Mapping) else [value])),
 )
 
 
 def recipes_of(model: nn.Module, float8: Float8 | None) -> dict[str, str]:
-    """The recipe of each linear layer in float8, by FQN."""
+    """The recipe of each linear layer to convert, by FQN. Raises `CaptureError`, also if `model` is converted already."""
     linear = {fqn: layer for fqn, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, nn.Linear)}
     if float8 is None:
         return {}
+    if converted := converted_layers(model):
+        raise CaptureError(
+            f"float8: {next(iter(converted))} is in float8 already: leave float8= out, and the model is priced as it is"
+        )
     if isinstance(float8, str):
         found = {fqn: float8 for fqn, layer in linear.items() if _NUMBERED.search(fqn) and _fits(layer)}
         if not found:
@@ -56,10 +62,23 @@ def recipes_of(model: nn.Module, float8: Float8 | None) -> dict[str, str]:
     return found
 
 
+def converted_layers(model: nn.Module) -> dict[str, str]:
+    """The recipe of each linear layer that is torchao's already, by FQN."""
+    module: Any = sys.modules.get("torchao.float8.float8_linear")  # not imported: no layer is
+    layers = model.named_modules(remove_duplicate=False) if module is not None else ()
+    found: dict[str, Any] = {fqn: layer for fqn, layer in layers if isinstance(layer, module.Float8Linear)}
+    return {fqn: _recipe_of(layer.config) for fqn, layer in found.items()}
+
+
+def _recipe_of(config: Any) -> str:
+    return next((recipe for recipe in RECIPES if type(config).from_recipe_name(recipe) == config), _OTHER)
+
+
 def described(recipes: Mapping[str, str]) -> str | None:
     """The recipes as text, with the number of layers of each; None without layers in float8."""
     counts = Counter(recipes.values())
-    return ", ".join(f"{recipe} of {counts[recipe]} linear layers" for recipe in RECIPES if counts[recipe]) or None
+    words = (*RECIPES, _OTHER)
+    return ", ".join(f"{recipe} of {counts[recipe]} linear layers" for recipe in words if counts[recipe]) or None
 
 
 @contextmanager

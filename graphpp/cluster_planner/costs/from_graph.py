@@ -37,6 +37,8 @@ from graphpp.passes.graph.liveness import counts_in_peak, live_values
 from graphpp.passes.graph.offloadable import LocalNeighbours, offloadable
 from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
 from graphpp.passes.lower import LoweringOptions, assigned, staged_graphs
+from graphpp.passes.stage.cut_stages import cut_stages
+from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.layers import repeated_layers
 from graphpp.planner.segments import places
@@ -71,6 +73,7 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
         staged = {each: _staged(joint, calls, len(captured.starts), each, device_type) for each in RECOMPUTE}
         variants = {name: _variant(*found, whole.stage_of) for name, found in staged.items()}
     cut, first = staged[None]
+    derived = _derived(joint, len(captured.starts))
     named = {node.name: node for node in cut.graph.nodes}
     crossing = [each.forward for each in first.boundaries], [each.backward for each in first.boundaries]
     on, back = ([summed(size_of(named[value.name]) for value in values) for values in each] for each in crossing)
@@ -89,6 +92,7 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
         backward=tuple(back[stage] for stage in whole.stage_of[:-1]),
         parameters=tuple(_parameters(joint, first, whole, sharded)),
         buffers=tuple(_buffers(joint, first, whole)),
+        derived=tuple(derived[stage] for stage in whole.stage_of),
         attentions=sum(whole.stage_of.count(node.meta["stage"]) for node in joint.computed() if _is_attention(node)),
         tensor_ranks=gcd(*sharded_sizes),
         expert_ranks=_expert_ranks(shapes, sharded),
@@ -144,6 +148,20 @@ def _variant(joint: JointGraph, staged: StagedGraphs, stage_of: Sequence[int]) -
         kind = _segment_kind([staged.graphs.get((phase, stage)) for phase in PHASES], staged, stage, named)
         number.append(kinds.setdefault(kind, len(kinds)))
     return Variant(tuple(kinds), tuple(number[stage] for stage in stage_of))
+
+
+def _derived(joint: JointGraph, stages: int) -> list[Size]:
+    """By stage, the bytes of parameters' values that are computed once per step by every backend, such as casts to float8."""
+    marked = find_step_invariants(joint.copy(), cheap=False)
+    hoisted = hoist_per_step(marked, cut_stages(marked, stages)).hoisted
+    graphs = [hoisted[stage].graph if stage in hoisted else None for stage in range(stages)]
+    return [summed(_signed(graph)) if graph is not None else () for graph in graphs]
+
+
+def _signed(graph: fx.Graph) -> Iterator[Size]:
+    for sign, node in live_values(graph):
+        if counts_in_peak(node):
+            yield tuple((*powers, sign * amount) for *powers, amount in size_of(node))  # type: ignore[misc]
 
 
 def _segment_kind(

@@ -76,7 +76,12 @@ def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
         backward=crossing(costs.backward),
         parameters=tuple(part for each in costs.parameters for part in parameters(each)),
         buffers=tuple((nbytes, readers(old, 0)) for nbytes, old in costs.buffers),
+        derived=tuple(_part_of(costs.derived[at], parts if at in cut else 1) for at, _ in segments) if costs.derived else (),
     )
+
+
+def _part_of(size: Size, parts: int) -> Size:
+    return tuple((*powers, amount / parts) for *powers, amount in size)  # type: ignore[misc]
 
 
 def with_logits_tokens(costs: ModelCosts, tokens: int) -> ModelCosts:

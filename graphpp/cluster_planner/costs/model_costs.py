@@ -90,10 +90,12 @@ class ModelCosts:
 
     `starts`: first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated layers
     start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary after each segment but the last.
-    `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
+    `buffers`: (bytes, segments that read them). `derived`: by segment, bytes of values of parameters that are computed once per
+    step where whole stages are kept, such as weights in float8 (empty: none). `attentions`: fused attentions in a forward, for
+    context parallelism.
     `tensor_ranks`, `expert_ranks`: the most ranks that divide all sharded sizes, or the experts of all layers; divisors are
     also allowed; 0: none. `param_dtype`: dtype given to the capture (None: none); `tokens`: per row of the example (0: none);
-    `float8`: the linear layers that were captured in float8, as text (None: none). `head`: FQN of the weight of the linear
+    `float8`: the linear layers that compute in float8, as text (None: none). `head`: FQN of the weight of the linear
     layer before the only cross entropy (None: none).
     """
 
@@ -106,6 +108,7 @@ class ModelCosts:
     backward: tuple[Size, ...]
     parameters: tuple[ParameterCosts, ...]
     buffers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    derived: tuple[Size, ...] = ()
     attentions: int = 0
     tensor_ranks: int = 0
     expert_ranks: int = 0

@@ -1,4 +1,4 @@
-"""The state of a model by segments: parameters, gradients, optimizer, buffers.
+"""The state of a model by segments: parameters, gradients, optimizer, buffers, casts of weights to float8.
 
 Elements are of one rank after tensor and expert parallelism, before sharding. Whole parameters have the graph's dtype. Gradient
 sums, shards and optimizer values are float32 if the capture was given a `param_dtype` (mixed precision), else they have the
@@ -27,7 +27,8 @@ def state_of_segments(costs: ModelCosts, degrees: Degrees, memory: Memory) -> tu
     mixed = costs.param_dtype is not None
     state = [_piece(key, count, _MASTER if mixed else key.itemsize, memory) for key, count in elements.items()]
     state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
-    return tuple(state), (*(key.expert for key in elements), *[False] * len(costs.buffers))
+    state += [StateBytes((at,), derived=round(degrees.amount(size))) for at, size in enumerate(costs.derived) if size]
+    return tuple(state), (*(key.expert for key in elements), *[False] * (len(state) - len(elements)))
 
 
 @dataclass(frozen=True)

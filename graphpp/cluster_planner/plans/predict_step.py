@@ -154,6 +154,8 @@ class _Step:
         shards = shape.shards if self._request.dtype is not None or shape.shards > 1 else None
         keep = self._setting.keep
         layers = self._layers.bytes() if keep == 0 else None
+        if keep == 0:  # each computation casts what it gathered
+            state = tuple(replace(one, derived=0) for one in state)
         home, copies = table.rank_of_stage, shape.dp_replicate * shape.cp
         return held_bytes(state, home, shape.pp, shards, keep is not None, layers, in_order=in_order, averaged_over=copies)
 

@@ -57,7 +57,7 @@ class TrainingPlan:
     bytes of the fullest rank. `sent`: bytes along each mesh dimension in a step, of the rank that sends most (expert shards
     under `dp_shard`). `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and
     less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. `float8`: the linear layers that
-    compute in float8, as text (None: none that the search converted). A plan of measured costs has
+    compute in float8, as text (None: none). A plan of measured costs has
     `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
     """
 

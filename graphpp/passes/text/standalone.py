@@ -1,4 +1,4 @@
-"""Write a rendered graph as a Python file that runs with torch alone.
+"""Write a rendered graph as a Python file that runs with torch alone, or with graphpp where the graph calls its operators.
 
 Contract: the file contains the text that the pipeline runs, unchanged, and defines the objects that the pipeline binds. Its
 docstring names the pass that made the text, and objects or libraries that the file lacks. Its `main` makes inputs of the right
@@ -23,6 +23,10 @@ from graphpp.passes.text.render import RenderedGraph, code, define, docstring, f
 
 _OWN = {"_c10d_functional", "aten", "c10d", "debugprims", "higher_order", "inductor", "mkldnn", "prim", "prims",
         "quantized", "quantized_decomposed", "rngprims", "symm_mem", "torch", "xpu"}  # fmt: skip
+_DEFINING = (
+    "from graphpp._torch.operators import (  # noqa: F401 (they define torch.ops.graphpp)\n"
+    "    flex_attention, linear_cross_entropy, packed_attention, recurrence,\n)\n\n"
+)
 
 _MAIN = '''
 
@@ -112,9 +116,10 @@ def standalone(graph: fx.Graph, rendered: RenderedGraph, origin: Origin) -> str:
         prelude=_prelude(bound.missing, rendered.devices),
     )
     foreign = sorted(set(re.findall(r"torch\.ops\.(\w+)\.", rendered.text)) - _OWN)  # namespaces that torch does not define
+    defining = _DEFINING if "graphpp" in foreign else ""
     head = docstring(_header(origin, bound.missing, foreign))
     future = "from __future__ import annotations\n\n" if bound.definitions else ""
-    return f"{head}\n\n{future}" + "\n\n\n".join([code(rendered.text).rstrip(), *bound.definitions]) + main
+    return f"{head}\n\n{future}{defining}" + "\n\n\n".join([code(rendered.text).rstrip(), *bound.definitions]) + main
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -141,7 +146,8 @@ def _header(origin: Origin, missing: list[str], foreign: list[str]) -> str:
         f"run       python {origin.file} [device]",
     ]
     lines += [f"needs     {needed}: this file cannot run" for needed in missing]
-    lines += [f"needs     the library that defines torch.ops.{name}: import it first" for name in foreign]
+    lines += [f"needs     the library that defines torch.ops.{name}: import it first" for name in foreign if name != "graphpp"]
+    lines += ["needs     graphpp, whose operators it calls"] * ("graphpp" in foreign)
     return "\n".join([*lines, ""])
 
 
