@@ -250,11 +250,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="parts of the names of runs")
     parser.add_argument("--group", nargs="*", help="names of files of benchmarks/published; none: all")
     option = parser.parse_args()
-    runs, console = chosen(option.group, option.only), Console(width=240)
+    runs, console, progress = chosen(option.group, option.only), Console(width=240), Console(stderr=True)
     table = Table("run", "published", "predicted", "difference", "collectives", "idle", "gradients", "bytes", "source")
-    compared = [Compared(run, prediction(run)) for run in runs if run.cannot is None]
-    for each in compared:
-        table.add_row(*each.row())
+    compared = []
+    for run in runs:
+        if run.cannot is None:
+            compared.append(Compared(run, prediction(run)))
+            table.add_row(*compared[-1].row())
+            progress.print(f"{run.name}: {compared[-1].error:+.0%}")
     console.print(table)
     for run in runs:
         if run.cannot is not None:

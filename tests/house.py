@@ -146,7 +146,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_160,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_370,
-    "tests": 51_420,
+    "tests": 51_530,
 }
 MOST_FILES = 440  # Python files of graphpp/, `__init__.py` included
 
