@@ -1,22 +1,28 @@
 """Compare predicted tokens per second and GPU with published measurements, in the published settings.
 
-    python benchmarks/published.py [--only NAME ...]
+    python benchmarks/published.py [--group NAME ...] [--only NAME ...]
 
-Nothing runs on a GPU: each model is captured on the meta device (minutes for all), and its published layout is priced by
-`graphpp.plan(like=, search=False)`, with whole stages kept and nothing searched for.
+The runs are those of benchmarks/published/ (`published_runs.py`); without options, the ones of docs/planner/published.md.
+Nothing runs on a GPU: each model is captured on the meta device (seconds to a minute), and its published mesh, schedule and
+microbatches are priced by `graphpp.plan(like=, search=False)`: the published layouts are not searched for.
+With `--group` (no name: all groups), a summary by group follows: bias, median and 90th percentile of the absolute errors, and
+Kendall's tau of the utilisations, whose order does not follow from the sizes of the models alone.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
+from published_runs import DEVICES, Fleet, Model, Run, Settings, read_runs
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -27,10 +33,18 @@ from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
 from graphpp.cluster_planner.costs.operations import Operation
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
-from graphpp.devices import A100, H100_SXM, Machines
+from graphpp.devices import A100, H100_SXM, H200, Machines
 
-H100_HBM2E = replace(H100_SXM, name="H100 96 GB", memory_bandwidth=2.4e12, memory=96 * 10**9)  # of torchtitan's machines
-H800 = replace(H100_SXM, name="H800", inside=replace(H100_SXM.inside, bandwidth=200e9))  # NVLink with 400 GB/s both ways
+KNOWN = {  # by the names of the runs
+    "A100": A100, "H100": H100_SXM, "H200": H200,
+    "A100 40 GB": replace(A100, name="A100 40 GB", memory_bandwidth=1.555e12, memory=40 * 10**9),
+    "H100 96 GB": replace(H100_SXM, name="H100 96 GB", memory_bandwidth=2.4e12, memory=96 * 10**9),  # HBM2e, of torchtitan
+    "H800": replace(H100_SXM, name="H800", inside=replace(H100_SXM.inside, bandwidth=200e9)),  # NVLink with 400 GB/s both ways
+}  # fmt: skip
+CONFIGS = {
+    "llama": transformers.LlamaConfig, "gpt": transformers.Starcoder2Config, "mixtral": transformers.MixtralConfig,
+    "qwen3": transformers.Qwen3Config, "qwen3_moe": transformers.Qwen3MoeConfig, "deepseek_v3": transformers.DeepseekV3Config,
+}  # fmt: skip
 LATENT = {  # multi-head latent attention, which transformers' own plan does not cut
     "model.layers.*.self_attn.q_b_proj": "colwise", "model.layers.*.self_attn.kv_b_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
@@ -39,64 +53,60 @@ LATENT = {  # multi-head latent attention, which transformers' own plan does not
 
 @dataclass(frozen=True)
 class Case:
-    """A published run. `published`: tokens per second and GPU; `model`, `length`: of `config`; `source`: where it stands."""
+    """What the planner is asked for one schedule of a run. `published`: tokens per second and GPU (None: only its bytes).
+    `keep`: 0 for FSDP without a pipeline, which gathers each layer for each forward and backward; else None."""
 
     name: str
     source: str
-    model: str
+    model: Model
     length: int
     machines: Machines
     shape: MeshShape
     schedule: ScheduleChoice
     batch: int
     rows: int
-    recompute: str | None
-    published: float
+    recompute: str | float | None
+    published: float | None
     float8: str | None = None
+    keep: int | None = None
+
+    @property
+    def setting(self) -> PlanSetting:
+        microbatches = self.batch // (self.shape.data_ranks * self.rows)
+        return PlanSetting(self.shape, self.rows, microbatches, self.schedule, self.keep, self.recompute)
 
 
-_TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-_OLDER = "torchtitan, docs/performance.md of 2024-07"
-LOOP, PLAIN, TWO = ScheduleChoice("auto"), ScheduleChoice("1F1B"), ScheduleChoice("Interleaved1F1B", 2)
-_8B: dict[str, Any] = {"model": "8B", "length": 8192, "schedule": LOOP, "recompute": "selective"}
-_70B: dict[str, Any] = {"model": "70B", "length": 8192, "schedule": LOOP, "recompute": "full"}
-_405B: dict[str, Any] = {
-    "source": _TITAN, "model": "405B", "length": 8192, "machines": Machines(H100_HBM2E, 512),
-    "shape": MeshShape(pp=8, dp_shard=8, tp=8), "batch": 256, "rows": 1, "recompute": "full", "float8": "tensorwise",
-}  # fmt: skip
-CASES = (
-    Case(
-        "Llama 3 8B, 8 H100", _TITAN, machines=Machines(H100_HBM2E, 8), shape=MeshShape(dp_shard=8), batch=16, rows=2,
-        published=6667, **_8B,
-    ),
-    Case(
-        "Llama 3 8B, 128 H100", _TITAN, machines=Machines(H100_HBM2E, 128), shape=MeshShape(dp_shard=128), batch=256, rows=2,
-        published=6514, **_8B,
-    ),
-    Case(
-        "Llama 3 8B, 64 A100", _OLDER, machines=Machines(A100, 64), shape=MeshShape(dp_shard=64), batch=64, rows=1,
-        published=2973, **_8B,
-    ),
-    Case(
-        "Llama 3 70B, 64 A100", _OLDER, machines=Machines(A100, 64), shape=MeshShape(dp_shard=64), batch=64, rows=1,
-        published=331, **_70B,
-    ),
-    Case(
-        "Llama 2 13B, 64 A100", _OLDER, "13B", 4096, Machines(A100, 64), MeshShape(dp_shard=64), LOOP, batch=128, rows=2,
-        recompute=None, published=2162,
-    ),
-    Case(
-        "Llama 3 70B, 256 H100, tp 8, float8", _TITAN, machines=Machines(H100_HBM2E, 256), shape=MeshShape(dp_shard=32, tp=8),
-        batch=512, rows=16, float8="tensorwise", published=829, **_70B,
-    ),
-    Case("Llama 3 405B, 512 H100, 1F1B, float8", schedule=PLAIN, published=100, **_405B),
-    Case("Llama 3 405B, 512 H100, Interleaved1F1B, float8", schedule=TWO, published=128, **_405B),
-    Case(
-        "DeepSeek-V3, 2048 H800, DualPipe, float8", "arXiv 2412.19437, 180,000 GPU hours for 1e12 tokens", "671B", 4096,
-        Machines(H800, 2048), MeshShape(pp=16, dp_shard=2, ep=64), ScheduleChoice("DualPipeV", 2), batch=15360, rows=1,
-        recompute=None, float8="rowwise", published=1543,
-    ),
-)  # fmt: skip
+def cases(run: Run) -> tuple[Case, ...]:
+    """A case for each number of stages a rank that the run may have had. Raises `ValueError` for a run with `cannot`."""
+    if run.cannot is not None:
+        raise ValueError(f"{run.name}: the planner cannot express {run.cannot}")
+    it = run.settings
+    float8 = it.precision.removeprefix("float8 ") if it.precision != "bfloat16" else None
+    recompute = None if it.recompute == "none" else it.recompute
+    given = run.architecture, it.length, _machines(run.machines), _shape(it)
+    by_layer = it.zero == 3 and it.pp == 1 and _shape(it).shards > 1
+    rest = it.batch, it.rows, recompute, run.tokens, float8, 0 if by_layer else None
+    source = f"{run.source.title}, {run.table}"
+    return tuple(Case(run.name, source, *given, _schedule(it.schedule, stages), *rest) for stages in it.stages)
+
+
+def _machines(fleet: Fleet) -> Machines:
+    device = KNOWN[fleet.device]
+    between = None if fleet.network is None else replace(device.between, bandwidth=fleet.network / 8 * 1e9)
+    return Machines(device, fleet.gpus, fleet.per_machine, between=between or device.between)
+
+
+def _shape(it: Settings) -> MeshShape:
+    """Whatever ZeRO shards, the planner's weights are sharded too: between steps, or between layers with `keep=0`."""
+    shard = 1 if it.zero == 0 else (it.shard or it.dp)
+    sharded = max(1, shard // it.ep)
+    return MeshShape(it.pp, it.dp // (sharded * it.ep), sharded, it.ep, it.cp, it.tp)
+
+
+def _schedule(name: str, stages: int) -> ScheduleChoice:
+    if name == "interleaved":
+        name = "Interleaved1F1B" if stages > 1 else "1F1B"
+    return ScheduleChoice("auto" if name == "loop" else name, stages)
 
 
 def _causal(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
@@ -107,19 +117,30 @@ def _causal(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, 
     return found[..., : value.shape[-1]].transpose(1, 2), None
 
 
-def config(model: str, length: int) -> Any:
-    if model == "671B":
-        made: Any = transformers.DeepseekV3Config(use_cache=False)
+def config(model: Model, length: int) -> Any:
+    """The transformers config. A "gpt" is a Starcoder 2: its positions are rotated, not learned; its other parts are GPT's."""
+    own: dict[str, Any] = {"sliding_window": None} if model.family in ("gpt", "mixtral") else {}
+    if model.family == "deepseek_v3" and model.latent is not None:
+        it = model.latent
+        own |= {
+            "q_lora_rank": it.queries, "kv_lora_rank": it.keys, "qk_nope_head_dim": it.plain, "qk_rope_head_dim": it.rotary,
+            "v_head_dim": it.values, "first_k_dense_replace": model.dense, "n_shared_experts": model.shared,
+            "n_routed_experts": model.experts, "moe_intermediate_size": model.expert_ffn,
+        }  # fmt: skip
+    elif model.family == "qwen3_moe":
+        own |= {"num_experts": model.experts, "moe_intermediate_size": model.expert_ffn, "head_dim": model.head}
+    elif model.family == "mixtral":
+        own |= {"num_local_experts": model.experts}
+    elif model.family == "qwen3":
+        own |= {"head_dim": model.head}
+    own |= {"num_experts_per_tok": model.per_token} if model.experts else {}
+    made: Any = CONFIGS[model.family](
+        use_cache=False, max_position_embeddings=length, hidden_size=model.hidden, intermediate_size=model.ffn,
+        num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
+        vocab_size=model.vocabulary, tie_word_embeddings=model.tied, **own,
+    )  # fmt: skip
+    if model.experts:
         made._experts_implementation = "grouped_mm"
-    else:
-        width, inner, layers, heads, shared, vocabulary = {
-            "8B": (4096, 14336, 32, 32, 8, 128256), "13B": (5120, 13824, 40, 40, 40, 32000),
-            "70B": (8192, 28672, 80, 64, 8, 128256), "405B": (16384, 53248, 126, 128, 8, 128256),
-        }[model]  # fmt: skip
-        made = transformers.LlamaConfig(
-            use_cache=False, max_position_embeddings=length, hidden_size=width, intermediate_size=inner,
-            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=shared, vocab_size=vocabulary,
-        )  # fmt: skip
     made._attn_implementation = "causal_without_mask"
     return made
 
@@ -129,14 +150,14 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 @cache
-def costs(model: str, length: int, float8: str | None) -> ModelCosts:
-    """The costs of a model by its size, for rows of `length` tokens."""
+def costs(model: Model, length: int, float8: str | None) -> ModelCosts:
+    """The costs of a model for rows of `length` tokens."""
     transformers.AttentionInterface.register("causal_without_mask", _causal)
     transformers.AttentionMaskInterface.register("causal_without_mask", lambda *args, **options: None)
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config(model, length))
         tokens = torch.empty(1, length, dtype=torch.int64)
-    plan = {**made.tp_plan, **LATENT} if model == "671B" else None
+    plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
     example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
     found = capture_costs(made, loss, example, tensor_plan=plan, float8=float8)
     return _experts_in_float8(found) if float8 is not None else found
@@ -153,29 +174,97 @@ def _experts_in_float8(costs: ModelCosts) -> ModelCosts:
     return replace(costs, variants=variants)
 
 
-def record(case: Case) -> tuple[str, ...]:
-    microbatches = case.batch // (case.shape.data_ranks * case.rows)
-    layout = PlanSetting(case.shape, case.rows, microbatches, case.schedule, None, case.recompute)
-    known = costs(case.model, case.length, case.float8)
-    found = graphpp.plan(known, machines=case.machines, batch=case.batch, like=layout, search=False).best
-    predicted = found.tokens_per_second / case.machines.gpus
-    seconds, total = found.seconds, found.step_seconds
-    shares = [seconds.collectives, seconds.bubble, seconds.gradients]
-    return (
-        case.name, f"{case.published:,.0f}", f"{predicted:,.0f}", f"{predicted / case.published - 1:+.0%}",
-        *(f"{share / total:.0%}" for share in shares), f"{found.peak / 2**30:.0f} GiB", case.source,
-    )  # fmt: skip
+def prediction(run: Run) -> graphpp.TrainingPlan:
+    """The fastest prediction of the run's cases."""
+    found = []
+    for case in cases(run):
+        known = costs(case.model, case.length, case.float8)
+        priced = graphpp.plan(known, machines=case.machines, batch=case.batch, like=case.setting, search=False)
+        found.append(priced.best)
+    return min(found, key=lambda each: each.step_seconds)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run beside its prediction; `rate`: predicted tokens per second and GPU."""
+
+    run: Run
+    found: graphpp.TrainingPlan
+
+    @property
+    def rate(self) -> float:
+        return self.run.settings.batch * self.run.settings.length / self.found.seconds.total / self.run.machines.gpus
+
+    @property
+    def error(self) -> float:
+        return self.rate / (self.run.tokens or self.rate) - 1
+
+    @property
+    def per_peak(self) -> float:
+        """Utilisation of one token per second."""
+        it = self.run
+        return it.architecture.flops(it.settings.length, "causal") / DEVICES[it.machines.device]
+
+    def row(self) -> tuple[str, ...]:
+        seconds, it = self.found.seconds, self.run
+        shares = [seconds.collectives, seconds.bubble, seconds.gradients]
+        memory = f"{self.found.peak / 2**30:.0f} GiB"
+        if it.result.memory is not None:
+            memory += f" of {it.result.memory:g} {it.result.unit}"
+        return (
+            it.name, f"{it.tokens:,.0f}" if it.tokens else "", f"{self.rate:,.0f}", f"{self.error:+.0%}" if it.tokens else "",
+            *(f"{share / seconds.total:.0%}" for share in shares), memory, f"{it.source.title}, {it.table}",
+        )  # fmt: skip
+
+
+def tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-a: pairs in the same order less pairs in the other one, over all; nan for fewer than two."""
+    signs = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in combinations(pairs, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else float("nan")
+
+
+def summary(group: str, compared: Iterable[Compared]) -> tuple[str, ...]:
+    known = [each for each in compared if each.run.tokens is not None]
+    errors = [each.error for each in known]
+    sizes = sorted(map(abs, errors))
+    ninth = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
+    order = tau([((each.run.tokens or 0.0) * each.per_peak, each.rate * each.per_peak) for each in known])
+    return (group, str(len(known)), f"{mean(errors):+.0%}", f"{median(sizes):.0%}", f"{ninth:.0%}", f"{order:+.2f}")
+
+
+def chosen(groups: Sequence[str] | None, names: Sequence[str] | None) -> list[Run]:
+    """The runs of some groups whose names have one of the parts; without either, the documented runs."""
+    runs = read_runs()
+    if unknown := set(groups or ()) - {run.group for run in runs}:
+        raise SystemExit(f"--group: {sorted(unknown)}; groups are {sorted({run.group for run in runs})}")
+    if groups is not None or names:
+        runs = tuple(run for run in runs if not groups or run.group in groups)
+        return [run for run in runs if not names or any(part in run.name for part in names)]
+    return [run for run in runs if run.documented]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="parts of the names of cases")
+    parser.add_argument("--only", nargs="*", help="parts of the names of runs")
+    parser.add_argument("--group", nargs="*", help="names of files of benchmarks/published; none: all")
     option = parser.parse_args()
-    chosen: Callable[[Case], bool] = lambda case: not option.only or any(part in case.name for part in option.only)  # noqa: E731
+    runs, console, progress = chosen(option.group, option.only), Console(width=240), Console(stderr=True)
     table = Table("run", "published", "predicted", "difference", "collectives", "idle", "gradients", "bytes", "source")
-    for case in filter(chosen, CASES):
-        table.add_row(*record(case))
-    Console(width=200).print(table)
+    compared = []
+    for run in runs:
+        if run.cannot is None:
+            compared.append(Compared(run, prediction(run)))
+            table.add_row(*compared[-1].row())
+            progress.print(f"{run.name}: {compared[-1].error:+.0%}")
+    console.print(table)
+    for run in runs:
+        if run.cannot is not None:
+            console.print(f"not priced: {run.name}: {run.cannot}")
+    if option.group is not None:
+        table = Table("group", "runs", "bias", "median", "90 %", "tau")
+        for group in sorted({each.run.group for each in compared}):
+            table.add_row(*summary(group, [each for each in compared if each.run.group == group]))
+        console.print(table)
 
 
 if __name__ == "__main__":

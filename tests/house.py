@@ -146,7 +146,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_160,
     "graphpp/schedules": 7_000,
     "graphpp/verification": 1_380,
-    "tests": 51_880,
+    "tests": 51_990,
 }
 MOST_FILES = 446  # Python files of graphpp/, `__init__.py` included
 

@@ -1,0 +1,312 @@
+"""Published training runs as data: the schema, its checks, and the model FLOPs of each convention. Imports no torch.
+
+    RUNS = read_runs()  # all runs of benchmarks/published/*.json, by file and in the order of the files
+    RUNS[0].tokens  # tokens per second and GPU, from whichever figure was published
+
+`models.json` has the models by name. Every other file is a group of runs with one source: `{"source": .., "common": ..,
+"runs": [..]}`; the objects in `common` are completed by those of each run. A file with an unknown field, a mesh that does not
+have the run's GPUs, or a batch that its ranks cannot share raises `GraphPPError` that names the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from graphpp.errors import GraphPPError
+from graphpp.from_json import document, read
+
+FOLDER = Path(__file__).parent / "published"
+FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+SEEN = ("page", "transcription", "issue", "earlier", "memory")
+KERNELS = ("eager", "compile", "fused")
+PRECISIONS = ("bfloat16", "float8 tensorwise", "float8 rowwise")
+SCHEDULES = ("loop", "1F1B", "interleaved", "ZB1P", "ZB2P", "DualPipeV")
+DEVICES = {"A100": 312e12, "A100 40 GB": 312e12, "H100": 989e12, "H100 96 GB": 989e12, "H800": 989e12, "H200": 989e12}
+"""The devices of the runs, and their dense FLOP/s in bfloat16, of which an MFU is a fraction."""
+
+
+def _require(fine: object, problem: str) -> None:
+    if not fine:
+        raise GraphPPError(problem)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """A convention of model FLOPs: `attention`: the part of the square of scores that counts; `embedding`: whether the tables
+    of words and positions count as products; `blocks`: passes through the blocks per step, a backward being two."""
+
+    attention: float
+    embedding: bool = False
+    blocks: int = 3
+
+
+CONVENTIONS = {
+    "full": Flops(1.0),
+    "causal": Flops(0.5),
+    "full, all parameters": Flops(1.0, embedding=True),
+    "full, recomputed": Flops(1.0, blocks=4),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """`where`: a URL or arXiv number. `seen`: how the figures were read: the page itself; a transcription of its table on
+    other pages; the list of the project's issue "The oracle"; an earlier version of benchmarks/published.py; or from memory."""
+
+    title: str
+    where: str
+    date: str
+    seen: str
+
+    def __post_init__(self) -> None:
+        _require(self.seen in SEEN, f"seen: take {', '.join(SEEN)}, got {self.seen!r}")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: ranks of queries and of keys with values, and widths of a head."""
+
+    queries: int
+    keys: int
+    plain: int
+    rotary: int
+    values: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder. `head`: width of a head; `ffn`: of a dense MLP (gated, except for "gpt"); `expert_ffn`: of one expert;
+    `shared`: experts for all tokens; `dense`: first layers without experts; `mtp`: layers that predict a further token;
+    `learned`: whether positions are a table."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    vocabulary: int
+    tied: bool = False
+    learned: bool = False
+    experts: int = 0
+    per_token: int = 0
+    expert_ffn: int = 0
+    shared: int = 0
+    dense: int = 0
+    mtp: int = 0
+    latent: Latent | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.family in FAMILIES, f"family: take {', '.join(FAMILIES)}, got {self.family!r}")
+        _require(self.heads % self.kv_heads == 0, f"kv_heads: {self.kv_heads} do not divide {self.heads} heads")
+        _require(self.per_token <= self.experts, f"per_token: {self.per_token} of {self.experts} experts")
+
+    @property
+    def attention_weights(self) -> int:
+        if (it := self.latent) is None:
+            return self.hidden * self.head * 2 * (self.heads + self.kv_heads)
+        keys = self.hidden * (it.keys + it.rotary) + it.keys * self.heads * (it.plain + it.values)
+        queries = self.hidden * it.queries + it.queries * self.heads * (it.plain + it.rotary)
+        return keys + queries + self.heads * it.values * self.hidden
+
+    @property
+    def score_width(self) -> float:
+        """The width of queries and keys, and that of values, on average: FLOPs per pair of tokens and layer are four times."""
+        it = self.latent
+        return self.heads * (self.head if it is None else (it.plain + it.rotary + it.values) / 2)
+
+    def block_weights(self, *, active: bool) -> int:
+        """Weights of all blocks; `active`: those that one token meets."""
+        matrices = 2 if self.family == "gpt" else 3
+        dense = self.attention_weights + matrices * self.hidden * self.ffn
+        if not self.experts:
+            return dense * (self.layers + self.mtp)
+        routed = (self.per_token if active else self.experts) + self.shared
+        sparse = self.attention_weights + 3 * self.hidden * self.expert_ffn * routed + self.hidden * self.experts
+        mixed = self.mtp * 2 * self.hidden**2  # joins the embedding and the hidden state of a predicted token
+        return self.dense * dense + (self.layers - self.dense + self.mtp) * sparse + mixed
+
+    def parameters(self, length: int) -> int:
+        """Weights without biases and norms, which are below 0.1 %."""
+        tables = self.vocabulary * self.hidden * (1 if self.tied else 2) + self.learned * length * self.hidden
+        return self.block_weights(active=False) + tables
+
+    def flops(self, length: int, convention: str) -> float:
+        """Model FLOPs of one token in one step under a name of `CONVENTIONS`."""
+        one, word_products = CONVENTIONS[convention], self.vocabulary * self.hidden
+        tables = word_products * (not self.tied) + self.learned * length * self.hidden if one.embedding else 0
+        scores = 4 * one.attention * length * self.score_width * (self.layers + self.mtp)
+        head = 6 * (word_products * (1 + self.mtp) + tables)
+        return one.blocks * (2 * self.block_weights(active=True) + scores) + head
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The machines. `power`: the limit of a GPU in watts; `network`: Gb/s of one GPU to other machines; None: not said."""
+
+    device: str
+    gpus: int
+    per_machine: int = 8
+    power: int | None = None
+    network: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.device in DEVICES, f"device: take {', '.join(DEVICES)}, got {self.device!r}")
+        _require(self.gpus % min(self.gpus, self.per_machine) == 0, f"gpus: {self.gpus} do not fill machines")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run was set. `dp`: ranks with rows of their own, in groups of `shard` (None: all) that share one copy of what ZeRO
+    `zero` shards (3: FSDP; 0: nothing). `ep` divides `dp`, or with `etp` (None: not said; ranks that divide one expert) all
+    ranks of a stage. `stages`: of a rank; several: not said, and the fastest counts. `rows`: of a microbatch; `batch`: rows of
+    a step. `recompute`: "none", "selective", "full", a fraction of the layers, or words that name what. `overlap`: names."""
+
+    dp: int
+    rows: int
+    batch: int
+    length: int
+    schedule: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    stages: tuple[int, ...] = (1,)
+    shard: int | None = None
+    zero: int = 3
+    sequence_parallel: bool | None = None
+    precision: str = "bfloat16"
+    recompute: str | float | None = "none"
+    kernels: str = "fused"
+    overlap: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, known in {"schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS}.items():
+            _require((value := getattr(self, name)) in known, f"{name}: take {', '.join(known)}, got {value!r}")
+        numbers = self.dp, self.rows, self.batch, self.length, self.tp, self.pp, self.cp, self.ep, *self.stages
+        _require(self.stages and min(numbers) > 0, "dp, rows, batch, length, tp, pp, cp, ep, stages: numbers from 1")
+        _require(self.zero in range(4), f"zero: take 0 to 3, got {self.zero}")
+        _require((self.pp == 1) == (self.schedule == "loop"), f"schedule: {self.schedule} with pp {self.pp}")
+        _require(self.dp % (self.shard or 1) == 0, f"shard: {self.shard} does not divide dp {self.dp}")
+        _require(self.batch % (self.dp * self.rows) == 0, f"batch: {self.batch} rows for dp {self.dp} x {self.rows} rows")
+        inside, within = (self.dp, self.ep) if self.etp is None else (self.tp * self.cp * self.dp, self.ep * self.etp)
+        _require(inside % within == 0, f"ep: {self.ep} x etp {self.etp} does not divide {inside} ranks")
+
+    @property
+    def ranks(self) -> int:
+        return prod((self.dp, self.tp, self.pp, self.cp))
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // (self.dp * self.rows)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was published: tokens per second and GPU, seconds of a step, TFLOP/s of a GPU and MFU in percent under a convention
+    `flops`, peak memory of a GPU in `unit`; `fits`: False for a run that was out of memory."""
+
+    tokens: float | None = None
+    seconds: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    flops: str | None = None
+    memory: float | None = None
+    unit: str = "GiB"
+    fits: bool = True
+
+    def __post_init__(self) -> None:
+        given = [each for each in (self.tokens, self.seconds, self.tflops, self.mfu, self.memory) if each is not None]
+        _require(bool(given) == self.fits and all(each > 0 for each in given), "result: positive figures, or fits: false")
+        named = self.flops in CONVENTIONS if self.tflops or self.mfu else self.flops is None
+        _require(named, f"flops: take {', '.join(CONVENTIONS)} with tflops or mfu, and only then; got {self.flops!r}")
+        _require(self.unit in ("GB", "GiB"), f"unit: take GB or GiB, got {self.unit!r}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run. `table`: where in the source; `assumed`: what the source does not say; `cannot`: why the planner cannot
+    express it (None: it can); `documented`: whether docs/planner/published.md has it; `unverified`: from memory alone."""
+
+    name: str
+    group: str
+    source: Source
+    table: str
+    model: str
+    architecture: Model
+    machines: Fleet
+    settings: Settings
+    result: Result
+    assumed: tuple[str, ...] = ()
+    cannot: str | None = None
+    documented: bool = False
+    unverified: bool = False
+
+    def __post_init__(self) -> None:
+        ranks, gpus = self.settings.ranks, self.machines.gpus
+        _require(ranks == gpus, f"settings: dp x tp x pp x cp is {ranks}, machines have {gpus} GPUs")
+        _require(self.settings.ep == 1 or self.architecture.experts % self.settings.ep == 0, f"settings.ep: {self.settings.ep}")
+        _require(self.architecture.kv_heads % self.settings.tp == 0 or self.cannot, f"settings.tp: {self.settings.tp}")
+        _require(self.unverified == (self.source.seen == "memory"), "unverified: true for a source from memory, and only then")
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second and GPU by each published figure."""
+        it, gpus = self.result, self.machines.gpus
+        per_token = self.architecture.flops(self.settings.length, it.flops) if it.flops else 1.0
+        step = self.settings.batch * self.settings.length
+        given = {
+            "tokens": it.tokens, "seconds": it.seconds and step / it.seconds / gpus,
+            "tflops": it.tflops and it.tflops * 1e12 / per_token,
+            "mfu": it.mfu and it.mfu / 100 * DEVICES[self.machines.device] / per_token,
+        }  # fmt: skip
+        return {name: rate for name, rate in given.items() if rate is not None}
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens per second and GPU by the first figure of `rates`; None if only bytes were published."""
+        return next(iter(self.rates().values()), None)
+
+
+def read_runs(folder: Path = FOLDER) -> tuple[Run, ...]:
+    """The runs of all files of a folder. Raises `GraphPPError` for a file that is not valid, and for a name given twice."""
+    known = document(folder / "models.json", "models.json")
+    models = {name: read(Model, each, f"models.json: {name}") for name, each in known.items()}
+    found = [run for file in sorted(folder.glob("*.json")) if file.stem != "models" for run in _group(file, models)]
+    names = [run.name for run in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    _require(not twice, f"{folder}: names given twice: {twice}")
+    return tuple(found)
+
+
+def _group(file: Path, models: Mapping[str, Model]) -> list[Run]:
+    given = document(file, file.name)
+    _require(set(given) == {"source", "common", "runs"}, f"{file.name}: take source, common and runs, got {sorted(given)}")
+    return [_run(file, at, _merged(given["common"], each), given["source"], models) for at, each in enumerate(given["runs"])]
+
+
+def _run(file: Path, at: int, given: dict[str, Any], source: object, models: Mapping[str, Model]) -> Run:
+    path = f"{file.name}: runs[{at}] {given.get('name')!r}"
+    _require(given.get("model") in models, f"{path}: model: take a name of models.json, got {given.get('model')!r}")
+    own = {"group": file.stem, "source": given.get("source", source), "architecture": models[given["model"]]}
+    run: Run = read(Run, {**given, **own}, path)
+    return run
+
+
+def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, with the values of `own` for the same names; objects are joined, and lists put one after the other."""
+    both: dict[str, Any] = dict(common)
+    for name, value in own.items():
+        known = both.get(name)
+        if isinstance(known, dict) and isinstance(value, dict):
+            both[name] = known | value
+        elif name == "assumed" and known is not None:
+            both[name] = [*known, *value]
+        else:
+            both[name] = value
+    return both

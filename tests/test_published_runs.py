@@ -1,0 +1,109 @@
+"""The published runs of benchmarks/published: valid, with figures that agree, and expressible by the planner."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from graphpp.cluster_planner.plans.settings import admits
+from graphpp.errors import GraphPPError
+from tests.test_benchmarks import ROOT, sibling
+
+GROUPS = {
+    "deepseek_v3": 1, "ibm_fsdp": 12, "llama_3": 3, "llm_foundry": 41, "megatron_bridge": 8, "megatron_bridge_table": 11,
+    "megatron_lm": 5, "megatron_lm_2021": 10, "moe_folding": 10, "nemo_24_07": 9, "nemo_automodel": 5, "qwen3_235b": 4,
+    "torchtitan_2024_07": 8, "torchtitan_2024_12": 18, "torchtitan_async_tp": 2, "torchtitan_h200": 2, "zero_bubble": 24,
+}  # fmt: skip
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return sibling("published_runs", monkeypatch)
+
+
+def test_every_file_is_valid_and_has_its_runs(published: ModuleType) -> None:
+    runs = published.read_runs()
+    assert dict(Counter(run.group for run in runs)) == GROUPS
+    assert sum(run.documented for run in runs) == 9
+    assert sum(run.unverified for run in runs) <= 10
+    assert all(path.stat().st_size <= 100_000 for path in published.FOLDER.iterdir())
+
+
+def test_the_figures_of_a_run_agree(published: ModuleType) -> None:
+    """Tokens per second from seconds, TFLOP/s and MFU under the run's convention of FLOPs: within 2 % of each other."""
+    for run in published.read_runs():
+        rates = run.rates()
+        assert max(rates.values(), default=1) <= 1.02 * min(rates.values(), default=1), (run.name, rates)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "flops"),
+    [
+        ("Llama 3 8B", 8.03, 6 * 7.505e9 + 12 * 32 * 4096 * 2048),  # 7.505e9 without the embedding
+        ("Qwen3 30B-A3B", 30.53, 6 * 3.034e9 + 12 * 48 * 4096 * 2048),
+        ("DeepSeek-V3", 671.0, 6 * 36.62e9 + 6 * 61 * 128 * 320 * 2048),
+    ],
+)
+def test_parameters_and_flops_of_known_models(published: ModuleType, model: str, billions: float, flops: float) -> None:
+    known = {run.model: run.architecture for run in published.read_runs()}[model]
+    assert known.parameters(2048) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert known.flops(2048, "full") == pytest.approx(flops, rel=2e-3)
+    scores = known.flops(2048, "full") - known.flops(2048, "causal")
+    assert known.flops(4096, "causal") - known.flops(2048, "causal") == pytest.approx(scores)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown field": ({"colour": 1}, "colour"),
+    "another number of ranks": ({"settings": {"tp": 2}}, "dp x tp x pp x cp is 16, machines have 8"),
+    "a batch that ranks cannot share": ({"settings": {"batch": 12}}, "batch: 12 rows for dp 8"),
+    "experts that ranks cannot share": ({"settings": {"ep": 3}}, "ep: 3 x etp None does not divide 8"),
+    "no convention of FLOPs": ({"result": {"tflops": 400}}, "flops: take full"),
+    "an unknown model": ({"model": "Llama 9"}, "take a name of models.json"),
+    "no figure": ({"result": {"tokens": None}}, "positive figures, or fits: false"),
+    "from memory, not marked": ({"source": {"title": "", "where": "", "date": "", "seen": "memory"}}, "unverified"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_run_is_refused(case: str, published: ModuleType, tmp_path: Path) -> None:
+    change, message = WRONG[case]
+    settings = {"dp": 8, "rows": 2, "batch": 16, "length": 8192, "schedule": "loop"}
+    common = {
+        "name": "a", "table": "t", "model": "Llama 3 8B", "machines": {"device": "H100", "gpus": 8}, "settings": settings,
+        "result": {"tokens": 5762},
+    }  # fmt: skip
+    source = {"title": "a page", "where": "https://example.com", "date": "2024", "seen": "page"}
+    group = {"source": source, "common": common, "runs": [{}]}
+    (tmp_path / "models.json").write_text((ROOT / "benchmarks/published/models.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps(group))
+    assert len(published.read_runs(tmp_path)) == 1
+    (tmp_path / "a.json").write_text(json.dumps({**group, "runs": [change]}))
+    with pytest.raises(GraphPPError, match=message):
+        published.read_runs(tmp_path)
+
+
+def test_each_run_is_a_case_of_the_planner_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = sibling("published", monkeypatch)
+    for run in published.read_runs():
+        if run.cannot is not None:
+            with pytest.raises(ValueError, match="cannot express"):
+                published.cases(run)
+            continue
+        for case in published.cases(run):
+            assert case.shape.ranks == case.machines.gpus == run.machines.gpus, run.name
+            assert case.setting.microbatches == run.settings.microbatches, run.name
+            assert (case.keep == 0) == (run.settings.zero == 3 and run.settings.pp == 1)
+            assert admits(case.schedule, case.shape.pp, case.setting.microbatches), (run.name, case.schedule)
+        assert published.config(run.architecture, run.settings.length).vocab_size == run.architecture.vocabulary
+
+
+def test_kendalls_tau(monkeypatch: pytest.MonkeyPatch) -> None:
+    tau = sibling("published", monkeypatch).tau
+    assert tau([(1, 2), (2, 3), (3, 4)]) == 1
+    assert tau([(1, 4), (2, 3), (3, 2)]) == -1
+    assert tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
