@@ -97,7 +97,7 @@ def test_each_run_is_a_case_of_the_planner_or_says_why_not(monkeypatch: pytest.M
         for case in published.cases(run):
             assert case.shape.ranks == case.machines.gpus == run.machines.gpus, run.name
             assert case.setting.microbatches == run.settings.microbatches, run.name
-            assert (case.keep == 0) == (run.settings.zero == 3 and run.settings.pp == 1)
+            assert (case.keep == 0) == (run.settings.zero == 3 and run.settings.pp == 1 and case.shape.shards > 1)
             assert admits(case.schedule, case.shape.pp, case.setting.microbatches), (run.name, case.schedule)
         assert published.config(run.architecture, run.settings.length).vocab_size == run.architecture.vocabulary
 
