@@ -26,6 +26,7 @@ from graphpp.options.microbatches import MicrobatchesLike
 from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
+from graphpp.ownership.ownership import sharded_elsewhere
 from graphpp.parallel.agreement import Round
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.lost_rank import FailureBoard
@@ -40,7 +41,7 @@ from graphpp.parallel.place import (
 )
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
-from graphpp.runtime.dtensors import is_over_stages, is_sharded, refuse_spread
+from graphpp.runtime.dtensors import is_sharded, refuse_spread
 from graphpp.runtime.model_state import tensor_lines
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
@@ -271,19 +272,10 @@ def _check_parallel(options: Options, place: RankPlace) -> None:
 
 
 def _check_unsharded(model: nn.Module) -> None:
-    """Raise `GraphPPError` if another pipeline has sharded parameters of the model, or has cut the rows of one."""
-    cut = next((fqn for fqn, parameter in model.named_parameters() if is_over_stages(parameter)), None)
-    if cut is not None:
-        raise GraphPPError(
-            f"another pipeline has cut the rows of {cut} over its ranks (memory.word_parts): train and evaluate with that one, "
-            "or compile this one over a copy of the model"
-        )
+    """Raise `GraphPPError` if another pipeline has sharded a parameter of the model."""
     fqn = next((fqn for fqn, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if fqn is not None:
-        raise GraphPPError(
-            f"another pipeline has sharded the model's parameters over dp_shard, {fqn} for one, and sums their gradients: "
-            "compile all pipelines of a model on a mesh without dp_shard, or train and evaluate with that one"
-        )
+        raise sharded_elsewhere(fqn)
 
 
 def _given(

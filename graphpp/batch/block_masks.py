@@ -61,7 +61,7 @@ def of_other_rows(path: str, rows: int, call: str) -> str:
 
 
 def lines_of_masks(spec: pytree.TreeSpec) -> Iterator[str]:
-    """What the functions of the masks in a structure are, a line for each code object and captured value that is no tensor."""
+    """A line for each code object, and for each captured value that is no tensor, of the masks' functions in a structure."""
     form = pytree.context(spec)
     yield from (f"the block mask's {line}" for line in (form.lines if isinstance(form, _Form) else ()))
     for each in pytree.children(spec):
@@ -185,9 +185,9 @@ class _Captured:
         return lambda tensors: pytree.tree_unflatten([build(tensors) for build in builds], spec)
 
     def _take_function(self, own: FunctionType, place: str) -> Build:
-        if vars(own).keys() - {"__wrapped__"}:
+        if changing := sorted(vars(own).keys() - {"__wrapped__"}):
             raise BatchError(
-                f"the block mask's {place} has the attribute {own.__name__}.{next(iter(vars(own)))}, whose value would become "
+                f"the block mask's {place} has the attribute {own.__name__}.{changing[0]}, whose value would become "
                 "a constant of the graph: read it before def mask_mod, and remove it from the function."
             )
         self._note(place, f"the code {_digest(own.__code__)}")

@@ -31,7 +31,7 @@ from graphpp.capture.transfer.digest import ModelDigest, UnreadableError
 from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.capture.watch.audit import Audit
-from graphpp.capture.watch.operators import Operations, note_operators, same_but_for_sizes
+from graphpp.capture.watch.operators import Operations, first_difference, note_operators, same_but_for_sizes
 from graphpp.compiler.artifact import Artifact
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import CaptureError, GraphPPError
@@ -86,12 +86,16 @@ def capture_graph(request: CompileRequest, wanted: Wanted, training: bool, words
 
 
 def _runs_alike(request: CompileRequest, one: FlatMicrobatch, other: FlatMicrobatch, training: bool) -> bool:
-    """Whether the code runs the same operators for two microbatches, but for numbers that follow from their sizes."""
+    """Whether the code runs the same operators for two microbatches, but for numbers that follow from their sizes.
+
+    False if the second call changes the operators of the first: the code keeps numbers of a call outside the model.
+    """
     sizes = [pair for shapes in zip(one.shapes, other.shapes, strict=True) for pair in zip(*shapes, strict=True)]
     try:
-        return same_but_for_sizes(_operators(request, one, training), _operators(request, other, training), sizes)
+        first, second, again = (_operators(request, each, training) for each in (one, other, one))
     except CaptureError:  # the code cannot be noted
         return False
+    return first_difference(first, again) is None and same_but_for_sizes(first, second, sizes)
 
 
 def _operators(request: CompileRequest, example: FlatMicrobatch, training: bool) -> Operations:

@@ -40,10 +40,9 @@ from graphpp.progress import working
 from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import eviction_frees_memory
-from graphpp.runtime.parameter_rows import whole_name
+from graphpp.runtime.parameter_rows import ranks_of_parameters, whole_name
 from graphpp.runtime.program import Buffer, Constant, Input, Parameter, PipelineProgram, StageProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
-from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, sent_by_stage

@@ -29,7 +29,7 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.rank_place import RankPlace, Sharding
-from graphpp.runtime.dtensors import is_over_stages, is_spread_over, local_tensor, spread_tensor
+from graphpp.runtime.dtensors import any_over_stages, is_over_stages, is_spread_over, local_tensor, spread_tensor
 from graphpp.runtime.fsdp.flat_parameters import FlatParameter
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.fsdp.sharded_parameters import (
@@ -45,6 +45,14 @@ from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import is_released
 
 _STALE = WeakTensorKeyDictionary()  # copy of a parameter trained elsewhere -> (training rank, version of the copy)
+
+
+def sharded_elsewhere(fqn: str) -> GraphPPError:
+    """The error for a pipeline over a model of which another pipeline has left each rank only rows of a parameter."""
+    return GraphPPError(
+        f"another pipeline has sharded {fqn} over its ranks, by dp_shard or by memory.word_parts, and sums its gradients: "
+        "train and evaluate with that one, or compile this one over a copy of the model"
+    )
 
 
 class Readers(Protocol):
@@ -180,7 +188,7 @@ class Ownership:
         self.sharded = sharded
         self._after_exchange()
 
-    @property
+    @cached_property
     def _rows_over_stages(self) -> frozenset[str]:
         """FQNs of the parameters whose rows are cut over the ranks of the pipeline."""
         names = self.holders if self._place.ranks > 1 else ()
@@ -189,8 +197,8 @@ class Ownership:
     @property
     def _still_whole(self) -> dict[str, torch.Tensor]:
         """Those of them that the model still has whole."""
-        named = self._state.named(self._rows_over_stages, among=self._state.parameters)
-        return {fqn: tensor for fqn, tensor in named if not is_over_stages(tensor)}
+        in_order = sorted(self._rows_over_stages, key=self._state.positions.__getitem__)
+        return {fqn: self._state.tensor(fqn) for fqn in in_order if not is_over_stages(self._state.tensor(fqn))}
 
     @property
     def is_adapted(self) -> bool:
@@ -207,13 +215,10 @@ class Ownership:
     def check_rows(self) -> None:
         """Raise `GraphPPError` if another pipeline, or the user, has put other objects in the places of parameters."""
         rows = self._rows_over_stages
-        for fqn in self._state.parameters:  # other ranks' too, so that all ranks raise
+        for fqn in self._state.parameters if rows or any_over_stages() else ():  # other ranks' too, so that all ranks raise
             tensor = self._state.tensor(fqn)
             if is_over_stages(tensor) and fqn not in rows:
-                raise GraphPPError(
-                    f"another pipeline has cut the rows of {fqn} over its ranks (memory.word_parts): train and evaluate with "
-                    "that one, or compile this one over a copy of the model"
-                )
+                raise sharded_elsewhere(fqn)
             if fqn in rows and not is_over_stages(tensor) and not tensor.is_meta:
                 raise GraphPPError(
                     f"another object stands in the place of {fqn}, whose rows memory.word_parts has cut over the ranks: change "

@@ -153,7 +153,7 @@ class VaryingSizes:
         for path in part.numbers:
             self._numbers[seen][path] |= {"one", "other"}
         plain = graph.general is None and not part.numbers and not graph.captured.plain_because
-        if plain and all(size > 1 for shape in shapes.values() for size in shape):
+        if plain and graph.captured.operations is not None and all(size > 1 for shape in shapes.values() for size in shape):
             self._alone.keep(key.of_kind(part), (part.without_data(), graph.captured))
         if graph.general is not None:
             self.use(graph.general)

@@ -35,6 +35,10 @@ def note_over_stages(parameter: torch.Tensor) -> None:
     _OVER_STAGES[parameter] = True
 
 
+def any_over_stages() -> bool:
+    return len(_OVER_STAGES) > 0
+
+
 def is_over_stages(tensor: torch.Tensor) -> bool:
     return tensor in _OVER_STAGES
 

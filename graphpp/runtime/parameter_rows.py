@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from graphpp.runtime.program import PipelineProgram
+
 _NAME = re.compile(r"(?P<fqn>.+)\[(?P<first>\d+):(?P<end>\d+)\]")
 
 
@@ -51,3 +53,11 @@ def joined_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found.setdefault(whole_name(name), []).append(name)
     several = {fqn: [tensors[name] for name in names] for fqn, names in found.items()}
     return {fqn: each[0] if len(each) == 1 else torch.cat(each) for fqn, each in several.items()}
+
+
+def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:
+    """The ranks, ascending, that have each parameter or its rows; the first one counts the norm of a whole parameter."""
+    found: dict[str, set[int]] = {}
+    for index, fqn in ((stage.index, fqn) for stage in program.stages for fqn in stage.parameters):
+        found.setdefault(fqn, set()).add(rank_of_stage[index])
+    return {fqn: sorted(ranks) for fqn, ranks in found.items()}

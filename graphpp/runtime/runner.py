@@ -37,7 +37,7 @@ from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.messages.mailbox import Mailbox
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import CudaMover, Offloader
-from graphpp.runtime.parameter_rows import any_rows, whole_name
+from graphpp.runtime.parameter_rows import any_rows, ranks_of_parameters, whole_name
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
 from graphpp.runtime.recorder import Recorder
@@ -295,12 +295,3 @@ class GraphPPRunner:
         parts = self.schedule, self.stages, self.mailbox, self._gradients, self._shards, self.offloader, self.overlaps
         row = ActionBinder(*parts, training=self.training).row(self.place.rank)
         return ActionLoop(list(self.stages.values()), self.schedule, row)
-
-
-def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:
-    """For each parameter, the ranks that have it, ascending; the first one counts its norm."""
-    found: dict[str, set[int]] = {}
-    for stage in program.stages:
-        for fqn in stage.parameters:
-            found.setdefault(fqn, set()).add(rank_of_stage[stage.index])
-    return {fqn: sorted(ranks) for fqn, ranks in found.items()}

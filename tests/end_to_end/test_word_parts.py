@@ -335,7 +335,7 @@ def on_mesh(rank: int, dimension: str, tied: bool, keep: int | None) -> tuple[Tr
     ("dimension", "tied", "keep"),
     [
         ("dp_shard", True, 0),
-        *further(("dp_replicate", True, None), ("dp_shard", False, None), ("dp_shard", False, 1)),
+        *further(("dp_replicate", True, None), ("cp", False, None), ("dp_shard", False, None), ("dp_shard", False, 1)),
     ],
 )
 def test_replicas_and_shards_train_as_one_process(dimension: str, tied: bool, keep: int | None) -> None:
@@ -349,9 +349,9 @@ def two_pipelines(rank: int) -> str:
     plain = graphpp.compile(model, loss, split=2, microbatches=4, memory=graphpp.Memory(release=False))
     cut = graphpp.compile(model, loss, split=4, microbatches=4, memory=graphpp.Memory(word_parts=2, release=False))
     cut.step(tokens, target=target)
-    with pytest.raises(GraphPPError, match=r"another pipeline has cut the rows of head\.weight"):
+    with pytest.raises(GraphPPError, match=r"another pipeline has sharded head\.weight over its ranks"):
         plain.eval(tokens)
-    with pytest.raises(GraphPPError, match=r"another pipeline has cut the rows of head\.weight"):
+    with pytest.raises(GraphPPError, match=r"another pipeline has sharded head\.weight over its ranks"):
         graphpp.compile(model, loss, split=2)
     other = decoder()
     again = graphpp.compile(other, loss, split=4, microbatches=4, memory=graphpp.Memory(word_parts=2))

@@ -73,8 +73,8 @@ def _general(run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: Fl
             several = with_unseen(run())
         if (several.output_spec, several.output_leaves) != (fixed.output_spec, fixed.output_leaves):
             raise CaptureError("a number or a size is in the model's output")
-        own = noted(fixed, example) if fixed.operations is None else fixed
-        unlike = difference(operations_of(several.joint, _values(several, example)), own.operations or {})
+        assert fixed.operations is not None, "the graph for one size is noted before passes change it"
+        unlike = difference(operations_of(several.joint, _values(several, example)), fixed.operations)
         if several.joint.symbols is not None and several.joint.symbols.compares_floats:
             raise CaptureError("a branch depends on a floating-point number that is computed from a size")
     except Exception as error:  # the model has a graph for one size

@@ -39,10 +39,9 @@ def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
     cut = {last, *([0] if tied else [])}
     segments = [(at, part) for at in range(last + 1) for part in (range(parts) if at in cut else range(1))]
     number = {pair: new for new, pair in enumerate(segments)}
-    ends = [(at, part) for at, part in segments[:-1]]
 
     def crossing(sizes: Sequence[Size]) -> tuple[Size, ...]:
-        return tuple(sizes[min(at, last - 1)] for at, _ in ends)
+        return tuple(sizes[min(at, last - 1)] for at, _ in segments[:-1])
 
     def readers(old: Sequence[int], part: int) -> tuple[int, ...]:
         return tuple(number[at, part if at in cut else 0] for at in old)
@@ -76,12 +75,8 @@ def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
         backward=crossing(costs.backward),
         parameters=tuple(part for each in costs.parameters for part in parameters(each)),
         buffers=tuple((nbytes, readers(old, 0)) for nbytes, old in costs.buffers),
-        derived=tuple(_part_of(costs.derived[at], parts if at in cut else 1) for at, _ in segments) if costs.derived else (),
+        derived=tuple(_times(costs.derived[at], 1 / parts if at in cut else 1) for at, _ in segments) if costs.derived else (),
     )
-
-
-def _part_of(size: Size, parts: int) -> Size:
-    return tuple((*powers, amount / parts) for *powers, amount in size)  # type: ignore[misc]
 
 
 def with_logits_tokens(costs: ModelCosts, tokens: int) -> ModelCosts:

@@ -22,7 +22,7 @@ from graphpp.cluster_planner.plans.read_tables import Work
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.request import PlanRequest
-from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, RecomputeWord, ScheduleChoice
+from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
 from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.errors import ScheduleError
 from graphpp.planner.segments import Cut
@@ -34,7 +34,6 @@ _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
 _ORDERS = 3  # fastest plans that get an order search
-_PIECE = 256  # tokens whose logits exist at one time, where the head works in pieces
 _ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
 _FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
@@ -181,7 +180,7 @@ def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap:
             for words in fixed.among("word_parts", (False, True)):
                 base = PlanSetting(shape, rows, microbatches, _ANY, word_parts=words)
                 for choice in _schedules(request, limits, space, base):
-                    pieces = () if words or not request.may_take_pieces(shape, rows, cap) else (_PIECE,)
+                    pieces = () if words or not request.may_take_pieces(shape, rows, cap) else (PIECE,)
                     keeps = fixed.among("keep", _keeps(shape, choice.stages_per_rank))
                     for keep, tokens in product(keeps, fixed.among("logits_tokens", (None, *pieces))):
                         setting = PlanSetting(shape, rows, microbatches, choice, keep, word_parts=words, logits_tokens=tokens)

@@ -181,7 +181,7 @@ def ranked(
 
 
 def _no_plan(closest: Prediction, cap: float) -> NoPlanError:
-    """What the closest prediction is short of, and how much of it is state, which a smaller batch does not change."""
+    """The error that says how many bytes the closest prediction lacks, and how many are state, equal for every batch."""
     memory = closest.memory
     state = min(closest.peak, sum(memory.get(kind, 0) for kind in _STATE))  # the most of each kind may come at different times
     kinds = ", ".join(f"{kind} {spell_bytes(nbytes)}" for kind, nbytes in memory.items() if nbytes)

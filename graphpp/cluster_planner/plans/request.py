@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.large_heads import has_head, is_tied, with_logits_tokens, with_word_parts
@@ -74,8 +74,8 @@ class PlanRequest:
         if key not in self._by_head:
             fixed = parts if is_tied(self.costs) else 0, parts
             costs = with_word_parts(self.costs, parts) if parts else with_logits_tokens(self.costs, setting.logits_tokens or 0)
-            caches: dict[str, Any] = {each.name: {} for each in fields(self) if each.name == "turns" or each.name[0] == "_"}
-            self._by_head[key] = replace(self, costs=costs, fixed=fixed, of_head=True, **caches)
+            question = self.machines, self.batch, self.tokens, self.dtype, self.optimizer
+            self._by_head[key] = PlanRequest(costs, *question, fixed=fixed, of_head=True)
         return self._by_head[key]
 
     def can_take_pieces(self, setting: PlanSetting) -> bool:

@@ -22,7 +22,9 @@ _LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(valu
 _NAME = Accepted(
     f'the name of a schedule in graphpp.schedules.SCHEDULES, or "{ORDER}"', lambda value: value in SCHEDULES or value == ORDER
 )
-_FRACTION = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
+PIECE = 256
+"""The tokens whose logits exist at one time, where the search lets a head work in pieces."""
+FRACTION = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class PlanSetting:
     def __post_init__(self) -> None:
         require(ScheduleError, "rows", COUNT, self.rows)
         require(ScheduleError, "microbatches", COUNT, self.microbatches)
-        require(ScheduleError, "offload", or_none(_FRACTION), self.offload)
+        require(ScheduleError, "offload", or_none(FRACTION), self.offload)
         require(ScheduleError, "logits_tokens", or_none(COUNT), self.logits_tokens)
         if self.offload is not None and isinstance(self.recompute, float):
             raise ScheduleError(f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}')
@@ -107,8 +109,9 @@ class PlanSetting:
         again = "" if self.recompute is None else f", recompute {self.degree}"
         cut = f"{_counted(self.microbatches, 'microbatch', 'es')} of {_counted(self.rows, 'row')}"
         away = "" if self.offload is None else f", offload {self.offload:g}"
-        words = ", words cut" if self.word_parts else "" if self.logits_tokens is None else ", logits in pieces"
-        return f"{self.shape}, {_counted(self.stages, 'stage')}, {self.schedule}, {cut}{keep}{again}{away}{words}"
+        words = ", words cut" if self.word_parts else ""
+        pieces = "" if self.logits_tokens is None else f", logits in pieces of {self.logits_tokens}"
+        return f"{self.shape}, {_counted(self.stages, 'stage')}, {self.schedule}, {cut}{keep}{again}{away}{words}{pieces}"
 
 
 def _counted(number: int, noun: str, ending: str = "s") -> str:

@@ -37,8 +37,11 @@ class ForwardOptions:
 
 @dataclass(frozen=True)
 class ForwardFacts:
-    """What the passes know of a forward: the prefix of the model's FQNs in the module; the user's source line of a node; the
-    metadata of an operation inside a further module call; the dtype of autocast, under which the module will run (None: none).
+    """The facts about an exported forward that its passes use.
+
+    `prefix`: of the model's FQNs in the module. `line`: gives the user's source line of a node, "" if there is none. `inside`:
+    makes the metadata of an operation inside a further module call. `autocast`: the dtype of autocast, under which the module
+    will run (None: none).
     """
 
     prefix: str

@@ -94,7 +94,7 @@ FIXED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "schedule": "1F1B", "recompute": "selective", "recomputed": (2,)}, "recompute selective of 4 layers"),
     ({"offload": 0.25, "pp": 2, "schedule": "1F1B", "recompute": None}, "offload 0.25"),
     ({"pp": 2, "stages": 4, "word_parts": True, "schedule": "Interleaved1F1B", "tp": 1}, "words cut"),
-    ({"pp": 2, "tp": 1, "logits_tokens": 64}, "logits in pieces"),
+    ({"pp": 2, "tp": 1, "logits_tokens": 64}, "logits in pieces of 64"),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from itertools import accumulate, cycle, islice, pairwise
 from typing import Any
 
-from graphpp.arguments import COUNT, FLAG, INDEX, NUMBER, TEXT, Accepted, one_word, or_none, require
+from graphpp.arguments import COUNT, FLAG, INDEX, TEXT, Accepted, one_word, or_none, require
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.plans import settings
 from graphpp.cluster_planner.plans.mesh_shapes import SIZES
@@ -25,22 +25,21 @@ from graphpp.schedules.generate.megatron_interleaved import legal_groups
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.placement import usual_stages
 
-_SHARE = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
 _WORD = Accepted('None, "selective", "full", or a fraction',
-    lambda value: value in (None, "selective", "full") or _SHARE.accepts(value))  # fmt: skip
+    lambda value: value in (None, "selective", "full") or settings.FRACTION.accepts(value))  # fmt: skip
 _COUNTS = Accepted("a number of layers, a share of them, or the number of each stage (of one: of all stages)",
-    lambda value: INDEX.accepts(value) or _SHARE.accepts(value) or _all(INDEX, value))  # fmt: skip
+    lambda value: INDEX.accepts(value) or settings.FRACTION.accepts(value) or _all(INDEX, value))  # fmt: skip
 _SPLIT = Accepted("the FQNs at which stages start, the layers of each stage, or a layout of Megatron-Core (Et*2|t*2L)",
     lambda value: TEXT.accepts(value) or _all(TEXT, value) or _all(INDEX, value))  # fmt: skip
 CHOICES: Mapping[str, Accepted] = {
     **dict.fromkeys((*SIZES, "rows", "microbatches", "stages", "stages_per_rank"), COUNT),
     "schedule": one_word(*(name for name in SCHEDULES if name != "ForwardOnly"), settings.ORDER),
     "group": or_none(COUNT), "order": or_none(TEXT), "keep": or_none(INDEX),
-    "split": _SPLIT, "recompute": _WORD, "recomputed": _COUNTS, "offload": or_none(_SHARE), "word_parts": FLAG,
+    "split": _SPLIT, "recompute": _WORD, "recomputed": _COUNTS, "offload": or_none(settings.FRACTION), "word_parts": FLAG,
     "logits_tokens": or_none(COUNT),
 }  # fmt: skip
-"""What a layout may fix. `stages`: of all ranks together; `recomputed`: the layers that `recompute` covers; others: as in
-`PlanSetting` and `ScheduleChoice`."""
+"""The choices that a layout may fix, with the values that each takes. `stages`: of all ranks together; `recomputed`: the layers
+that `recompute` covers; others: as in `PlanSetting` and `ScheduleChoice`."""
 
 
 def _all(accepted: Accepted, value: object) -> bool:

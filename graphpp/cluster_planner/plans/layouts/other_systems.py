@@ -28,7 +28,7 @@ _SELECTIVE = "Selective recomputation is priced as graphpp's, of all light opera
 
 
 class Context(NamedTuple):
-    """What a reader has to know: the number of GPUs, and of repeated layers in the model."""
+    """The numbers that decide how a reader understands a layout: `gpus` of the machines, repeated `layers` of the model."""
 
     gpus: int
     layers: int

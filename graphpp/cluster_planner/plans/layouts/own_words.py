@@ -13,11 +13,11 @@ from typing import Any
 
 from graphpp.cluster_planner.plans.layouts.other_systems import WHOLE, Layout
 from graphpp.cluster_planner.plans.mesh_shapes import SIZES
+from graphpp.cluster_planner.plans.settings import PIECE
 from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.names import ALIASES, SCHEDULES
 
 _NAMES = {name.lower(): known for name, known in {**{each: each for each in SCHEDULES}, **ALIASES, "loop": "auto"}.items()}
-_TOKENS = 256  # whose logits exist at one time, as in plans of the search
 
 
 def _number(text: str) -> int | float | str | None:
@@ -48,7 +48,7 @@ _FORMS: Mapping[str, Callable[..., dict[str, Any]]] = {
     },
     r"words (cut|whole)": lambda word: {"word_parts": word == "cut"},
     r"logits (whole)|logits in pieces(?: of (\d+))?": lambda whole, tokens: {
-        "logits_tokens": None if whole else int(tokens or _TOKENS)
+        "logits_tokens": None if whole else int(tokens or PIECE)
     },
     r"(\d+(?:\+\d+)+) layers": lambda counts: {"split": _layers(counts)},
     r"split (.+)": lambda names: _split(names.split()),
