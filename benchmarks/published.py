@@ -33,7 +33,7 @@ from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
 from graphpp.cluster_planner.costs.operations import Operation
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
-from graphpp.devices import A100, H100_SXM, H200, Machines
+from graphpp.devices import A100, H100_SXM, H200, Curve, Machines
 
 KNOWN = {  # by the names of the runs
     "A100": A100, "H100": H100_SXM, "H200": H200,
@@ -41,6 +41,9 @@ KNOWN = {  # by the names of the runs
     "H100 96 GB": replace(H100_SXM, name="H100 96 GB", memory_bandwidth=2.4e12, memory=96 * 10**9),  # HBM2e, of torchtitan
     "H800": replace(H100_SXM, name="H800", inside=replace(H100_SXM.inside, bandwidth=200e9)),  # NVLink with 400 GB/s both ways
 }  # fmt: skip
+FLASH_2 = Curve(((3.4e10, 0.193), (6.9e10, 0.263), (1.37e11, 0.301), (2.75e11, 0.323), (5.5e11, 0.337), (1.1e12, 0.339)))
+FLASH_2_BACKWARD = Curve(((8.6e10, 0.134), (1.7e11, 0.195), (3.4e11, 0.242), (6.9e11, 0.272), (1.37e12, 0.289), (2.75e12, 0.295)))
+FLASH_1 = {"A100": (0.40, 0.30), "H100": (0.19, 0.144)}
 CONFIGS = {
     "llama": transformers.LlamaConfig, "gpt": transformers.Starcoder2Config, "mixtral": transformers.MixtralConfig,
     "qwen3": transformers.Qwen3Config, "qwen3_moe": transformers.Qwen3MoeConfig, "deepseek_v3": transformers.DeepseekV3Config,
@@ -69,6 +72,10 @@ class Case:
     published: float | None
     float8: str | None = None
     keep: int | None = None
+    attention: str = "newest"
+    dropout: float = 0.0
+    kernels: str = "fused"
+    overlapped: tuple[str, ...] = ()
 
     @property
     def setting(self) -> PlanSetting:
@@ -83,15 +90,27 @@ def cases(run: Run) -> tuple[Case, ...]:
     it = run.settings
     float8 = it.precision.removeprefix("float8 ") if it.precision != "bfloat16" else None
     recompute = None if it.recompute == "none" else it.recompute
-    given = run.architecture, it.length, _machines(run.machines), _shape(it)
+    given = run.architecture, it.length, _machines(run.machines, it.attention), _shape(it)
     by_layer = it.zero == 3 and it.pp == 1 and _shape(it).shards > 1
-    rest = it.batch, it.rows, recompute, run.tokens, float8, 0 if by_layer else None
+    keep = 0 if by_layer else None
+    if it.pp == 1 and (it.shard or "gradients" in it.overlap):
+        stages, keep = (min(16, run.architecture.layers),), 2 if by_layer else None
+    else:
+        stages = it.stages
+    rest = it.batch, it.rows, recompute, run.tokens, float8, keep, it.attention, it.dropout, it.kernels, tuple(each for each in it.overlap if each in ("tp", "ep"))
     source = f"{run.source.title}, {run.table}"
-    return tuple(Case(run.name, source, *given, _schedule(it.schedule, stages), *rest) for stages in it.stages)
+    return tuple(Case(run.name, source, *given, _schedule(it.schedule, each), *rest) for each in stages)
 
 
-def _machines(fleet: Fleet) -> Machines:
+def _machines(fleet: Fleet, attention: str) -> Machines:
     device = KNOWN[fleet.device]
+    if attention == "flash 2" and fleet.device.startswith("H"):
+        device = replace(device, efficiency=replace(device.efficiency, attention=FLASH_2, attention_backward=FLASH_2_BACKWARD))
+    if attention == "flash 1":
+        on, back = FLASH_1[fleet.device[:4]]
+        device = replace(device, efficiency=replace(device.efficiency, attention=Curve(((1e9, on),)), attention_backward=Curve(((1e9, back),))))
+    if fleet.power is not None:
+        device = device.limited(fleet.power)
     between = None if fleet.network is None else replace(device.between, bandwidth=fleet.network / 8 * 1e9)
     return Machines(device, fleet.gpus, fleet.per_machine, between=between or device.between)
 
@@ -117,7 +136,15 @@ def _causal(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, 
     return found[..., : value.shape[-1]].transpose(1, 2), None
 
 
-def config(model: Model, length: int) -> Any:
+def _unfused(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
+    """Causal attention as separate products around a softmax, with all scores in memory."""
+    rows = torch.arange(query.shape[-2], device=query.device)
+    scores = (query @ key.transpose(-1, -2) * options["scaling"]).masked_fill(rows[:, None] < rows, float("-inf"))
+    shares = F.dropout(scores.softmax(-1), options["dropout"], training=True) if options["dropout"] else scores.softmax(-1)
+    return (shares @ value).transpose(1, 2), None
+
+
+def config(model: Model, length: int, attention: str, dropout: float) -> Any:
     """The transformers config. A "gpt" is a Starcoder 2: its positions are rotated, not learned; its other parts are GPT's."""
     own: dict[str, Any] = {"sliding_window": None} if model.family in ("gpt", "mixtral") else {}
     if model.family == "deepseek_v3" and model.latent is not None:
@@ -133,6 +160,8 @@ def config(model: Model, length: int) -> Any:
         own |= {"num_local_experts": model.experts}
     elif model.family == "qwen3":
         own |= {"head_dim": model.head}
+    if model.family == "gpt":
+        own |= {"residual_dropout": dropout, "embedding_dropout": dropout, "attention_dropout": dropout}
     own |= {"num_experts_per_tok": model.per_token} if model.experts else {}
     made: Any = CONFIGS[model.family](
         use_cache=False, max_position_embeddings=length, hidden_size=model.hidden, intermediate_size=model.ffn,
@@ -141,7 +170,7 @@ def config(model: Model, length: int) -> Any:
     )  # fmt: skip
     if model.experts:
         made._experts_implementation = "grouped_mm"
-    made._attn_implementation = "causal_without_mask"
+    made._attn_implementation = "causal_unfused" if attention == "unfused" else "causal_without_mask"
     return made
 
 
@@ -150,12 +179,13 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 @cache
-def costs(model: Model, length: int, float8: str | None) -> ModelCosts:
+def costs(model: Model, length: int, float8: str | None, attention: str, dropout: float) -> ModelCosts:
     """The costs of a model for rows of `length` tokens."""
-    transformers.AttentionInterface.register("causal_without_mask", _causal)
-    transformers.AttentionMaskInterface.register("causal_without_mask", lambda *args, **options: None)
+    for name, function in (("causal_without_mask", _causal), ("causal_unfused", _unfused)):
+        transformers.AttentionInterface.register(name, function)
+        transformers.AttentionMaskInterface.register(name, lambda *args, **options: None)
     with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config(model, length))
+        made = transformers.AutoModelForCausalLM.from_config(config(model, length, attention, dropout))
         tokens = torch.empty(1, length, dtype=torch.int64)
     plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
     example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
@@ -178,7 +208,7 @@ def prediction(run: Run) -> graphpp.TrainingPlan:
     """The fastest prediction of the run's cases."""
     found = []
     for case in cases(run):
-        known = costs(case.model, case.length, case.float8)
+        known = costs(case.model, case.length, case.float8, case.attention == "unfused" and "unfused" or "fused", case.dropout)
         priced = graphpp.plan(known, machines=case.machines, batch=case.batch, like=case.setting, search=False)
         found.append(priced.best)
     return min(found, key=lambda each: each.step_seconds)

@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent / "published"
 FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 SEEN = ("page", "transcription", "issue", "earlier", "memory")
 KERNELS = ("eager", "compile", "fused")
+ATTENTIONS = ("unfused", "flash 1", "flash 2", "newest")
 PRECISIONS = ("bfloat16", "float8 tensorwise", "float8 rowwise")
 SCHEDULES = ("loop", "1F1B", "interleaved", "ZB1P", "ZB2P", "DualPipeV")
 DEVICES = {"A100": 312e12, "A100 40 GB": 312e12, "H100": 989e12, "H100 96 GB": 989e12, "H800": 989e12, "H200": 989e12}
@@ -172,6 +173,8 @@ class Settings:
     batch: int
     length: int
     schedule: str
+    attention: str
+    dropout: float = 0.0
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -187,7 +190,7 @@ class Settings:
     overlap: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, known in {"schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS}.items():
+        for name, known in {"schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS}.items():
             _require((value := getattr(self, name)) in known, f"{name}: take {', '.join(known)}, got {value!r}")
         numbers = self.dp, self.rows, self.batch, self.length, self.tp, self.pp, self.cp, self.ep, *self.stages
         _require(self.stages and min(numbers) > 0, "dp, rows, batch, length, tp, pp, cp, ep, stages: numbers from 1")

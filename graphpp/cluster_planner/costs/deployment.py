@@ -13,7 +13,7 @@ _RECOMPUTE = Accepted(
     lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
 )
 _ACCEPTED = {
-    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "sequence": FLAG,
+    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "sequence": FLAG, "compiled": FLAG,
 }  # fmt: skip
 
 
@@ -24,7 +24,8 @@ class Deployment:
     `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
     recomputation; its price interpolates between the three kinds (an estimate). `sequence`: with `tp`, work on tokens that the
     plan does not shard also divides by `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for
-    float32 parameters. Raises `ScheduleError`.
+    float32 parameters. `compiled`: pointwise operators, reductions and look-ups run in fused kernels, as Inductor makes them;
+    otherwise each operator is a kernel, and the host launches one after the other. Raises `ScheduleError`.
     """
 
     rows: int = 1
@@ -34,6 +35,8 @@ class Deployment:
     recompute: str | float | None = None
     sequence: bool = True
     optimizer: str | float = "adamw"
+    compiled: bool = True
+    overlapped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():

@@ -37,11 +37,13 @@ def note_facts(joint: JointGraph, larger: JointGraph, sharded: ShardedParameters
     cut = {parameters[fqn]: dim for fqn, dim in sharded.dims.items() if fqn in parameters}
     dims = {node: tuple(int(at == dim) for at in range(node.meta["val"].dim())) for node, dim in cut.items()}
     gathered = _products_of(joint, {parameters[fqn] for fqn in sharded.gathered if fqn in parameters})
+    pairs = tuple(_pairs(joint, larger))
+    for node, other in pairs:
+        node.meta["rows"] = powers_of(node.meta["val"], other.meta["val"])
     sharding = Sharding(joint, dims, gathered)
-    for node, other in _pairs(joint, larger):
-        work = flops(node)
-        node.meta |= {"rows": powers_of(node.meta["val"], other.meta["val"]), "sharded": sharding.of[node], "experts": 0}
-        if work:
+    for node, other in pairs:
+        node.meta |= {"sharded": sharding.of[node], "experts": 0}
+        if work := flops(node):
             node.meta["work"] = (power_of(work, flops(other)), sharding.flops.get(node, 0), 0, work)
     if not any(isinstance(role, program.Input) and grows(node.meta["rows"]) for role, node in joint.inputs().items()):
         raise CaptureError("cluster costs: the model reads no tensor of the example whose first dimension are the rows")

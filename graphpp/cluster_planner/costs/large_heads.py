@@ -130,7 +130,7 @@ def _share(kind: SegmentKind, parts: int, given: Size) -> SegmentKind:
     def operation(one: Operation) -> Operation:
         words = _words(one)
         sides = tuple(part(side) if side is words else side for side in one.sides)
-        return replace(one, flops=part(one.flops), nbytes=part(one.nbytes), sides=sides)
+        return replace(one, flops=part(one.flops), nbytes=part(one.nbytes), sides=sides, parts=tuple(map(part, one.parts)))
 
     return replace(
         kind,

@@ -60,7 +60,8 @@ class Operation:
     `kind`: "product", "attention", "attention_backward", "memory"; an exchange: "all_reduce", "all_gather" (tensor
     parallelism), "all_to_all" (experts), "context" (keys and values, or their gradients). `nbytes`: read and written, or of the
     whole exchanged value; `sides`: m, n and k of a product; `grouped`: a product of experts, whose rows come from all
-    expert-parallel ranks.
+    expert-parallel ranks. `parts`: of a fused kernel, the bytes that each of its operators reads and writes as a kernel of its
+    own, which it is without a compiler; empty for other operations.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Operation:
     nbytes: Size = ()
     sides: tuple[Size, ...] = ()
     grouped: bool = False
+    parts: tuple[Size, ...] = ()
 
 
 Counted = tuple[tuple[Operation, int], ...]
@@ -124,8 +126,12 @@ def _is_fused(node: fx.Node) -> bool:
     return pointwise or is_cheap(node) or packet_of(node) in _FUSED
 
 
+def _own_traffic(node: fx.Node) -> Size:
+    return summed([size_of(node), *(_read(source) for source in node.all_input_nodes)])
+
+
 def _alone(node: fx.Node) -> Operation:
-    nbytes = summed([size_of(node), *(_read(source) for source in node.all_input_nodes)])
+    nbytes = _own_traffic(node)
     work: Term | None = node.meta.get("work")
     if work is None:
         return Operation("memory", nbytes=nbytes)
@@ -203,7 +209,7 @@ def _kernels(nodes: Sequence[fx.Node], graph: fx.Graph) -> Counter[Operation]:
         members[_leader(group, node)].append(node)
     found = Counter[Operation]()
     for each in members.values():
-        found[Operation("memory", nbytes=_traffic(each))] += 1
+        found[Operation("memory", nbytes=_traffic(each), parts=tuple(map(_own_traffic, each)))] += 1
     return found
 
 

@@ -81,7 +81,7 @@ def priced(
     check_degrees(costs, deployment)
     tp, ep, cp = deployment.tp, deployment.ep, deployment.cp
     degrees = Degrees(deployment.rows / costs.rows, tp, ep, cp, deployment.sequence)
-    pricing = _Pricing(machines, degrees)
+    pricing = _Pricing(machines, degrees, deployment)
     mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
     each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
@@ -142,8 +142,9 @@ class _PricedKind(NamedTuple):
 class _Pricing:
     """Prices operations and kinds of segments, each once."""
 
-    def __init__(self, machines: Machines, degrees: Degrees) -> None:
-        self._machines, self._degrees = machines, degrees
+    def __init__(self, machines: Machines, degrees: Degrees, deployment: Deployment) -> None:
+        self._machines, self._degrees, self._compiled = machines, degrees, deployment.compiled
+        self._overlapped = deployment.overlapped
         self._kinds: dict[tuple[int, ...], _PricedKind] = {}
         self._operations: dict[Operation, float] = {}
 
@@ -190,13 +191,16 @@ class _Pricing:
 
     def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float]:
         """(seconds of a phase, seconds of its exchanges)."""
-        total = exchanged = 0.0
+        total = exchanged = launched = 0.0
         for each, count in kind.operations[phase]:
             if each not in self._operations:
                 self._operations[each] = self._seconds(each)
             seconds = count * self._operations[each]
             total += seconds
             exchanged += seconds if each.kind in _EXCHANGES else 0.0
+            launched += count * max(1, len(each.parts))
+        if not self._compiled:  # the host runs ahead of the device, unless its kernels are shorter than their launches
+            total = max(total, launched * self._machines.device.dispatch)
         return total, exchanged
 
     def _seconds(self, each: Operation) -> float:
@@ -206,6 +210,8 @@ class _Pricing:
         work = self._degrees.amount(each.flops, whole=fused)  # sequence parallelism does not divide attention
         if fused:
             return device.seconds(work, nbytes, each.dtype, each.kind)
+        if each.parts and not self._compiled:
+            return sum(device.seconds(0.0, self._degrees.amount(part), "") for part in each.parts)
         return device.seconds(work, nbytes, each.dtype, side=self._smallest_side(each))
 
     def _smallest_side(self, each: Operation) -> float | None:
@@ -224,7 +230,10 @@ class _Pricing:
         times, seconds = {
             "all_to_all": (1, machines.all_to_all), "all_reduce": (2, machines.all_reduce),
         }.get(each.kind, (1, machines.all_gather))  # fmt: skip
-        return _Exchange(seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)
+        shown = {"tp": 1 / ranks, "ep": 0.1}[along] if along in self._overlapped else 1.0
+        import os
+        left = shown + (1 - shown) * float(os.environ.get("CTP", machines.contention(ranks, stride)))
+        return _Exchange(left * seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)
 
 
 class _Exchange(NamedTuple):

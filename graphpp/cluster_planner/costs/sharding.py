@@ -1,7 +1,8 @@
 """Derive how tensor parallelism divides the values of a graph, from the sharded dimensions of its parameters.
 
 Contract
-    in   a joint graph; the sharded dimension of parameters; the operations whose results are gathered
+    in   a joint graph whose nodes have the metas "rows" of `facts.py`; the sharded dimension of parameters; the operations whose
+         results are gathered
     out  `Sharding`. `of[node]`: 1 for each dimension of the value that ranks divide; `flops[node]`: 1 if ranks divide the
          operation's FLOPs; `exchanges[node]`: (kind, value) of the collectives at a node. The graph is not changed
 
@@ -130,7 +131,9 @@ class Sharding:
             before, dims = shape_of(source.meta["val"]), grown[source]
             if name in _BY_PLACE:
                 return _by_place(value, dims), 0
-            return (_expanded if name == "expand" else _viewed)(before, dims, shape_of(value), twin), 0
+            if name == "expand":
+                return _expanded(before, dims, shape_of(value), twin), 0
+            return _viewed(before, dims, shape_of(value), twin, node.meta["rows"]), 0
         target, args = called(node)
         with self._mode, _quiet():
             made = {source: twice(source.meta["val"], powers) for source, powers in grown.items()}
@@ -197,8 +200,9 @@ def _expanded(before: Dims, dims: Dims, after: Dims, twin: Dims | None) -> Dims:
     return tuple(kept.get(at, twin[at] if twin else 0) for at in range(len(after)))
 
 
-def _viewed(before: Dims, dims: Dims, after: Dims, twin: Dims | None) -> Dims:
-    """The division after a view. If a view splits a sharded dimension, its first part is sharded."""
+def _viewed(before: Dims, dims: Dims, after: Dims, twin: Dims | None, rows: Dims) -> Dims:
+    """The division after a view. Of a split dimension, the first part is sharded that does not count rows (`rows`: by what
+    power of the rows each part grows)."""
     if twin is not None and sum(twin) == sum(dims):
         return twin
     found, left, right = [0] * len(after), 0, 0
@@ -212,7 +216,8 @@ def _viewed(before: Dims, dims: Dims, after: Dims, twin: Dims | None) -> Dims:
                 right += 1
         for at in range(first, left):
             if dims[at]:
-                found[other + _place(prod(before[first:at]), after[other:right])] += dims[at]
+                place = _place(prod(before[first:at]), after[other:right])
+                found[next((part for part in range(other + place, right) if not rows[part]), other + place)] += dims[at]
     return tuple(found)
 
 

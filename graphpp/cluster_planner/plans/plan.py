@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from graphpp._torch.this_thread import uncollected
-from graphpp.arguments import BYTES, COUNT, FLAG, NUMBER, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import BYTES, COUNT, FLAG, NUMBER, Accepted, checked, one_of, one_word, or_none, require
 from graphpp.batch.microbatch import Microbatch
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
@@ -58,7 +58,7 @@ _RECOMPUTES = Accepted(
 @checked(
     ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
-    offload=FLAG, search=FLAG, costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
+    offload=FLAG, search=FLAG, backend=one_word("inductor", "eager"), costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
 )  # fmt: skip
 @uncollected()  # a capture and its tables make hardly any garbage before the end
 def plan(  # noqa: PLR0913 - the search dimensions, all optional
@@ -74,6 +74,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     tensor_plan: Mapping[str, str] | None = None,
     expert_plan: Mapping[str, str] | None = None,
     float8: str | Mapping[str, str] | None = None,
+    backend: str = "inductor",
+    overlapped: tuple[str, ...] = (),
     pp: int | Sequence[int] | None = None,
     tp: int | Sequence[int] | None = None,
     ep: int | Sequence[int] | None = None,
@@ -104,6 +106,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         tensor_plan, expert_plan: {FQN pattern: style} for `tp` and `ep`, as transformers' `tp_plan`. None: the model's.
         float8: the recipe of torchao for all linear layers inside of numbered modules ("tensorwise", "rowwise",
             "rowwise_with_gw_hp"), or {FQN pattern: recipe}. None: layers as they are, also a converted model's.
+        backend: "inductor", or "eager": each operator is a kernel of its own, launched by the host.
         pp, tp, ep, cp: allowed numbers of ranks along each dimension. None: all that fit.
         rows: allowed rows of a microbatch. None: 1, 2, 4, 8 and 16.
         schedules: allowed names. None: all but GPipe, which 1F1B beats, and Combined1F1B; for short steps also "searched"
@@ -160,7 +163,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
     if like is None and not search:
         raise ScheduleError("search: without a search there is nothing to price: give like=")
-    request = PlanRequest(known, found, batch, known.tokens, dtype, optimizer)
+    request = PlanRequest(known, found, batch, known.tokens, dtype, optimizer, compiled=backend == "inductor", overlapped=overlapped)
     with working("searching plans"):
         layout = None if like is None else read_like(like, Context(found.gpus, len(known.layers)))
         priced = None if layout is None else price_layout(request, limits, cap, space, layout)
@@ -184,7 +187,7 @@ def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
     for _ in range(_DOUBLED):
         gpus = 2 * gpus if 2 * gpus <= machines.per_machine else -(-2 * gpus // machines.per_machine) * machines.per_machine
         more = replace(machines, gpus=gpus)
-        larger = PlanRequest(request.costs, more, request.batch, request.tokens, request.dtype, request.optimizer)
+        larger = request.on(more)
         with suppress(ScheduleError):  # there may be no mesh of this batch
             if any(each.peak <= cap for each in searched(larger, limits, cap, least).found.values()):
                 return f"A plan fits on {gpus} GPUs, the fewest of doubled numbers"
@@ -195,7 +198,7 @@ _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {
     "costs=": (
-        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "tp", "ep", "cp", "recompute", "offload", "work", "like",
+        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "backend", "tp", "ep", "cp", "recompute", "offload", "work", "like",
         "search",
     ),
     "a ModelCosts": (*_OF_CAPTURE, *_OF_COSTS),

@@ -225,8 +225,12 @@ class _Step:
             waiting = table.times.seconds(self.waiting, collectives=False).makespan
             return waiting + self._of_copies(table), busy, alone
         makespan, busy = table.times.seconds(costs)
-        collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan
-        return makespan, busy, table.times.seconds(costs, collectives=False).makespan if collected else makespan
+        collected = table.most.sent(costs.gathers, costs.reductions)
+        if collected <= _SMALL * makespan:
+            return makespan, busy, makespan
+        alone = table.times.seconds(costs, collectives=False).makespan
+        hidden = collected - (makespan - alone)
+        return makespan + max(0.0, hidden) * self._layers.contention, busy, alone
 
     def _of_copies(self, table: ReadTable) -> float:
         """With `keep=0`: seconds of the all-reduce of sharded gradients over `dp_replicate` and `cp`, once a step."""

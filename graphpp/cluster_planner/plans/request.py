@@ -56,6 +56,8 @@ class PlanRequest:
     tokens: int
     dtype: str | None = "bfloat16"
     optimizer: str | float = "adamw"
+    compiled: bool = True
+    overlapped: tuple[str, ...] = ()
     fixed: tuple[int, int] = (0, 0)
     of_head: bool = False
     turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
@@ -64,6 +66,10 @@ class PlanRequest:
     _totals: dict[object, ModelTotals] = field(default_factory=dict, repr=False)
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
     _by_head: dict[tuple[int, int | None], PlanRequest] = field(default_factory=dict, repr=False)
+
+    def on(self, machines: Machines) -> PlanRequest:
+        """This request on other machines."""
+        return PlanRequest(self.costs, machines, self.batch, self.tokens, self.dtype, self.optimizer, self.compiled, self.overlapped)
 
     def of(self, setting: PlanSetting) -> PlanRequest:
         """This request, or for a setting with another head the request with its costs."""
@@ -74,7 +80,7 @@ class PlanRequest:
         if key not in self._by_head:
             fixed = parts if is_tied(self.costs) else 0, parts
             costs = with_word_parts(self.costs, parts) if parts else with_logits_tokens(self.costs, setting.logits_tokens or 0)
-            question = self.machines, self.batch, self.tokens, self.dtype, self.optimizer
+            question = self.machines, self.batch, self.tokens, self.dtype, self.optimizer, self.compiled, self.overlapped
             self._by_head[key] = PlanRequest(costs, *question, fixed=fixed, of_head=True)
         return self._by_head[key]
 
@@ -109,7 +115,7 @@ class PlanRequest:
         key = _key(shape, rows, recompute)
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp
-            deployment = Deployment(rows, *degrees, recompute, optimizer=self.optimizer)
+            deployment = Deployment(rows, *degrees, recompute, optimizer=self.optimizer, compiled=self.compiled, overlapped=self.overlapped)
             self._priced[key] = priced(self.costs, self.machines, deployment, self._alike.get(degrees))
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]

@@ -1,0 +1,129 @@
+"""Machines of equal devices: seconds of collectives and messages between their ranks.
+
+Collectives are priced as rings, with the latency of every hop. No network is shared: each rank has `between.bandwidth` for
+itself. Rank r is in machine r // per_machine.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from graphpp.arguments import COUNT, TEXT, Accepted, checked, one_of, require
+from graphpp.devices.device import Device, Link
+from graphpp.devices.efficiency import FROM_ZERO
+from graphpp.devices.known import KNOWN_NAMES, known_device
+from graphpp.errors import ScheduleError
+
+_MESSAGE = Accepted("a number of bytes from 0", FROM_ZERO.accepts)
+
+
+def _per_machine(gpus: int) -> Accepted:
+    """The valid numbers of devices in each machine for `gpus` devices."""
+    return Accepted(
+        f"a divisor of gpus, here of {gpus}, or a number above it",
+        lambda value: COUNT.accepts(value) and (value >= gpus or gpus % value == 0),  # type: ignore[operator]
+    )
+
+
+@dataclass(frozen=True)
+class Machines:
+    """`gpus` devices, `per_machine` in each machine; `inside`, `between`: the links of a rank (None: the device's usual ones).
+
+    `per_machine` divides `gpus`, or is larger (one machine). The bytes of a collective are those of the whole value: of an
+    all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has `ranks` ranks,
+    `stride` apart. Raises `ScheduleError` for other values.
+    """
+
+    device: Device
+    gpus: int
+    per_machine: int = 8
+    inside: Link = field(default=None)  # type: ignore[assignment] # the device's own, once made
+    between: Link = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
+        require(ScheduleError, "gpus", COUNT, self.gpus)
+        require(ScheduleError, "per_machine", _per_machine(self.gpus), self.per_machine)
+        for name in ("inside", "between"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self.device, name))
+            require(ScheduleError, name, one_of(Link, takes="a graphpp.devices.Link, or None"), getattr(self, name))
+
+    @classmethod
+    @checked(ScheduleError, text=TEXT)
+    def read(cls, text: str) -> Machines:
+        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine; up to 8 are one machine.
+
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, or a .json file for `Device.load`. Raises `GraphPPError`
+        for other texts, counts and files.
+        """
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*[xX]\s*(.+?)\s*", text)
+        count, name = (int(found[1]), found[2]) if found else (0, "")
+        device = Device.load(name) if name.endswith(".json") else known_device(name)
+        if device is None or not COUNT.accepts(count):
+            raise ScheduleError(
+                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {KNOWN_NAMES}; '
+                "or take a .json file of graphpp doctor --calibrate, or make a "
+                "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
+            )
+        usual = cls.per_machine
+        if count > usual and count % usual:
+            full = f'"{count // usual * usual}x{name}" or "{-(-count // usual) * usual}x{name}"'
+            own = f"Machines(device, {count}, per_machine=..), or a JSON file of its fields"
+            raise ScheduleError(
+                f"machines: {count} devices do not fill machines of {usual}: take {full}; or give {own}"
+            )
+        return cls(device, count)
+
+    def __str__(self) -> str:
+        return f"{self.gpus}x{self.device.name}"
+
+    def link(self, ranks: int, stride: int = 1) -> Link:
+        """The slowest link that the group crosses."""
+        return self.inside if self._local(ranks, stride) == ranks else self.between
+
+    def contention(self, ranks: int, stride: int = 1) -> float:
+        """Seconds that computations lose per second of a collective of the group beside them."""
+        return self.link(ranks, stride).contention
+
+    def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each rank has the sum over all: a reduce-scatter and an all-gather."""
+        return self.reduce_scatter(nbytes, ranks, stride) + self.all_gather(nbytes, ranks, stride)
+
+    def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each rank has the values of all: a ring of all ranks, which goes through each machine once."""
+        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        local = self._local(ranks, stride)
+        machines = ranks // local
+        within = self.inside.seconds(nbytes * (local - 1) / local) + (ranks - machines) * self.inside.latency
+        across = (
+            self.between.seconds(nbytes / local * (machines - 1) / machines) + (machines - 1) * self.between.latency
+        )
+        return within + across if nbytes else 0.0
+
+    def reduce_scatter(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each rank has its part of the sum: an all-gather in reverse."""
+        return self.all_gather(nbytes, ranks, stride)
+
+    def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each rank has sent every other its equal part; links within and between machines are busy together."""
+        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        local = self._local(ranks, stride)
+        if not nbytes or ranks == 1:
+            return 0.0
+        across = self.between.seconds(nbytes * (ranks - local) / ranks)
+        return max(self.inside.seconds(nbytes * (local - 1) / ranks), across) + self.link(ranks, stride).latency
+
+    def send(self, nbytes: float, stride: int = 1) -> float:
+        """Seconds of a message to the rank `stride` further; 0 without bytes."""
+        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        link = self.link(2, stride)
+        return link.latency + link.seconds(nbytes) if nbytes else 0.0
+
+    def _local(self, ranks: int, stride: int) -> int:
+        """How many ranks of the group are in one machine: a divisor of `ranks`."""
+        require(ScheduleError, "ranks", COUNT, ranks)
+        require(ScheduleError, "stride", COUNT, stride)
+        most = max(1, min(ranks, self.per_machine // stride))
+        return next(each for each in range(most, 0, -1) if ranks % each == 0)
