@@ -4,7 +4,8 @@
 
 The runs are those of benchmarks/published/ (`published_runs.py`); without options, the ones of docs/planner/published.md.
 Nothing runs on a GPU: each model is captured on the meta device (seconds to a minute), and its published mesh, schedule and
-microbatches are priced by `graphpp.plan(like=, search=False)`: the published layouts are not searched for.
+microbatches are priced, as `graphpp.plan(like=, search=False)` does: the published layouts are not searched for. What other
+systems have beyond graphpp's runtime is a part of the price: exchanges along `tp` or `ep` that overlap with computations.
 With `--group` (no name: all groups), a summary by group follows: bias, median and 90th percentile of the absolute errors, and
 Kendall's tau of the utilisations, whose order does not follow from the sizes of the models alone.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import combinations
 from statistics import mean, median, quantiles
@@ -29,10 +30,14 @@ from torch import Tensor
 
 import graphpp
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
+from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
 from graphpp.cluster_planner.costs.operations import Operation
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
+from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.devices import A100, H100_SXM, H200, Curve, Machines
 
 KNOWN = {  # by the names of the runs
@@ -41,9 +46,19 @@ KNOWN = {  # by the names of the runs
     "H100 96 GB": replace(H100_SXM, name="H100 96 GB", memory_bandwidth=2.4e12, memory=96 * 10**9),  # HBM2e, of torchtitan
     "H800": replace(H100_SXM, name="H800", inside=replace(H100_SXM.inside, bandwidth=200e9)),  # NVLink with 400 GB/s both ways
 }  # fmt: skip
-FLASH_2 = Curve(((3.4e10, 0.193), (6.9e10, 0.263), (1.37e11, 0.301), (2.75e11, 0.323), (5.5e11, 0.337), (1.1e12, 0.339)))
-FLASH_2_BACKWARD = Curve(((8.6e10, 0.134), (1.7e11, 0.195), (3.4e11, 0.242), (6.9e11, 0.272), (1.37e12, 0.289), (2.75e12, 0.295)))
-FLASH_1 = {"A100": (0.40, 0.30), "H100": (0.19, 0.144)}
+# Attention kernels before those of the devices' own curves, forward and backward. FlashAttention 2 on an H100, heads of 128:
+# the figures of arXiv 2407.08608, 512 to 16,384 tokens (causal; backward: of full squares, times the ratio of both forwards).
+# FlashAttention 1 on an A100: 30 to 50 and 25 to 35 % of the peak (arXiv 2307.08691); on an H100 its multiprocessors times its
+# clock make the same kernels 1.52 times as fast.
+KERNELS = {
+    ("H", "flash 2"): (
+        Curve(((3.4e10, 0.193), (6.9e10, 0.263), (1.37e11, 0.301), (2.75e11, 0.323), (5.5e11, 0.337), (1.1e12, 0.339))),
+        Curve(((8.6e10, 0.134), (1.7e11, 0.195), (3.4e11, 0.242), (6.9e11, 0.272), (1.4e12, 0.289), (2.75e12, 0.295))),
+    ),
+    ("A", "flash 1"): (Curve(((1e9, 0.40),)), Curve(((1e9, 0.30),))),
+    ("H", "flash 1"): (Curve(((1e9, 0.19),)), Curve(((1e9, 0.144),))),
+}
+SMALL_STAGES = 16  # of a rank, where a system hides gathers and reductions under the layers of a pipeline of one rank
 CONFIGS = {
     "llama": transformers.LlamaConfig, "gpt": transformers.Starcoder2Config, "mixtral": transformers.MixtralConfig,
     "qwen3": transformers.Qwen3Config, "qwen3_moe": transformers.Qwen3MoeConfig, "deepseek_v3": transformers.DeepseekV3Config,
@@ -56,63 +71,55 @@ LATENT = {  # multi-head latent attention, which transformers' own plan does not
 
 @dataclass(frozen=True)
 class Case:
-    """What the planner is asked for one schedule of a run. `published`: tokens per second and GPU (None: only its bytes).
-    `keep`: 0 for FSDP without a pipeline, which gathers each layer for each forward and backward; else None."""
+    """What the planner is asked for one number of stages of a run; `usual`: its kernels and overlapped exchanges."""
 
-    name: str
-    source: str
-    model: Model
-    length: int
+    run: Run
     machines: Machines
-    shape: MeshShape
-    schedule: ScheduleChoice
-    batch: int
-    rows: int
-    recompute: str | float | None
-    published: float | None
-    float8: str | None = None
-    keep: int | None = None
-    attention: str = "newest"
-    dropout: float = 0.0
-    kernels: str = "fused"
-    overlapped: tuple[str, ...] = ()
+    setting: PlanSetting
+    usual: Deployment
 
     @property
-    def setting(self) -> PlanSetting:
-        microbatches = self.batch // (self.shape.data_ranks * self.rows)
-        return PlanSetting(self.shape, self.rows, microbatches, self.schedule, self.keep, self.recompute)
+    def float8(self) -> str | None:
+        precision = self.run.settings.precision
+        return None if precision == "bfloat16" else precision.removeprefix("float8 ")
 
 
 def cases(run: Run) -> tuple[Case, ...]:
-    """A case for each number of stages a rank that the run may have had. Raises `ValueError` for a run with `cannot`."""
+    """A case for each number of stages a rank that the run may have had, and for each kind of kernels.
+
+    FSDP without a pipeline gathers each layer for each forward and backward (`keep=0`). Gathers or reductions that a system
+    hides under the layers of one rank are hidden under small stages here. Raises `ValueError` for a run with `cannot`.
+    """
     if run.cannot is not None:
         raise ValueError(f"{run.name}: the planner cannot express {run.cannot}")
-    it = run.settings
-    float8 = it.precision.removeprefix("float8 ") if it.precision != "bfloat16" else None
+    it, shape = run.settings, _shape(run.settings)
+    keep = 0 if it.zero == 3 and it.pp == 1 and shape.shards > 1 else None
+    stages = it.stages
+    if it.pp == 1 and keep is None and "gradients" in it.overlap:
+        stages = (min(SMALL_STAGES, run.architecture.layers),)
     recompute = None if it.recompute == "none" else it.recompute
-    given = run.architecture, it.length, _machines(run.machines, it.attention), _shape(it)
-    by_layer = it.zero == 3 and it.pp == 1 and _shape(it).shards > 1
-    keep = 0 if by_layer else None
-    if it.pp == 1 and (it.shard or "gradients" in it.overlap):
-        stages, keep = (min(16, run.architecture.layers),), 2 if by_layer else None
-    else:
-        stages = it.stages
-    rest = it.batch, it.rows, recompute, run.tokens, float8, keep, it.attention, it.dropout, it.kernels, tuple(each for each in it.overlap if each in ("tp", "ep"))
-    source = f"{run.source.title}, {run.table}"
-    return tuple(Case(run.name, source, *given, _schedule(it.schedule, each), *rest) for each in stages)
+    overlapped = tuple(each for each in it.overlap if each in ("tp", "ep"))
+    microbatches = it.batch // (shape.data_ranks * it.rows)
+    compiled = {"eager": (False,), "partly": (False, True)}.get(it.kernels, (True,))
+    return tuple(
+        Case(
+            run, _machines(run.machines, it.attention),
+            PlanSetting(shape, it.rows, microbatches, _schedule(it.schedule, each), keep, recompute),
+            Deployment(sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped),
+        )
+        for each in stages
+        for kind in compiled
+    )  # fmt: skip
 
 
 def _machines(fleet: Fleet, attention: str) -> Machines:
     device = KNOWN[fleet.device]
-    if attention == "flash 2" and fleet.device.startswith("H"):
-        device = replace(device, efficiency=replace(device.efficiency, attention=FLASH_2, attention_backward=FLASH_2_BACKWARD))
-    if attention == "flash 1":
-        on, back = FLASH_1[fleet.device[:4]]
-        device = replace(device, efficiency=replace(device.efficiency, attention=Curve(((1e9, on),)), attention_backward=Curve(((1e9, back),))))
-    if fleet.power is not None:
-        device = device.limited(fleet.power)
-    between = None if fleet.network is None else replace(device.between, bandwidth=fleet.network / 8 * 1e9)
-    return Machines(device, fleet.gpus, fleet.per_machine, between=between or device.between)
+    if (key := (fleet.device[0], attention)) in KERNELS:
+        on, back = KERNELS[key]
+        device = replace(device, efficiency=replace(device.efficiency, attention=on, attention_backward=back))
+    device = device if fleet.power is None else device.limited(fleet.power)
+    between = device.between if fleet.network is None else replace(device.between, bandwidth=fleet.network / 8 * 1e9)
+    return Machines(device, fleet.gpus, fleet.per_machine, between=between)
 
 
 def _shape(it: Settings) -> MeshShape:
@@ -162,6 +169,8 @@ def config(model: Model, length: int, attention: str, dropout: float) -> Any:
         own |= {"head_dim": model.head}
     if model.family == "gpt":
         own |= {"residual_dropout": dropout, "embedding_dropout": dropout, "attention_dropout": dropout}
+    if model.family == "gpt":
+        own |= dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), dropout)
     own |= {"num_experts_per_tok": model.per_token} if model.experts else {}
     made: Any = CONFIGS[model.family](
         use_cache=False, max_position_embeddings=length, hidden_size=model.hidden, intermediate_size=model.ffn,
@@ -179,13 +188,13 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 @cache
-def costs(model: Model, length: int, float8: str | None, attention: str, dropout: float) -> ModelCosts:
-    """The costs of a model for rows of `length` tokens."""
-    for name, function in (("causal_without_mask", _causal), ("causal_unfused", _unfused)):
-        transformers.AttentionInterface.register(name, function)
+def costs(model: Model, length: int, float8: str | None, *, fused: bool, dropout: float) -> ModelCosts:
+    """The costs of a model for rows of `length` tokens; `fused`: its attention is one kernel."""
+    for name, attention in (("causal_without_mask", _causal), ("causal_unfused", _unfused)):
+        transformers.AttentionInterface.register(name, attention)
         transformers.AttentionMaskInterface.register(name, lambda *args, **options: None)
     with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config(model, length, attention, dropout))
+        made = transformers.AutoModelForCausalLM.from_config(config(model, length, fused=fused, dropout=dropout))
         tokens = torch.empty(1, length, dtype=torch.int64)
     plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
     example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
@@ -204,26 +213,18 @@ def _experts_in_float8(costs: ModelCosts) -> ModelCosts:
     return replace(costs, variants=variants)
 
 
-def prediction(run: Run) -> graphpp.TrainingPlan:
-    """The fastest prediction of the run's cases."""
-    found = []
-    for case in cases(run):
-        known = costs(case.model, case.length, case.float8, case.attention == "unfused" and "unfused" or "fused", case.dropout)
-        priced = graphpp.plan(known, machines=case.machines, batch=case.batch, like=case.setting, search=False)
-        found.append(priced.best)
-    return min(found, key=lambda each: each.step_seconds)
-
-
 @dataclass(frozen=True)
 class Compared:
-    """A run beside its prediction; `rate`: predicted tokens per second and GPU."""
+    """A run beside the prediction of one of its cases; `seconds`: of its step, by part."""
 
     run: Run
-    found: graphpp.TrainingPlan
+    seconds: StepSeconds
+    peak: int
 
     @property
     def rate(self) -> float:
-        return self.run.settings.batch * self.run.settings.length / self.found.seconds.total / self.run.machines.gpus
+        """Predicted tokens per second and GPU."""
+        return self.run.settings.batch * self.run.settings.length / self.seconds.total / self.run.machines.gpus
 
     @property
     def error(self) -> float:
@@ -235,16 +236,35 @@ class Compared:
         it = self.run
         return it.architecture.flops(it.settings.length, "causal") / DEVICES[it.machines.device]
 
+    @property
+    def nbytes(self) -> float | None:
+        """Predicted bytes over the published ones; None if none were published."""
+        published = self.run.result.memory
+        return published and self.peak / (published * (2**30 if self.run.result.unit == "GiB" else 1e9))
+
     def row(self) -> tuple[str, ...]:
-        seconds, it = self.found.seconds, self.run
-        shares = [seconds.collectives, seconds.bubble, seconds.gradients]
-        memory = f"{self.found.peak / 2**30:.0f} GiB"
-        if it.result.memory is not None:
-            memory += f" of {it.result.memory:g} {it.result.unit}"
+        it, total = self.run, self.seconds.total
+        shares = [self.seconds.collectives, self.seconds.bubble, self.seconds.gradients]
         return (
             it.name, f"{it.tokens:,.0f}" if it.tokens else "", f"{self.rate:,.0f}", f"{self.error:+.0%}" if it.tokens else "",
-            *(f"{share / seconds.total:.0%}" for share in shares), memory, f"{it.source.title}, {it.table}",
+            *(f"{share / total:.0%}" for share in shares), f"{self.nbytes - 1:+.0%}" if self.nbytes else "",
+            f"{it.source.title}, {it.table}",
         )  # fmt: skip
+
+
+def compared(run: Run, known: Callable[..., ModelCosts] = costs) -> Compared:
+    """The run beside its fastest case; of kernels that are fused in part, beside the mean of both kinds."""
+    it, found = run.settings, dict[bool, list[Prediction]]()
+    for case in cases(run):
+        own = known(run.architecture, it.length, case.float8, fused=it.attention != "unfused", dropout=it.dropout)
+        request = PlanRequest(own, case.machines, it.batch, it.length, "bfloat16", case.usual)
+        priced = predict(request, case.setting)
+        if priced is None:
+            raise ValueError(f"{run.name}: {case.setting.schedule} has no table for {case.setting.microbatches} microbatches")
+        found.setdefault(case.usual.compiled, []).append(priced)
+    best = [min(each, key=lambda one: one.seconds.total) for each in found.values()]
+    parts = {part.name: mean(getattr(one.seconds, part.name) for one in best) for part in fields(StepSeconds)}
+    return Compared(run, StepSeconds(**parts), max(one.peak for one in best))
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -253,8 +273,8 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float:
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else float("nan")
 
 
-def summary(group: str, compared: Iterable[Compared]) -> tuple[str, ...]:
-    known = [each for each in compared if each.run.tokens is not None]
+def summary(group: str, found: Iterable[Compared]) -> tuple[str, ...]:
+    known = [each for each in found if each.run.tokens is not None]
     errors = [each.error for each in known]
     sizes = sorted(map(abs, errors))
     ninth = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
@@ -280,20 +300,20 @@ def main() -> None:
     option = parser.parse_args()
     runs, console, progress = chosen(option.group, option.only), Console(width=240), Console(stderr=True)
     table = Table("run", "published", "predicted", "difference", "collectives", "idle", "gradients", "bytes", "source")
-    compared = []
+    found = []
     for run in runs:
         if run.cannot is None:
-            compared.append(Compared(run, prediction(run)))
-            table.add_row(*compared[-1].row())
-            progress.print(f"{run.name}: {compared[-1].error:+.0%}")
+            found.append(compared(run))
+            table.add_row(*found[-1].row())
+            progress.print(f"{run.name}: {found[-1].error:+.0%}")
     console.print(table)
     for run in runs:
         if run.cannot is not None:
             console.print(f"not priced: {run.name}: {run.cannot}")
     if option.group is not None:
         table = Table("group", "runs", "bias", "median", "90 %", "tau")
-        for group in sorted({each.run.group for each in compared}):
-            table.add_row(*summary(group, [each for each in compared if each.run.group == group]))
+        for group in sorted({each.run.group for each in found}):
+            table.add_row(*summary(group, [each for each in found if each.run.group == group]))
         console.print(table)
 
 

@@ -22,7 +22,7 @@ from graphpp.from_json import document, read
 FOLDER = Path(__file__).parent / "published"
 FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 SEEN = ("page", "transcription", "issue", "earlier", "memory")
-KERNELS = ("eager", "compile", "fused")
+KERNELS = ("eager", "partly", "compile", "fused")
 ATTENTIONS = ("unfused", "flash 1", "flash 2", "newest")
 PRECISIONS = ("bfloat16", "float8 tensorwise", "float8 rowwise")
 SCHEDULES = ("loop", "1F1B", "interleaved", "ZB1P", "ZB2P", "DualPipeV")
@@ -166,7 +166,8 @@ class Settings:
     """How a run was set. `dp`: ranks with rows of their own, in groups of `shard` (None: all) that share one copy of what ZeRO
     `zero` shards (3: FSDP; 0: nothing). `ep` divides `dp`, or with `etp` (None: not said; ranks that divide one expert) all
     ranks of a stage. `stages`: of a rank; several: not said, and the fastest counts. `rows`: of a microbatch; `batch`: rows of
-    a step. `recompute`: "none", "selective", "full", a fraction of the layers, or words that name what. `overlap`: names."""
+    a step. `recompute`: "none", "selective", "full", a fraction of the layers, or words that name what. `attention`: its
+    kernel; `kernels`: of other operators ("partly": some are fused by hand, as in Megatron before 2024). `overlap`: names."""
 
     dp: int
     rows: int
@@ -190,7 +191,8 @@ class Settings:
     overlap: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, known in {"schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS}.items():
+        words = {"schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS}
+        for name, known in words.items():
             _require((value := getattr(self, name)) in known, f"{name}: take {', '.join(known)}, got {value!r}")
         numbers = self.dp, self.rows, self.batch, self.length, self.tp, self.pp, self.cp, self.ep, *self.stages
         _require(self.stages and min(numbers) > 0, "dp, rows, batch, length, tp, pp, cp, ep, stages: numbers from 1")

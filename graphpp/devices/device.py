@@ -71,6 +71,7 @@ class Device:
     efficiency: Efficiency = Efficiency()
     launch: float = 3e-6
     dispatch: float = 1e-5
+    spread: float = 0.015
     power: float | None = None
     inside: Link = NVLINK
     between: Link = NIC
@@ -80,7 +81,7 @@ class Device:
     def __post_init__(self) -> None:
         accepted = {
             "name": TEXT, "torch_type": one_word(*_TORCH_TYPES), "flops": _FLOPS, "memory_bandwidth": PEAK, "memory": BYTES,
-            "launch": FROM_ZERO, "dispatch": FROM_ZERO, "power": or_none(PEAK),
+            "launch": FROM_ZERO, "dispatch": FROM_ZERO, "spread": FROM_ZERO, "power": or_none(PEAK),
             "efficiency": one_of(Efficiency, takes="an Efficiency"),
             "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
             "host": or_none(one_of(Link, takes="a Link")),
@@ -105,9 +106,7 @@ class Device:
         found: Device = read(cls, given["device"], f"{file}: device")
         return found
 
-    def seconds(
-        self, work: float, nbytes: float, dtype: str, kind: str = "product", side: float | None = None
-    ) -> float:
+    def seconds(self, work: float, nbytes: float, dtype: str, kind: str = "product", side: float | None = None) -> float:
         """Seconds of a kernel: the launch plus the longer of `work` FLOPs and the traffic of `nbytes`.
 
         `kind`: the curve of the FLOPs, "product", "attention" or "attention_backward". `side`: a product's smallest size.
@@ -124,13 +123,9 @@ class Device:
         for a limit that is below this part, and for a device whose `power` is not known.
         """
         if self.power is None or watts <= _STATIC * self.power:
-            raise ScheduleError(
-                f"power: take watts above {_STATIC:.0%} of the power of {self.name}, {self.power}, got {watts}"
-            )
+            raise ScheduleError(f"power: take watts above {_STATIC:.0%} of the power of {self.name}, {self.power}, got {watts}")
         clock = min(1.0, ((watts / self.power - _STATIC) / (1 - _STATIC)) ** (1 / 3))
-        curves = {
-            name: getattr(self.efficiency, name).times(clock) for name in ("product", "attention", "attention_backward")
-        }
+        curves = {name: getattr(self.efficiency, name).times(clock) for name in ("product", "attention", "attention_backward")}
         return replace(self, power=watts, efficiency=replace(self.efficiency, **curves))
 
     def peak(self, dtype: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import log, sqrt
 
 from graphpp.arguments import COUNT, TEXT, Accepted, checked, one_of, require
 from graphpp.devices.device import Device, Link
@@ -71,9 +72,7 @@ class Machines:
         if count > usual and count % usual:
             full = f'"{count // usual * usual}x{name}" or "{-(-count // usual) * usual}x{name}"'
             own = f"Machines(device, {count}, per_machine=..), or a JSON file of its fields"
-            raise ScheduleError(
-                f"machines: {count} devices do not fill machines of {usual}: take {full}; or give {own}"
-            )
+            raise ScheduleError(f"machines: {count} devices do not fill machines of {usual}: take {full}; or give {own}")
         return cls(device, count)
 
     def __str__(self) -> str:
@@ -82,6 +81,11 @@ class Machines:
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The slowest link that the group crosses."""
         return self.inside if self._local(ranks, stride) == ranks else self.between
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a kernel on the slowest of all devices over those on a usual one, for normally distributed seconds."""
+        return 1 + self.device.spread * sqrt(2 * log(self.gpus))
 
     def contention(self, ranks: int, stride: int = 1) -> float:
         """Seconds that computations lose per second of a collective of the group beside them."""
@@ -97,9 +101,7 @@ class Machines:
         local = self._local(ranks, stride)
         machines = ranks // local
         within = self.inside.seconds(nbytes * (local - 1) / local) + (ranks - machines) * self.inside.latency
-        across = (
-            self.between.seconds(nbytes / local * (machines - 1) / machines) + (machines - 1) * self.between.latency
-        )
+        across = self.between.seconds(nbytes / local * (machines - 1) / machines) + (machines - 1) * self.between.latency
         return within + across if nbytes else 0.0
 
     def reduce_scatter(self, nbytes: float, ranks: int, stride: int = 1) -> float:

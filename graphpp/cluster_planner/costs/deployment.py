@@ -12,8 +12,12 @@ _RECOMPUTE = Accepted(
     'None, "selective", "full", or a fraction above 0 and up to 1',
     lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
 )
+_OVERLAPPED = Accepted(
+    'a tuple of "tp" and "ep"', lambda value: isinstance(value, tuple) and all(each in ("tp", "ep") for each in value)
+)
 _ACCEPTED = {
     "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "sequence": FLAG, "compiled": FLAG,
+    "overlapped": _OVERLAPPED,
 }  # fmt: skip
 
 
@@ -25,7 +29,9 @@ class Deployment:
     recomputation; its price interpolates between the three kinds (an estimate). `sequence`: with `tp`, work on tokens that the
     plan does not shard also divides by `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for
     float32 parameters. `compiled`: pointwise operators, reductions and look-ups run in fused kernels, as Inductor makes them;
-    otherwise each operator is a kernel, and the host launches one after the other. Raises `ScheduleError`.
+    otherwise each operator is a kernel of its own, and the host launches one after the other. `overlapped`: of "tp" and "ep",
+    exchanges that run beside computations, as in other systems: those of `tp` but for one rank's part, 90 % of those of `ep`.
+    Raises `ScheduleError`.
     """
 
     rows: int = 1

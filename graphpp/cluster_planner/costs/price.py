@@ -1,9 +1,9 @@
 """Price a model's segments in seconds and bytes on machines that need not exist, without measurements.
 
 All figures are of one rank. A kernel takes the launch plus the longer of its arithmetic and its memory traffic, each at the
-share of the peak that the device's curves give. Exchanges are added in full; none overlaps a computation. Tensor-parallel ranks
-are neighbours; context- and expert-parallel ranks are `tp` apart. With context parallelism each rank has an equal part of each
-row's tokens.
+share of the peak that the device's curves give, on the slowest of all devices. Exchanges are added in full, unless the
+deployment says that they overlap with computations. Tensor-parallel ranks are neighbours; context- and expert-parallel ranks
+are `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 
 _USUAL = Deployment()
+_SHOWN = 0.1  # of the exchanges of experts that run beside another microbatch, as in an OVERLAP_F_B
 _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
 
 
@@ -143,8 +144,7 @@ class _Pricing:
     """Prices operations and kinds of segments, each once."""
 
     def __init__(self, machines: Machines, degrees: Degrees, deployment: Deployment) -> None:
-        self._machines, self._degrees, self._compiled = machines, degrees, deployment.compiled
-        self._overlapped = deployment.overlapped
+        self._machines, self._degrees, self._deployment = machines, degrees, deployment
         self._kinds: dict[tuple[int, ...], _PricedKind] = {}
         self._operations: dict[Operation, float] = {}
 
@@ -199,18 +199,21 @@ class _Pricing:
             total += seconds
             exchanged += seconds if each.kind in _EXCHANGES else 0.0
             launched += count * max(1, len(each.parts))
-        if not self._compiled:  # the host runs ahead of the device, unless its kernels are shorter than their launches
+        if not self._deployment.compiled:  # kernels that are shorter than their launches wait for the host
             total = max(total, launched * self._machines.device.dispatch)
         return total, exchanged
 
     def _seconds(self, each: Operation) -> float:
         if each.kind in _EXCHANGES:
             return self._exchange(each).seconds
+        return self._machines.slowest * self._kernel(each)
+
+    def _kernel(self, each: Operation) -> float:
         device, nbytes, fused = self._machines.device, self._degrees.amount(each.nbytes), each.kind in _ATTENTIONS
         work = self._degrees.amount(each.flops, whole=fused)  # sequence parallelism does not divide attention
         if fused:
             return device.seconds(work, nbytes, each.dtype, each.kind)
-        if each.parts and not self._compiled:
+        if each.parts and not self._deployment.compiled:
             return sum(device.seconds(0.0, self._degrees.amount(part), "") for part in each.parts)
         return device.seconds(work, nbytes, each.dtype, side=self._smallest_side(each))
 
@@ -230,10 +233,9 @@ class _Pricing:
         times, seconds = {
             "all_to_all": (1, machines.all_to_all), "all_reduce": (2, machines.all_reduce),
         }.get(each.kind, (1, machines.all_gather))  # fmt: skip
-        shown = {"tp": 1 / ranks, "ep": 0.1}[along] if along in self._overlapped else 1.0
-        import os
-        left = shown + (1 - shown) * float(os.environ.get("CTP", machines.contention(ranks, stride)))
-        return _Exchange(left * seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)
+        hidden = 1 - (1 / ranks if along == "tp" else _SHOWN) if along in self._deployment.overlapped else 0.0
+        shown = 1 - hidden + hidden * machines.contention(ranks, stride)
+        return _Exchange(shown * seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)
 
 
 class _Exchange(NamedTuple):

@@ -1,7 +1,7 @@
 """Derive how tensor parallelism divides the values of a graph, from the sharded dimensions of its parameters.
 
 Contract
-    in   a joint graph whose nodes have the metas "rows" of `facts.py`; the sharded dimension of parameters; the operations whose
+    in   a joint graph whose nodes have the meta "rows" of `facts.py`; the sharded dimension of parameters; the operations whose
          results are gathered
     out  `Sharding`. `of[node]`: 1 for each dimension of the value that ranks divide; `flops[node]`: 1 if ranks divide the
          operation's FLOPs; `exchanges[node]`: (kind, value) of the collectives at a node. The graph is not changed

@@ -19,6 +19,7 @@ from graphpp._torch.this_thread import uncollected
 from graphpp.arguments import BYTES, COUNT, FLAG, NUMBER, Accepted, checked, one_of, one_word, or_none, require
 from graphpp.batch.microbatch import Microbatch
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
+from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.plans.find import SearchSpace, facts_of, find_plans, searched
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, plan_of, with_yours
@@ -37,6 +38,7 @@ from graphpp.schedules.table.state_bytes import STATE, StateBytes
 from graphpp.units import spell_bytes
 
 _USABLE = 0.9  # of a GPU's memory; workspaces and the allocator take the rest
+BACKENDS = ("inductor", "eager")
 _DOUBLED = 6  # most doublings of the GPUs that are tried where no plan fits
 _TRIED = 10_000  # simulated computations of each
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
@@ -58,7 +60,8 @@ _RECOMPUTES = Accepted(
 @checked(
     ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
-    offload=FLAG, search=FLAG, backend=one_word("inductor", "eager"), costs=or_none(COSTS), state=STATE, dp_shard=COUNT, bandwidth=or_none(_SPEED),
+    offload=FLAG, search=FLAG, backend=one_word(*BACKENDS), costs=or_none(COSTS), state=STATE, dp_shard=COUNT,
+    bandwidth=or_none(_SPEED),
 )  # fmt: skip
 @uncollected()  # a capture and its tables make hardly any garbage before the end
 def plan(  # noqa: PLR0913 - the search dimensions, all optional
@@ -75,7 +78,6 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     expert_plan: Mapping[str, str] | None = None,
     float8: str | Mapping[str, str] | None = None,
     backend: str = "inductor",
-    overlapped: tuple[str, ...] = (),
     pp: int | Sequence[int] | None = None,
     tp: int | Sequence[int] | None = None,
     ep: int | Sequence[int] | None = None,
@@ -163,7 +165,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
     if like is None and not search:
         raise ScheduleError("search: without a search there is nothing to price: give like=")
-    request = PlanRequest(known, found, batch, known.tokens, dtype, optimizer, compiled=backend == "inductor", overlapped=overlapped)
+    usual = Deployment(optimizer=optimizer, compiled=backend == "inductor")
+    request = PlanRequest(known, found, batch, known.tokens, dtype, usual)
     with working("searching plans"):
         layout = None if like is None else read_like(like, Context(found.gpus, len(known.layers)))
         priced = None if layout is None else price_layout(request, limits, cap, space, layout)
@@ -198,8 +201,8 @@ _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {
     "costs=": (
-        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "backend", "tp", "ep", "cp", "recompute", "offload", "work", "like",
-        "search",
+        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "backend", "tp", "ep", "cp", "recompute", "offload", "work",
+        "like", "search",
     ),
     "a ModelCosts": (*_OF_CAPTURE, *_OF_COSTS),
     "machines=": _OF_COSTS,

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from graphpp.cluster_planner.plans.gradient_sums import shared_seconds, with_sums
 from graphpp.cluster_planner.plans.offloaded import windows_of_setting
 from graphpp.cluster_planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
@@ -96,6 +97,14 @@ class _Simulated(NamedTuple):
     along: float
 
 
+class _Stages(NamedTuple):
+    """Costs of the stages, with gathers and reductions; their state; by stage, seconds of the sums over copies of the rows."""
+
+    costs: Costs
+    state: tuple[StateBytes, ...]
+    copies: tuple[float, ...]
+
+
 _GROWING = ("makespan", "busy", "alone", "waits")
 
 
@@ -105,51 +114,30 @@ class _Step:
         self._priced = priced_setting(self._request, setting, cut)
 
     @cached_property
-    def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:
-        """The stages' state, and their costs including gathers and reductions."""
+    def _stages(self) -> _Stages:
         shape, experts = self._setting.shape, self._priced.expert_state
         segments = self._priced.segments
         pairs = zip(segments.state, experts, strict=True)
         named = tuple(replace(one, shards=shape.dp_shard if expert else shape.shards) for one, expert in pairs)
         costs, state = replace(segments, state=named).stages(self.cut)
-        gathers, reductions = self._collected(state, experts)
-        machines, stride = self._request.machines, shape.stride("pp")
+        machines, stride, keep = self._request.machines, shape.stride("pp"), self._setting.keep
+        shared = shared_seconds(machines, shape, self._setting.stages, state, experts, layers=keep == 0)
         crossing = self._crossing()
         on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
-        timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
-        moving = replace(timed, stages=with_messages(costs.stages, *crossing), flow=FLOW)
-        keep = self._setting.keep
-        return replace(moving, overlap=overlap_of(self._priced, keep), woven=keep != 0), state
+        timed = replace(costs, sends_forward=on, sends_backward=back, gathers=shared.gathers, reductions=shared.reductions)
+        stages = costs.stages
+        if keep != 0 and not self._request.usual.compiled:
+            stages = with_sums(stages, state, machines, self._setting.microbatches)
+        moving = replace(timed, stages=with_messages(stages, *crossing), flow=FLOW)
+        overlap = overlap_of(self._priced, keep)
+        return _Stages(replace(moving, overlap=overlap, woven=keep != 0), state, shared.copies)
 
     def _crossing(self) -> tuple[list[int], ...]:
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
         return tuple([each[start - 1] for start in self.cut[1:]] for each in sizes)
 
-    def _collected(self, state: Sequence[StateBytes], experts: Sequence[bool]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds by stage: of parameter gathers, and of gradient reductions over all ranks that share them."""
-        gathers, reductions = [0.0] * self._setting.stages, [0.0] * self._setting.stages
-        for one, expert in zip(state, experts, strict=True):
-            gather, reduce = self._of_state(one, expert)
-            for stage in one.readers:
-                gathers[stage] += gather
-            for stage in one.makers:
-                reductions[stage] += reduce
-        return tuple(gathers), tuple(reductions)
-
-    def _of_state(self, one: StateBytes, expert: bool) -> tuple[float, float]:
-        machines, shape = self._request.machines, self._setting.shape
-        ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
-        sent = one.sums if one.sent is None else one.sent
-        shared = ranks > 1 and self._setting.keep != 0  # with keep=0, computations contain their collectives
-        gather = machines.all_gather(one.weights, ranks, stride) if shared else 0.0
-        reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
-        for name in ("dp_replicate", "cp"):
-            size = getattr(shape, name)
-            reduce += machines.all_reduce(sent // ranks, size, shape.stride(name)) if size > 1 else 0.0
-        return gather, reduce
-
     def _held(self, table: ReadTable, in_order: bool = False) -> tuple[HeldBytes, ...]:
-        _, state = self._stages
+        state = self._stages.state
         shape = self._setting.shape
         shards = shape.shards if self._request.dtype is not None or shape.shards > 1 else None
         keep = self._setting.keep
@@ -166,13 +154,13 @@ class _Step:
     @property
     def waiting(self) -> Costs:
         """The stage costs. With `keep=0` they include the seconds that computations wait for gathers of single layers."""
-        costs, _ = self._stages
+        costs = self._stages.costs
         return self._layers.costs(costs) if self._setting.keep == 0 else costs
 
     def rank_peaks(self, table: ReadTable) -> tuple[StepPeak, ...]:
         searched = self._setting.schedule.order is not None  # gradients may wait: they are summed in microbatch order
         memory = table.memory if self._setting.offload is None else table.offloading(self._windows(table))
-        return memory.peaks([self._stages[0]], self._held(table, in_order=searched))
+        return memory.peaks([self._stages.costs], self._held(table, in_order=searched))
 
     def _windows(self, table: ReadTable) -> tuple[OffloadWindow, ...]:
         fraction = self._setting.offload
@@ -196,46 +184,44 @@ class _Step:
     def of(self, table: ReadTable) -> _Simulated:
         peaks = self.rank_peaks(table)
         makespan, busy, alone = self._spans(table)
-        waits = self._waits_for_copies(table, makespan)
+        waits = self._waits_for_copies(table)
         fullest = max(peaks, key=lambda each: each.nbytes)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
         bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table)
         return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
 
-    def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
-        link, windows = self._request.machines.device.host, self._windows(table)
+    def _waits_for_copies(self, table: ReadTable) -> float:
+        link, windows, collectives = self._request.machines.device.host, self._windows(table), self._setting.keep != 0
         if link is None or not windows:
             return 0.0
         copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
-        layers = self._setting.keep == 0
-        delayed = table.times.seconds(self.waiting, collectives=not layers, copies=copies).makespan
-        return max(0.0, delayed + (self._of_copies(table) if layers else 0.0) - makespan)
+        delayed = table.times.seconds(self.waiting, collectives=collectives, copies=copies).makespan
+        return max(0.0, delayed - table.times.seconds(self.waiting, collectives=collectives).makespan)
 
     def _sent_by_shards(self, table: ReadTable) -> float:
         if self._setting.keep == 0:
             return self._layers.sent(table.schedule)
-        return table.most.sent(*sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards))
+        return table.most.sent(*sent_by_stage(self._stages.state, self._setting.stages, self._setting.shape.shards))
 
     def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
         """(makespan, busy seconds of each rank, makespan without gathers and reductions)."""
-        costs, _ = self._stages
+        costs, copies = self._stages.costs, self._of_copies(table)
         if self._setting.keep == 0:
             alone, busy = table.times.seconds(costs, collectives=False)
-            waiting = table.times.seconds(self.waiting, collectives=False).makespan
-            return waiting + self._of_copies(table), busy, alone
+            return table.times.seconds(self.waiting, collectives=False).makespan + copies, busy, alone
         makespan, busy = table.times.seconds(costs)
         collected = table.most.sent(costs.gathers, costs.reductions)
         if collected <= _SMALL * makespan:
-            return makespan, busy, makespan
+            return makespan + copies, busy, makespan
         alone = table.times.seconds(costs, collectives=False).makespan
-        hidden = collected - (makespan - alone)
-        return makespan + max(0.0, hidden) * self._layers.contention, busy, alone
+        hidden = max(0.0, collected - (makespan - alone))
+        return makespan + hidden * self._layers.contention + copies, busy, alone
 
     def _of_copies(self, table: ReadTable) -> float:
-        """With `keep=0`: seconds of the all-reduce of sharded gradients over `dp_replicate` and `cp`, once a step."""
+        """Seconds of the sums over copies of the rows, of the rank that has most."""
         seconds = [0.0] * self._setting.shape.pp
-        for stage, each in enumerate(self._stages[0].reductions):
+        for stage, each in enumerate(self._stages.copies):
             seconds[table.rank_of_stage[stage]] += each
         return max(seconds)
 
@@ -275,7 +261,7 @@ class _Step:
     def _optimizer_seconds(self) -> float:
         """Seconds to read and write the optimizer's operands on the rank with the largest stage, bound by memory bandwidth."""
         by_stage = [0.0] * self._setting.stages
-        for one in self._stages[1]:
+        for one in self._stages.state:
             shards = one.shards or 1
             rows = one.weights if one.rows is None else one.rows
             sums = one.sums if one.row_sums is None else one.row_sums
@@ -301,11 +287,15 @@ class _Step:
         crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * many
         sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in ("dp_replicate", "cp")}
         within = {name: many * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
-        return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
+        return {
+            "pp": crossing,
+            "dp_shard": round(along),
+            **{name: round(each) for name, each in (sums | within).items()},
+        }
 
     def _sent_to_copies(self, copies: int) -> float:
         """Bytes that a rank sends in ring all-reduces over `copies` ranks; averaged over the pipeline ranks."""
         total = 0.0
-        for one in self._stages[1]:
+        for one in self._stages.state:
             total += len(one.makers) * (one.sums if one.sent is None else one.sent) / (one.shards or 1)
         return 2 * (copies - 1) / copies * total / self._setting.shape.pp

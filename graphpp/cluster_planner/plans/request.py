@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from graphpp.cluster_planner.costs.deployment import Deployment
@@ -46,18 +46,17 @@ class CutStages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own);
-    `optimizer`: as `graphpp.Memory(optimizer=)`; `turns`: a cache of `estimate.py`, by mesh shape. `fixed`: how many of the
-    first and of the last segments are stages of their own; `of_head`: whether `costs` are those of another head."""
+    """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own); `usual`:
+    what all settings have alike, such as the optimizer and the kernels; `turns`: a cache of `estimate.py`, by mesh shape.
+    `fixed`: how many of the first and of the last segments are stages of their own; `of_head`: whether `costs` are those of
+    another head."""
 
     costs: ModelCosts
     machines: Machines
     batch: int
     tokens: int
     dtype: str | None = "bfloat16"
-    optimizer: str | float = "adamw"
-    compiled: bool = True
-    overlapped: tuple[str, ...] = ()
+    usual: Deployment = Deployment()
     fixed: tuple[int, int] = (0, 0)
     of_head: bool = False
     turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
@@ -69,7 +68,7 @@ class PlanRequest:
 
     def on(self, machines: Machines) -> PlanRequest:
         """This request on other machines."""
-        return PlanRequest(self.costs, machines, self.batch, self.tokens, self.dtype, self.optimizer, self.compiled, self.overlapped)
+        return PlanRequest(self.costs, machines, self.batch, self.tokens, self.dtype, self.usual)
 
     def of(self, setting: PlanSetting) -> PlanRequest:
         """This request, or for a setting with another head the request with its costs."""
@@ -80,7 +79,7 @@ class PlanRequest:
         if key not in self._by_head:
             fixed = parts if is_tied(self.costs) else 0, parts
             costs = with_word_parts(self.costs, parts) if parts else with_logits_tokens(self.costs, setting.logits_tokens or 0)
-            question = self.machines, self.batch, self.tokens, self.dtype, self.optimizer, self.compiled, self.overlapped
+            question = self.machines, self.batch, self.tokens, self.dtype, self.usual
             self._by_head[key] = PlanRequest(costs, *question, fixed=fixed, of_head=True)
         return self._by_head[key]
 
@@ -115,7 +114,7 @@ class PlanRequest:
         key = _key(shape, rows, recompute)
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp
-            deployment = Deployment(rows, *degrees, recompute, optimizer=self.optimizer, compiled=self.compiled, overlapped=self.overlapped)
+            deployment = replace(self.usual, rows=rows, tp=shape.tp, ep=shape.ep, cp=shape.cp, recompute=recompute)
             self._priced[key] = priced(self.costs, self.machines, deployment, self._alike.get(degrees))
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]
