@@ -144,14 +144,14 @@ def _causal(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, 
 
 
 def _unfused(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Causal attention as separate products around a softmax, with all scores in memory."""
+    """Causal attention as two products around a softmax, with all scores in memory."""
     rows = torch.arange(query.shape[-2], device=query.device)
     scores = (query @ key.transpose(-1, -2) * options["scaling"]).masked_fill(rows[:, None] < rows, float("-inf"))
-    shares = F.dropout(scores.softmax(-1), options["dropout"], training=True) if options["dropout"] else scores.softmax(-1)
+    shares = F.dropout(scores.softmax(-1), options["dropout"], training=options["dropout"] > 0)
     return (shares @ value).transpose(1, 2), None
 
 
-def config(model: Model, length: int, attention: str, dropout: float) -> Any:
+def config(model: Model, length: int, *, fused: bool = True, dropout: float = 0.0) -> Any:
     """The transformers config. A "gpt" is a Starcoder 2: its positions are rotated, not learned; its other parts are GPT's."""
     own: dict[str, Any] = {"sliding_window": None} if model.family in ("gpt", "mixtral") else {}
     if model.family == "deepseek_v3" and model.latent is not None:
@@ -168,8 +168,6 @@ def config(model: Model, length: int, attention: str, dropout: float) -> Any:
     elif model.family == "qwen3":
         own |= {"head_dim": model.head}
     if model.family == "gpt":
-        own |= {"residual_dropout": dropout, "embedding_dropout": dropout, "attention_dropout": dropout}
-    if model.family == "gpt":
         own |= dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), dropout)
     own |= {"num_experts_per_tok": model.per_token} if model.experts else {}
     made: Any = CONFIGS[model.family](
@@ -179,7 +177,7 @@ def config(model: Model, length: int, attention: str, dropout: float) -> Any:
     )  # fmt: skip
     if model.experts:
         made._experts_implementation = "grouped_mm"
-    made._attn_implementation = "causal_unfused" if attention == "unfused" else "causal_without_mask"
+    made._attn_implementation = "causal_without_mask" if fused else "causal_unfused"
     return made
 
 

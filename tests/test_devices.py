@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import graphpp
-from graphpp import devices
 from graphpp.devices import A100, B200, CPU_CORE, H100_SXM, H200, MI300X, Curve, Device, Efficiency, Link, Machines
+from graphpp.devices.device import DTYPES, TORCH_TYPES
 from graphpp.errors import ScheduleError
 
 EVEN = Machines(
@@ -77,6 +79,31 @@ def test_seconds_of_rings() -> None:
     assert EVEN.all_gather(800, 1) == EVEN.all_reduce(0, 8) == EVEN.all_to_all(800, 1) == 0
 
 
+def test_rings_take_a_hop_for_every_rank_and_large_sums_a_tree() -> None:
+    hops = replace(EVEN, inside=Link(1.0, 1e30), between=Link(100.0, 1e30))
+    assert hops.all_gather(1, 8) == pytest.approx(7)
+    assert hops.all_gather(1, 16) == pytest.approx(14 + 100)
+    assert hops.all_gather(1, 4, 8) == pytest.approx(3 * 100)
+    assert hops.all_reduce(1, 8) == pytest.approx(2 * 7)
+    assert replace(hops, gpus=512).all_reduce(1, 512) == pytest.approx(2 * (7 + 6 * 100)), "64 machines in a tree of 6 levels"
+
+
+def test_a_power_limit_slows_arithmetic_and_not_memory() -> None:
+    half = H100_SXM.limited(350)
+    assert half.power == 350 and half.memory_bandwidth == H100_SXM.memory_bandwidth
+    share = half.efficiency.product.at(1e11) / H100_SXM.efficiency.product.at(1e11)
+    assert share == pytest.approx(((0.5 - 0.3) / 0.7) ** (1 / 3)), "above 30 %, power grows with the cube of the clock"
+    assert half.efficiency.attention.at(1e11) == pytest.approx(share * H100_SXM.efficiency.attention.at(1e11))
+    assert half.efficiency.traffic == H100_SXM.efficiency.traffic
+    assert H100_SXM.limited(900).efficiency == H100_SXM.efficiency, "a limit above the device's own changes nothing"
+
+
+def test_the_slowest_of_many_devices_is_slower_than_one() -> None:
+    seconds = [Machines(H100_SXM, gpus).slowest for gpus in (1, 8, 64, 4096)]
+    assert seconds[0] == 1.0 and seconds == sorted(seconds)
+    assert seconds[2] == pytest.approx(1 + 0.015 * math.sqrt(2 * math.log(64)))
+
+
 def test_seconds_of_messages_and_all_to_alls() -> None:
     assert EVEN.send(100) == 1.0
     assert EVEN.send(100, 8) == 10.0
@@ -111,6 +138,9 @@ def test_seconds_of_messages_and_all_to_alls() -> None:
         (lambda: EVEN.all_reduce(1, 0), "ranks"),
         (lambda: EVEN.send(1, 0), "stride"),
         (lambda: Machines.read("60xH100"), '60 devices do not fill machines of 8: take "56xH100" or "64xH100"; or'),
+        (lambda: H100_SXM.limited(200), "power: take watts above 210"),
+        (lambda: Device("x", {"bfloat16": 1e12}, 1e12, 10**9).limited(300), "power: the device x has no power"),
+        (lambda: Link(0.0, 1e9, contention=-0.1), "contention"),
         (lambda: A100.peak("float8_e4m3fn"), "dtype: A100 has peak FLOP/s of bfloat16"),
     ],
 )
@@ -125,5 +155,5 @@ def test_the_module_is_public_and_imports_no_torch_itself() -> None:
 
 
 def test_names_of_dtypes_and_of_devices_are_those_of_torch() -> None:
-    assert all(isinstance(getattr(torch, name), torch.dtype) for name in devices._DTYPES if name != "tf32")
-    assert all(torch.device(name).type == name for name in devices._TORCH_TYPES)
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in DTYPES if name != "tf32")
+    assert all(torch.device(name).type == name for name in TORCH_TYPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,7 +73,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_run_is_refused(case: str, published: ModuleType, tmp_path: Path) -> None:
     change, message = WRONG[case]
-    settings = {"dp": 8, "rows": 2, "batch": 16, "length": 8192, "schedule": "loop"}
+    settings = {"dp": 8, "rows": 2, "batch": 16, "length": 8192, "schedule": "loop", "attention": "newest"}
     common = {
         "name": "a", "table": "t", "model": "Llama 3 8B", "machines": {"device": "H100", "gpus": 8}, "settings": settings,
         "result": {"tokens": 5762},
@@ -95,11 +96,29 @@ def test_each_run_is_a_case_of_the_planner_or_says_why_not(monkeypatch: pytest.M
                 published.cases(run)
             continue
         for case in published.cases(run):
-            assert case.shape.ranks == case.machines.gpus == run.machines.gpus, run.name
-            assert case.setting.microbatches == run.settings.microbatches, run.name
-            assert (case.keep == 0) == (run.settings.zero == 3 and run.settings.pp == 1 and case.shape.shards > 1)
-            assert admits(case.schedule, case.shape.pp, case.setting.microbatches), (run.name, case.schedule)
+            setting, it = case.setting, run.settings
+            assert setting.shape.ranks == case.machines.gpus == run.machines.gpus, run.name
+            assert setting.microbatches == it.microbatches, run.name
+            assert (setting.keep == 0) == (it.zero == 3 and it.pp == 1 and setting.shape.shards > 1)
+            assert admits(setting.schedule, setting.shape.pp, setting.microbatches), (run.name, setting.schedule)
         assert published.config(run.architecture, run.settings.length).vocab_size == run.architecture.vocabulary
+
+
+def test_a_run_is_priced_with_the_kernels_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama of two layers: kernels fused in part lie between eager and compiled ones; scores in memory take longer."""
+    published = sibling("published", monkeypatch)
+    run = next(each for each in published.read_runs() if each.name == "Llama 2 7B, 128 A100, FSDP of IBM")
+    small = replace(run.architecture, family="gpt", layers=2, vocabulary=1000)
+
+    def seconds(**changes: Any) -> float:
+        settings = replace(run.settings, length=1024, **changes)
+        found = published.compared(replace(run, architecture=small, settings=settings))
+        return float(found.seconds.total)
+
+    eager, partly, compiled = (seconds(kernels=each) for each in ("eager", "partly", "compile"))
+    assert eager > partly > compiled
+    assert partly == pytest.approx((eager + compiled) / 2)
+    assert seconds(kernels="compile", attention="unfused") > compiled
 
 
 def test_kendalls_tau(monkeypatch: pytest.MonkeyPatch) -> None:

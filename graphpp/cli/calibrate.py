@@ -15,9 +15,9 @@ Seconds that are not positive and rates above 1.05 of a peak raise `GraphPPError
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil, inf, log2, prod
+from math import inf, prod
 from typing import Any
 
 from graphpp.devices import A100, B200, H100_SXM, H200, MI300X, Curve, Device, Efficiency, Link, Machines
@@ -31,6 +31,7 @@ DATA_SHEETS: Mapping[str, Device] = {
 }  # fmt: skip
 _LEAST = 1.25  # launches
 _MOST = 1.05  # of a peak
+_ROUNDING = 1e-6  # of a message's seconds: a smaller part for its bytes
 _REMEDY = "end other programs on this device and run the command again"
 
 
@@ -184,20 +185,21 @@ def _share(what: str, rate: float, peak: float) -> float:
 def _gather_steps(kernel: Kernel) -> tuple[int, float]:
     """How many latencies an all-gather takes, and the bytes that each rank receives: those of `Machines.all_gather`."""
     ranks = kernel.sizes[1]
-    return ceil(log2(ranks)), kernel.nbytes * (ranks - 1) / ranks
+    return ranks - 1, kernel.nbytes * (ranks - 1) / ranks
 
 
-def _link(name: str, rows: Iterable[tuple[int, float, float]], usual: Link | None) -> Link:
+def _link(name: str, rows: Sequence[tuple[int, float, float]], usual: Link | None) -> Link:
     """The link by (latencies, bytes, seconds) of messages. `usual`: the data sheet's, whose bandwidth stays."""
     scaled = [(steps / seconds, nbytes / seconds) for steps, nbytes, seconds in rows]
     aa, ab, bb = (sum(one[i] * one[j] for one in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(each) for each in zip(*scaled, strict=True))
     latency = max(0.0, (a * bb - b * ab) / (aa * bb - ab * ab))
     per_byte = (b - latency * ab) / bb
-    if per_byte <= 0:
+    if all(per_byte * nbytes <= _ROUNDING * seconds for _, nbytes, seconds in rows):
         raise GraphPPError(f"link {name}: messages of all sizes took the same time, which cannot be right: {_REMEDY}")
     bandwidth = usual.bandwidth if usual else 1 / per_byte
-    return Link(latency, bandwidth, _share(f"link {name}", 1 / per_byte, bandwidth))
+    contention = usual.contention if usual else Link.contention
+    return Link(latency, bandwidth, _share(f"link {name}", 1 / per_byte, bandwidth), contention)
 
 
 def predicted(device: Device, kernel: Kernel) -> float:

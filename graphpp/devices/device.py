@@ -12,20 +12,20 @@ from graphpp.devices.efficiency import FROM_ZERO, PEAK, SHARE, Curve, Efficiency
 from graphpp.errors import ScheduleError
 from graphpp.from_json import document, read
 
-_DTYPES = (
+DTYPES = (
     "float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
     "float4_e2m1fn_x2",
 )  # fmt: skip
-_TORCH_TYPES = ("cuda", "cpu", "xpu", "mps", "mtia", "hpu", "privateuseone")
+TORCH_TYPES = ("cuda", "cpu", "xpu", "mps", "mtia", "hpu", "privateuseone")
 _FLOPS = Accepted(
-    f'a mapping of dtype names to FLOP/s, e.g. {{"bfloat16": 989e12}}, with names among {", ".join(_DTYPES)}',
+    f'a mapping of dtype names to FLOP/s, e.g. {{"bfloat16": 989e12}}, with names among {", ".join(DTYPES)}',
     lambda value: isinstance(value, Mapping) and {*map(_is_rate, value.items())} == {True},
 )
 _STATIC = 0.3  # of a device's power: memory, links and leakage, which its clock does not change
 
 
 def _is_rate(item: tuple[object, object]) -> bool:
-    return item[0] in _DTYPES and PEAK.accepts(item[1])
+    return item[0] in DTYPES and PEAK.accepts(item[1])
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Device:
 
     def __post_init__(self) -> None:
         accepted = {
-            "name": TEXT, "torch_type": one_word(*_TORCH_TYPES), "flops": _FLOPS, "memory_bandwidth": PEAK, "memory": BYTES,
+            "name": TEXT, "torch_type": one_word(*TORCH_TYPES), "flops": _FLOPS, "memory_bandwidth": PEAK, "memory": BYTES,
             "launch": FROM_ZERO, "dispatch": FROM_ZERO, "spread": FROM_ZERO, "power": or_none(PEAK),
             "efficiency": one_of(Efficiency, takes="an Efficiency"),
             "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
@@ -117,16 +117,19 @@ class Device:
         return self.launch + max(traffic, work / (self.peak(dtype) * (curve.at(work) * share)) if work else 0.0)
 
     def limited(self, watts: float) -> Device:
-        """The device under a power limit, which lowers the clock of products and attention, and leaves the memory's.
+        """The device under a power limit, which lowers the clock of products and attention and leaves that of the memory.
 
-        Above a static part, power grows with the cube of the clock, since the voltage falls with it. Raises `ScheduleError`
-        for a limit that is below this part, and for a device whose `power` is not known.
+        Above a static part, power grows with the cube of the clock, because the voltage falls with the clock. Raises
+        `ScheduleError` for a device without `power`, and for a limit within the static part.
         """
-        if self.power is None or watts <= _STATIC * self.power:
-            raise ScheduleError(f"power: take watts above {_STATIC:.0%} of the power of {self.name}, {self.power}, got {watts}")
-        clock = min(1.0, ((watts / self.power - _STATIC) / (1 - _STATIC)) ** (1 / 3))
+        if self.power is None:
+            raise ScheduleError(f"power: the device {self.name} has no power of its own: give Device(power=) in watts")
+        least = _STATIC * self.power
+        if not watts > least:
+            raise ScheduleError(f"power: take watts above {least:g}, the static part of {self.name}, got {watts:g}")
+        clock = min(1.0, ((watts - least) / (self.power - least)) ** (1 / 3))
         curves = {name: getattr(self.efficiency, name).times(clock) for name in ("product", "attention", "attention_backward")}
-        return replace(self, power=watts, efficiency=replace(self.efficiency, **curves))
+        return replace(self, power=min(watts, self.power), efficiency=replace(self.efficiency, **curves))
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products in a dtype. Raises `ScheduleError` for a dtype without a figure."""

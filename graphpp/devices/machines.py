@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from math import log, sqrt
+from math import ceil, log, log2, sqrt
 
 from graphpp.arguments import COUNT, TEXT, Accepted, checked, one_of, require
 from graphpp.devices.device import Device, Link
@@ -92,17 +92,14 @@ class Machines:
         return self.link(ranks, stride).contention
 
     def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds until each rank has the sum over all: a reduce-scatter and an all-gather."""
-        return self.reduce_scatter(nbytes, ranks, stride) + self.all_gather(nbytes, ranks, stride)
+        """Seconds until each rank has the sum over all: a reduce-scatter and an all-gather, as rings or trees of machines."""
+        local = self._local(ranks, stride)
+        tree = (local - 1) * self.inside.latency + ceil(log2(ranks // local)) * self.between.latency
+        return 2 * (self._moved(nbytes, ranks, stride) + min(tree, self._hops(ranks, stride))) if nbytes else 0.0
 
     def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds until each rank has the values of all: a ring of all ranks, which goes through each machine once."""
-        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
-        local = self._local(ranks, stride)
-        machines = ranks // local
-        within = self.inside.seconds(nbytes * (local - 1) / local) + (ranks - machines) * self.inside.latency
-        across = self.between.seconds(nbytes / local * (machines - 1) / machines) + (machines - 1) * self.between.latency
-        return within + across if nbytes else 0.0
+        """Seconds until each rank has the values of all: a ring of all ranks, which enters each machine once."""
+        return self._moved(nbytes, ranks, stride) + self._hops(ranks, stride) if nbytes else 0.0
 
     def reduce_scatter(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds until each rank has its part of the sum: an all-gather in reverse."""
@@ -122,6 +119,18 @@ class Machines:
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         link = self.link(2, stride)
         return link.latency + link.seconds(nbytes) if nbytes else 0.0
+
+    def _moved(self, nbytes: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-gather's bytes: the parts of one rank of each machine between machines, then all of them inside."""
+        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        local = self._local(ranks, stride)
+        across = self.between.seconds(nbytes / local * (1 - local / ranks))
+        return self.inside.seconds(nbytes * (local - 1) / local) + across
+
+    def _hops(self, ranks: int, stride: int) -> float:
+        """Seconds of the latencies of a ring."""
+        machines = ranks // self._local(ranks, stride)
+        return (ranks - machines) * self.inside.latency + (machines - 1) * self.between.latency
 
     def _local(self, ranks: int, stride: int) -> int:
         """How many ranks of the group are in one machine: a divisor of `ranks`."""

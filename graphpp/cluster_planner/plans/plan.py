@@ -201,8 +201,8 @@ _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {
     "costs=": (
-        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "backend", "tp", "ep", "cp", "recompute", "offload", "work",
-        "like", "search",
+        "model", "machines", *_OF_CAPTURE, "param_dtype", "optimizer", "backend", "tp", "ep", "cp", "recompute", "offload",
+        "work", "like", "search",
     ),
     "a ModelCosts": (*_OF_CAPTURE, *_OF_COSTS),
     "machines=": _OF_COSTS,

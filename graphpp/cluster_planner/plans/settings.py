@@ -146,6 +146,8 @@ def admits(choice: ScheduleChoice, ranks: int, microbatches: int) -> bool:
 def _choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:
     if ranks == 1:
         yield ScheduleChoice("auto")
+        if most_stages >= SEVERAL[-1]:  # a stage's gather and reduction run beside the computations of the next stages
+            yield ScheduleChoice("auto", SEVERAL[-1])
         return
     yield from (ScheduleChoice(name) for name in _OF_ONE if ranks <= most_stages)
     if 2 * ranks <= most_stages:

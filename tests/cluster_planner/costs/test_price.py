@@ -180,3 +180,43 @@ def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[s
 def test_an_example_without_rows_is_refused() -> None:
     with pytest.raises(CaptureError, match="example"):
         capture_costs(models.hf_llama().model, models.logits_loss, graphpp.Microbatch((torch.zeros(()),), {}, None))
+
+
+def test_eager_kernels_move_more_bytes_and_wait_for_the_host() -> None:
+    costs = _costs("llama")
+    fused, eager = (priced(costs, FLAT, Deployment(rows=8, compiled=compiled)) for compiled in (True, False))
+    assert _seconds(eager) > _seconds(fused)
+    slow_host = replace(FLAT, device=replace(FLAT.device, dispatch=1.0))
+    launched = priced(costs, slow_host, Deployment(rows=8, compiled=False)).segments.costs.stages
+    assert all(stage.forward == round(stage.forward) for stage in launched), "a second for each operator"
+    assert max(stage.forward for stage in launched) >= 10
+    assert _seconds(priced(costs, slow_host, Deployment(rows=8))) == _seconds(fused), "the host launches no single kernels"
+
+
+def test_overlapped_exchanges_cost_what_the_computations_lose_to_them() -> None:
+    tp = 2
+    plain, hidden = (
+        priced(_costs("llama"), FLAT, Deployment(tp=tp, overlapped=overlapped)).exchanges for overlapped in ((), ("tp",))
+    )
+    shown = 1 / tp + (1 - 1 / tp) * FLAT.contention(tp)
+    assert sum(map(sum, plain)) > 0
+    assert sum(map(sum, hidden)) == pytest.approx(shown * sum(map(sum, plain)))
+
+
+def test_heads_that_were_joined_with_the_rows_are_divided() -> None:
+    """Attention as two products, of which each has one batch dimension of rows times heads."""
+    heads = 4
+
+    class Written(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value, self.out = (torch.nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (each(x).unflatten(-1, (heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+            return self.out(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    plan = dict.fromkeys(("query", "key", "value"), "colwise") | {"out": "rowwise"}
+    example = graphpp.Microbatch((torch.randn(2, 6, 32),), target=torch.randn(2, 6, 32))
+    found = capture_costs(Written(), torch.nn.functional.mse_loss, example, param_dtype=None, tensor_plan=plan)
+    assert found.tensor_ranks == heads

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from graphpp.cluster_planner.costs import Deployment
 from graphpp.cluster_planner.plans import read_tables
 from graphpp.cluster_planner.plans.estimate import estimate
+from graphpp.cluster_planner.plans.gradient_sums import shared_seconds
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.predict_step import order_costs, predict, tables_of
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
+from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.devices import Machines
+from graphpp.schedules.table.state_bytes import StateBytes
 from tests.cluster_planner.plans.test_plan import LENGTH, costs
 
 RANKS, MICROBATCHES = 2, 80
@@ -115,3 +121,38 @@ def test_bytes_sent_along_every_dimension_are_predicted() -> None:
     assert whole["tp"] == 0 < short["tp"] and long["tp"] == 2 * short["tp"]
     assert whole["dp_replicate"] > short["dp_replicate"] == long["dp_replicate"] > 0
     assert short["ep"] == short["cp"] == short["dp_shard"] == 0
+
+
+def _predicted(shape: MeshShape, stages: int, keep: int | None = None, batch: int = 16, **usual: bool) -> StepSeconds:
+    machines = replace(Machines.read("16xH100"), gpus=shape.ranks)
+    request = PlanRequest(costs(torch.bfloat16, "cuda"), machines, batch, LENGTH, usual=Deployment(**usual))
+    setting = PlanSetting(shape, 1, batch // shape.data_ranks, ScheduleChoice("auto", stages), keep)
+    found = predict(request, setting)
+    assert found is not None
+    return found.seconds
+
+
+def test_several_stages_of_one_rank_hide_their_gathers_and_reductions() -> None:
+    sharded = MeshShape(dp_shard=16)
+    one, several = (_predicted(sharded, stages) for stages in (1, 8))
+    assert several.gradients < one.gradients
+    assert several.forward == pytest.approx(one.forward, rel=1e-6)
+
+
+def test_sums_over_copies_of_rows_are_hidden_by_nothing() -> None:
+    """Whole gradients are averaged while other stages compute; the rows of shards after the last backward."""
+    machines = Machines.read("16xH100")
+    state = [StateBytes((0,), (0,), weights=100, sums=1600)]
+    whole = shared_seconds(machines, MeshShape(dp_replicate=16), 1, state, [False], layers=False)
+    rows = shared_seconds(machines, MeshShape(dp_replicate=2, dp_shard=8), 1, state, [False], layers=False)
+    assert whole.copies == (0.0,) and whole.reductions == (machines.all_reduce(1600, 16),)
+    assert rows.copies == (machines.all_reduce(200, 2, 8),)
+    assert rows.reductions == (machines.reduce_scatter(1600, 8),)
+    assert shared_seconds(machines, MeshShape(dp_shard=8), 1, state, [False], layers=True).gathers == (0.0,)
+
+
+def test_only_eager_programs_have_kernels_that_add_up_gradients() -> None:
+    whole = MeshShape()
+    few, many = (_predicted(whole, 1, batch=batch, compiled=False).backward / batch for batch in (1, 16))
+    assert many > few, "the first microbatch has nothing to add to"
+    assert _predicted(whole, 1, batch=16).backward / 16 == pytest.approx(_predicted(whole, 1, batch=1).backward)

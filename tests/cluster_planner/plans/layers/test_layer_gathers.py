@@ -17,10 +17,16 @@ LAYERS = (StageCosts(3, 4, 5, saved_bytes=0), StageCosts(6, 7, 8, saved_bytes=0)
 
 
 class _Line:
-    """Machines that move one byte of a gather or a sum in a second."""
+    """Machines that move one byte of a gather or a sum in a second, which `share` seconds of a computation are lost to."""
+
+    def __init__(self, share: float = 0.0) -> None:
+        self.share = share
 
     def all_gather(self, nbytes: float, ranks: int, stride: int) -> float:
         return nbytes
+
+    def contention(self, ranks: int, stride: int) -> float:
+        return self.share
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,10 @@ def test_a_computation_waits_for_its_first_gather_its_last_sum_and_for_what_take
     assert both.of(Kind.B) == 20 + 15 + 24 + 12
     assert both.input_grad == 11
     assert both.weight_grad == 20 + 10 + 24 + 12
+    # the gather of 20 lasts 17 longer than the computation beside it, which loses 0.9 * 20 to it
+    slower = replace(of_two, machines=cast("Machines", _Line(0.9)))
+    [slowed] = slower.costs(Costs((StageCosts(9, 11, 13, saved_bytes=0),))).stages
+    assert slowed.forward == 10 + 3 + 18 + 6
     first, second = replace(of_two, cut=(0, 1)).costs(Costs(LAYERS)).stages
     assert (first.forward, second.forward) == (10 + 3, 20 + 6)
     assert (first.of(Kind.B), second.of(Kind.B)) == (10 + 9 + 12, 20 + 15 + 24)
