@@ -7,6 +7,7 @@ With `costs=`, nothing is captured (`measured.py`). Equal arguments give equal p
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -133,7 +134,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         if rest or not microbatches:
             raise ScheduleError(f"batch: take a multiple of {own_rows} rows on {dp_shard} ranks along dp_shard, got {batch}")
         check_size(shape.pp, microbatches)
-        return measured_plans(MeasuredPipeline(costs, state, shape, own_rows, microbatches, bandwidth), memory_cap, schedules)
+        measured = MeasuredPipeline(costs, state, shape, own_rows, microbatches, bandwidth)
+        return replace(measured_plans(measured, memory_cap, schedules), asked=_asked(given))
     if model is None or machines is None:
         raise ScheduleError("plan: give a model and machines=, or costs=pipe.profile(..).costs")
     _refuse_unused("a ModelCosts" if isinstance(model, ModelCosts) else "machines=", given)
@@ -172,8 +174,9 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
             raise NoPlanError(f"{error}. {_fits_from(request, limits, cap, space)}{own}") from None
     if layout is None or yours is None:
         assert plans is not None
-        return plans
-    return with_yours(plans, yours, layout.notes, cap)
+    else:
+        plans = with_yours(plans, yours, layout.notes, cap)
+    return replace(plans, asked=_asked(given, known))
 
 
 def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> str:
@@ -191,6 +194,21 @@ def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
     return f"None fits on {gpus} GPUs either"
 
 
+def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[str, str]:
+    """The model, the limits of the search and the versions, for the page of the plans."""
+    usual, model = inspect.signature(plan).parameters, given["model"]
+    limits = {name: given[name] for name in _LIMITS if given[name] != usual[name].default}
+    return {
+        **({"model": type(model).__name__} if isinstance(model, nn.Module) else {}),
+        **({} if known is None else {"parameters": f"{sum(each.elements for each in known.parameters):,}"}),
+        **{name: ", ".join(map(str, each)) if isinstance(each, list | tuple) else str(each) for name, each in limits.items()},
+        "versions": f"graphpp {sys.modules['graphpp'].__version__}, torch {torch.__version__}",
+    }
+
+
+_LIMITS = (
+    "optimizer", "pp", "tp", "ep", "cp", "rows", "schedules", "recompute", "offload", "work", "search", "dp_shard", "bandwidth",
+)  # fmt: skip
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {
