@@ -125,7 +125,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 56_510,
+    "graphpp": 56_520,
     "graphpp/_torch": 2_760,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from graphpp.arguments import shown
 from graphpp.cluster_planner.plans.predict_step import Prediction
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError, NoPlanError
@@ -83,7 +84,11 @@ class TrainingPlans:
         if not isinstance(given["plans"], list) or not given["plans"]:
             raise GraphPPError("plans: take JSON of TrainingPlans.to_json, with one plan or more")
         plans = tuple(TrainingPlan.from_json(json.dumps(each)) for each in given["plans"])
-        found = cls(plans, given.get("considered", 0), given.get("cap"), asked=dict(given.get("asked", {})))
+        asked = given.get("asked", {})
+        if not isinstance(asked, dict):
+            raise GraphPPError(f"asked: take an object of names and texts, got {shown(asked)}")
+        texts = {name: str(text) for name, text in asked.items()}
+        found = cls(plans, given.get("considered", 0), given.get("cap"), asked=texts)
         yours = given.get("yours")
         if yours is None:
             return found

@@ -197,13 +197,17 @@ def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
 def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[str, str]:
     """The model, the limits of the search and the versions, for the page of the plans."""
     usual, model = inspect.signature(plan).parameters, given["model"]
-    limits = {name: given[name] for name in _LIMITS if given[name] != usual[name].default}
+    limits = {name: _said(given[name]) for name in _LIMITS if _said(given[name]) != _said(usual[name].default)}
     return {
         **({"model": type(model).__name__} if isinstance(model, nn.Module) else {}),
         **({} if known is None else {"parameters": f"{sum(each.elements for each in known.parameters):,}"}),
-        **{name: ", ".join(map(str, each)) if isinstance(each, list | tuple) else str(each) for name, each in limits.items()},
+        **limits,
         "versions": f"graphpp {sys.modules['graphpp'].__version__}, torch {torch.__version__}",
     }
+
+
+def _said(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 _LIMITS = (

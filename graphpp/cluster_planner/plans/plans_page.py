@@ -42,7 +42,7 @@ def plans_page(
         "yours": "" if yours is None else f"{yours.setting}: {spell_time(yours.step_seconds, 's')}, {yours.reason}",
     }
     given_pairs, found_pairs = (tuple((name, text) for name, text in each.items() if text) for each in (given, facts))
-    title = f"Plans of {given['model'] or 'a pipeline'} on {best.machines}"
+    title = "Plans of a measured pipeline" if best.measured else f"Plans of {given['model'] or 'a model'} on {best.machines}"
     return Page(title, given_pairs, found_pairs, plans=tuple(_entries(plans, yours, cap)), cap=cap)
 
 

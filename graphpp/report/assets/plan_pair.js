@@ -16,7 +16,7 @@ report.plans.bars = common => {
   const letter = at => (at === A && at === B ? "A, B " : at === A ? "A " : at === B ? "B " : "");
   const names = listed.map(at => `${letter(at)}${report.plans.number(at)}: ${plans[at].name.replace(/^yours: /, "")}`);
   const series = ["seconds", "bytes"].flatMap((unit, side) => {
-    const kinds = [...new Set(compared.flatMap(({ parts }) => Object.keys(parts[unit]).filter(name => parts[unit][name])))];
+    const kinds = [...new Set(compared.flatMap(({ parts }) => Object.keys(parts[unit])))].filter(name => compared.some(({ parts }) => parts[unit][name]));
     return kinds.map((name, number) => ({
       name: `${unit} ${name}`, type: "bar", stack: unit, xAxisIndex: side, yAxisIndex: side, barMaxWidth: 17,
       itemStyle: unit === "bytes" ? report.memory.colours(name) : { color: report.colour(report.plans.looks[name] ?? "k0"), decal: report.decal(number) },
@@ -61,7 +61,7 @@ report.plans.parted = items => {
 
 report.plans.spell = (number, unit) => {
   const forms = { seconds: each => report.time(each, "s"), bytes: report.bytes, share: each => `${(100 * each).toFixed(2)}%` };
-  return (forms[unit] ?? (each => Math.round(each).toLocaleString("en")))(number);
+  return (forms[unit] ?? (each => Number(each < 1000 ? each.toPrecision(3) : each.toFixed(0)).toLocaleString("en")))(number);
 };
 
 // The numbers of both plans, and the choices that differ; the bar of a difference is as long as its share of the largest one of

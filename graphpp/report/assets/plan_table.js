@@ -1,6 +1,6 @@
 // The table of plans: ordered by the head that was pressed, and filtered by its choices.
 "use strict";
-report.plans.most = 16; // values of a column that is a filter
+report.plans.most = 16; // values of a column that is a filter; more than one
 
 // A select for each choice with few values.
 report.plans.filters = () => {
@@ -9,7 +9,7 @@ report.plans.filters = () => {
   for (const button of document.querySelectorAll("#plan-table [data-choice]")) {
     const name = button.dataset.sort;
     const values = report.plans.values(name);
-    if (values.length > report.plans.most) continue;
+    if (values.length < 2 || values.length > report.plans.most) continue;
     colour.append(new Option(name, name));
     const select = document.createElement("select");
     select.dataset.filter = name;

@@ -33,8 +33,10 @@ report.plans.option = common => {
     };
   };
   const values = report.plans.values(colour);
+  const drawn = [...new Set([...shown, A, B])].filter(at => at >= 0); // the chosen ones whatever the filters
+  const named = value => (typeof value === "number" ? `${colour} ${report.plans.texts(colour).get(value)}` : report.plans.texts(colour).get(value));
   const groups = values.map((value, number) => ({
-    name: colour ? `${colour} ${report.plans.texts(colour).get(value)}` : "plans", type: "scatter", z: 4, data: shown.filter(at => plans[at].values[colour] === value).map(point),
+    name: colour ? named(value) : "plans", type: "scatter", z: 4, data: drawn.filter(at => plans[at].values[colour] === value).map(point),
     itemStyle: { color: report.plans.ramp(values.length > 1 ? number / (values.length - 1) : 0.4), borderColor: report.colour("ink"), borderWidth: 1 },
   }));
   const limit = !near ? {} : { markLine: {
@@ -43,6 +45,7 @@ report.plans.option = common => {
   } };
   return {
     tooltip: { ...common.tooltip, trigger: "item", formatter: ({ data }) => report.plans.said(data.plan) },
+    legend: { ...common.legend, type: "scroll", right: 40, pageIconColor: report.colour("accent"), pageTextStyle: { color: report.colour("ink") } },
     grid: { left: 84, right: 40, top: 44, bottom: 50 },
     xAxis: report.axis({ lines: true, label: { formatter: axis.label }, axis: { type: "value", boundaryGap: ["4%", "4%"], scale: true, name: `step, ${axis.name}`, nameLocation: "middle", nameGap: 28 } }),
     yAxis: report.bytesAxis(Math.max(largest, near ? cap : 0), Math.min(...plans.map(plan => plan.bytes)) * 0.9),

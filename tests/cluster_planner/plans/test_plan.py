@@ -210,6 +210,8 @@ def test_all_plans_come_back_from_json_and_stand_on_a_page() -> None:
     assert "8xH100_SXM" in text and all(str(each.setting) in text for each in found)
     with pytest.raises(GraphPPError, match="with one plan or more"):
         TrainingPlans.from_json('{"plans": []}')
+    with pytest.raises(GraphPPError, match=r"asked: take an object of names and texts, got \[1\]"):
+        TrainingPlans.from_json(json.dumps({**json.loads(found.to_json()), "asked": [1]}))
     with pytest.raises(NoPlanError, match=f"where: it accepts none of {len(found)} plans; the best is pp 4 x dp_shard 2"):
         found.where(lambda each: each.setting.rows == 1000)
 
