@@ -201,6 +201,7 @@ def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[st
     return {
         **({"model": type(model).__name__} if isinstance(model, nn.Module) else {}),
         **({} if known is None else {"parameters": f"{sum(each.elements for each in known.parameters):,}"}),
+        **({} if known is None else {"optimizer": str(given["optimizer"])}),
         **limits,
         "versions": f"graphpp {sys.modules['graphpp'].__version__}, torch {torch.__version__}",
     }
@@ -211,7 +212,7 @@ def _said(value: object) -> str:
 
 
 _LIMITS = (
-    "optimizer", "pp", "tp", "ep", "cp", "rows", "schedules", "recompute", "offload", "work", "search", "dp_shard", "bandwidth",
+    "pp", "tp", "ep", "cp", "rows", "schedules", "recompute", "offload", "work", "search", "dp_shard", "bandwidth",
 )  # fmt: skip
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
