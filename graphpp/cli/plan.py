@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,6 +103,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
         )  # fmt: skip
     except NoPlanError as error:
         return Answer(str(error), {"plans": [], "message": str(error)}, yes=False)
+    found = replace(found, asked={**found.asked, "model": f"{model}, {found.asked['model']}"})
     files = (save, found.best.to_json), (html, found.to_html)
     notes = [write_text(file, text()) for file, text in files if file is not None]
     text = "\n\n".join(map(str, found.front)) if front else str(found)

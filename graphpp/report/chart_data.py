@@ -2,18 +2,21 @@
 
 Contract: `chart_data(page)` returns (a JSON value, the columns as text). Absent parts are None or empty, and get no chart.
 Non-finite numbers are only in columns. Columns are one gzip block as base64 text, which needs no escape in HTML; the script
-reads `{"type", "at", "count"}` as a typed array (little-endian; `at` in bytes, a multiple of 8). Equal pages give equal data.
+reads `{"type", "at", "count"}` as a typed array (little-endian; `at` in bytes, a multiple of 8). The texts and numbers by which
+plans are compared are there, too, as JSON. Equal pages give equal data.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from graphpp.report.comparison import is_part
 from graphpp.report.memory_view import MemoryView
-from graphpp.report.page import Page
+from graphpp.report.page import Page, PlanEntry
 from graphpp.report.run_view import Curve
 from graphpp.report.timeline_view import KINDS, TimelineView
 
@@ -34,10 +37,8 @@ def chart_data(page: Page) -> tuple[dict[str, Any], str]:
             {"forward": each.forward_bytes, "backward": each.backward_bytes, "relayed": each.relayed_bytes}
             for each in page.boundaries
         ],
-        "plans": [
-            {"name": each.name, "seconds": each.seconds, "bytes": each.nbytes, "fits": each.fits, "yours": each.yours}
-            for each in page.plans
-        ],
+        "plans": [_plan(each, columns) for each in page.plans],
+        "compared": columns.add_json(list(map(_compared, page.plans))),
         "front": [at for at in by_seconds if page.plans[at].on_front and page.plans[at].fits],
         "cap": page.cap,
         "losses": _curve(page.run.losses, columns),
@@ -59,8 +60,28 @@ class _Columns:
         self._block += data + bytes(-len(data) % 8)
         return place
 
+    def add_json(self, value: object) -> dict[str, str | int]:
+        return self.add("u1", list(json.dumps(value, ensure_ascii=False).encode()))
+
     def text(self) -> str:
         return base64.b64encode(gzip.compress(self._block, compresslevel=6, mtime=0)).decode("ascii")
+
+
+def _plan(plan: PlanEntry, columns: _Columns) -> dict[str, Any]:
+    return {
+        **{name: getattr(plan, name) for name in ("name", "seconds", "reason", "fits", "yours")},
+        "bytes": plan.nbytes,
+        "values": {each.name: each.value for each in (*plan.choices, *plan.results)},
+        "timeline": None if plan.timeline is None else _timeline(plan.timeline, columns),
+    }
+
+
+def _compared(plan: PlanEntry) -> dict[str, Any]:
+    """`parts`: the parts of the seconds and of the bytes, in order."""
+    parts = {
+        unit: {name: each for name, of, each in plan.numbers if of == unit and is_part(name)} for unit in ("seconds", "bytes")
+    }
+    return {"texts": {**plan.texts, "reason": plan.reason or "best"}, "numbers": plan.numbers, "parts": parts}
 
 
 def _timeline(view: TimelineView, columns: _Columns) -> dict[str, Any]:
@@ -71,9 +92,10 @@ def _timeline(view: TimelineView, columns: _Columns) -> dict[str, Any]:
             at += 1
         rows[rank + 1] = at
     return {
-        **{name: getattr(view, name) for name in ("name", "schedule", "unit", "makespan", "microbatches")},
+        **{name: getattr(view, name) for name in ("name", "schedule", "unit", "makespan", "microbatches", "note", "whole")},
         "chunks": max(len(each.stages) for each in view.ranks),
         "rows": rows,
+        "busy": columns.add("f8", [each.busy for each in view.ranks]),
         "columns": {name: columns.add(type_, [getattr(box, name) for box in view.boxes]) for name, type_ in _BOX.items()},
     }
 

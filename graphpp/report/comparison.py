@@ -20,6 +20,11 @@ _SPELL: Mapping[Unit, Callable[[float], str]] = {
 }
 
 
+def is_part(name: str) -> bool:
+    """Whether a number is one part of a plan's seconds or bytes, neither their total nor what a rank sends."""
+    return name not in ("step", "memory at the most") and not name.startswith("sent ")
+
+
 @dataclass(frozen=True)
 class PlanComparison:
     """The choices of two plans by name, and their predictions by name and unit; a number that a plan lacks is 0."""
@@ -43,11 +48,11 @@ class PlanComparison:
     def line(self) -> str:
         """The second plan in one line: its step and peak bytes, and the differences of their parts, the largest first."""
         found = {(each["name"], each["unit"]): each for each in self.document()["numbers"]}
-        step, peak = found.pop(("step", "seconds")), found.pop(("memory at the most", "bytes"))
+        step, peak = found["step", "seconds"], found["memory at the most", "bytes"]
         share = step["second"] / step["first"] - 1
 
         def parts(unit: Unit) -> str:
-            inside = (one for (name, of), one in found.items() if of == unit and not name.startswith("sent "))
+            inside = (one for (name, of), one in found.items() if of == unit and is_part(name))
             ordered = sorted((one for one in inside if one["difference"]), key=lambda one: -abs(one["difference"]))
             return ", ".join(f"{one['name']} {_signed(one)}" for one in ordered) or "equal in all parts"
 

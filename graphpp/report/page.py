@@ -6,10 +6,13 @@ seconds unless the part has a unit. Texts may contain any characters. A part tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from graphpp.errors import GraphPPError
+from graphpp.report.comparison import Unit
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.run_view import RunView
 from graphpp.report.timeline_view import TimelineView
@@ -67,13 +70,22 @@ class RelayView:
         return self.value.nbytes * abs(self.target - self.source)
 
 
+class Cell(NamedTuple):
+    """A column's name, the value by which plans are ordered in it, and the value's text."""
+
+    name: str
+    value: float | str
+    text: str
+
+
 @dataclass(frozen=True)
 class PlanEntry:
     """A candidate plan: `seconds` of a step, `nbytes` of the fullest rank, `reason` why it is not the best.
 
-    `fits`: whether it is within the cap; `on_front`: whether no other plan has both less time and fewer bytes; `details`:
-    (name, text) pairs; `yours`: whether it is the reader's own layout. Raises `GraphPPError` for negative or infinite seconds
-    or bytes.
+    `fits`: whether it is within the cap; `on_front`: whether no other plan has both less time and fewer bytes; `yours`: whether
+    it is the reader's own layout. `choices`: its columns in the table of plans, by which a reader filters and colours;
+    `results`: further columns. `texts`, `numbers`: by what two plans are compared, as in `PlanComparison`. `timeline`: of its
+    step (None: left out). Raises `GraphPPError` for negative or infinite seconds or bytes.
     """
 
     name: str
@@ -82,8 +94,12 @@ class PlanEntry:
     reason: str = ""
     fits: bool = True
     on_front: bool = False
-    details: tuple[tuple[str, str], ...] = ()
     yours: bool = False
+    choices: tuple[Cell, ...] = ()
+    results: tuple[Cell, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    numbers: tuple[tuple[str, Unit, float], ...] = ()
+    timeline: TimelineView | None = None
 
     def __post_init__(self) -> None:
         if not (0 <= self.seconds < inf and 0 <= self.nbytes < inf):
@@ -93,10 +109,12 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class Page:
-    """A report page. `facts`: (name, text) pairs of its head. `notes`: sentences below the head. `timelines`: drawn one above
-    the other, on one axis if their units are equal. `cap`: bytes that plans may take, drawn in their chart."""
+    """A report page. `asked`, `facts`: (name, text) pairs of its head: what was given, and what came of it. `notes`: sentences
+    below the head. `timelines`: drawn one above the other, on one axis if their units are equal. `cap`: bytes that plans may
+    take, drawn in their chart."""
 
     title: str = "graphpp report"
+    asked: tuple[tuple[str, str], ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     timelines: tuple[TimelineView, ...] = ()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _ASSETS = Path(__file__).parent / "assets"
-_PARTS = ("base", "actions", "timeline", "memory", "bars", "plans", "run", "main")
+_PARTS = ("base", "actions", "timeline", "memory", "bars", "plans", "plan_table", "plan_pair", "run", "main")
 _SCRIPTS = ("echarts/echarts.min.js", *(f"{part}.js" for part in _PARTS))
 
 

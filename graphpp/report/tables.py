@@ -116,8 +116,28 @@ def relay_table(relays: Sequence[RelayView]) -> Table:
     return _table("Relays, the most expensive first, for one microbatch", columns, rows, columns[:3])
 
 
-def plan_cells(plan: PlanEntry) -> tuple[str, ...]:
-    return spell_time(plan.seconds, "s"), spell_bytes(plan.nbytes), plan.reason or "best"
+@dataclass(frozen=True)
+class PlanTable:
+    """The table of plans. `choices`, `results`: its columns; `rows`: by plan; `order`: the rows from the top, the reader's own
+    layout first; `alike`: the choices that all plans share, as text."""
+
+    choices: tuple[Column, ...]
+    results: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    order: tuple[int, ...]
+    alike: str
+
+
+def plan_table(plans: Sequence[PlanEntry]) -> PlanTable:
+    first = plans[0]
+    alike = [cell for cell in first.choices if len(plans) > 1 and all(cell in plan.choices for plan in plans)]
+    kept = [[cell for cell in plan.choices if cell not in alike] for plan in plans]
+    choices, results = (
+        tuple(Column(cell.name, isinstance(cell.value, str)) for cell in cells) for cells in (kept[0], first.results)
+    )
+    rows = (tuple(cell.text for cell in (*own, *plan.results)) for own, plan in zip(kept, plans, strict=True))
+    order = sorted(range(len(plans)), key=lambda at: not plans[at].yours)
+    return PlanTable(choices, results, tuple(rows), tuple(order), ", ".join(f"{cell.name} {cell.text}" for cell in alike))
 
 
 def run_table(run: RunView) -> Table:

@@ -51,7 +51,8 @@ class RankLine:
 
 @dataclass(frozen=True)
 class TimelineView:
-    """`name`: "simulated" or "measured"; `note`: a sentence about the times; `unit`: of all times, "s" for seconds."""
+    """`name`: "simulated" or "measured"; `note`: a sentence about the times; `unit`: of all times, "s" for seconds; `whole`:
+    whether all microbatches of the step are there."""
 
     name: str
     schedule: str
@@ -63,9 +64,10 @@ class TimelineView:
     boxes: tuple[Box, ...] = field(repr=False)
     left_out: int = 0
     note: str = ""
+    whole: bool = True
 
     @classmethod
-    def of(cls, timeline: Timeline, note: str = "") -> TimelineView:
+    def of(cls, timeline: Timeline, note: str = "", whole: bool = True) -> TimelineView:
         if not timeline.events:
             raise GraphPPError(f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events: leave it out")
         homes = stages_of_ranks(timeline.schedule)
@@ -77,7 +79,7 @@ class TimelineView:
         table, span = timeline.schedule, timeline.makespan
         lines, left_out = tuple(_lines(homes, computations, span)), len(others) - len(shown)
         head = timeline.name, table.name, timeline.unit, span, table.stages, table.microbatches
-        return cls(*head, lines, tuple(boxes), left_out, note)
+        return cls(*head, lines, tuple(boxes), left_out, note, whole)
 
     @property
     def idle(self) -> float:

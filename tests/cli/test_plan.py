@@ -81,6 +81,7 @@ def test_a_layout_of_ones_own_stands_beside_the_best(model: str, tmp_path: Path)
     setting = found["plan"]["setting"]
     assert (setting["rows"], setting["microbatches"], setting["recompute"]) == (4, 2, "full")
     assert found["comparison"] == document("compare", str(file), f"{file}:yours") and "yours: pp 2" in page.read_text()
+    assert f"<h1>Plans of {model}, " in page.read_text()
     alone = run(*asked[:6], "--no-search", "--like", "pp 2, 1F1B, 2 rows")
     assert alone.exit_code == 0 and "yours: pp 2, 2 stages, 1F1B, 4 microbatches of 2 rows" in alone.stdout
     assert "take other sizes or machines" in refusal(*asked, "--like", "pp 8")

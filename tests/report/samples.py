@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import graphpp
 from graphpp.report.memory_view import MemoryView
-from graphpp.report.page import BoundaryView, Page, PlanEntry, RelayView, StageView, ValueView
+from graphpp.report.page import BoundaryView, Cell, Page, PlanEntry, RelayView, StageView, ValueView
 from graphpp.report.run_view import RunView
 from graphpp.report.timeline_view import TimelineView
 from graphpp.schedules.generate.read import make_table
@@ -52,13 +52,31 @@ def memory(simulated: Timeline, caps: list[int] | None) -> MemoryView:
 def plans() -> tuple[PlanEntry, ...]:
     """Plans that fit a cap of 300 MiB, and one that does not."""
     return (
-        PlanEntry("ZBV, keep all", 0.081, 290 * MIB, on_front=True, details=(("gathers", "2"), ("sent", "12.0 MiB"))),
-        PlanEntry("Interleaved1F1B, keep 1", 0.09, 200 * MIB, "slower by 11.11%", on_front=True),
-        PlanEntry("1F1B", 0.1, 180 * MIB, "slower by 23.46%", on_front=True),
-        PlanEntry("GPipe", 0.11, 280 * MIB, "slower by 35.80%"),
-        PlanEntry("yours: GPipe, keep all", 0.12, 300 * MIB, "slower by 48.15%", yours=True),
-        PlanEntry("LoopedBFS", 0.08, 420 * MIB, "125,829,120 bytes over the cap on rank 0", fits=False),
+        plan("ZBVZeroBubble", 2, 0.081, 290, on_front=True),
+        plan("Interleaved1F1B", 2, 0.09, 200, "slower by 11.11%", on_front=True),
+        plan("1F1B", 4, 0.1, 180, "slower by 23.46%", on_front=True),
+        plan("GPipe", 4, 0.11, 280, "slower by 35.80%"),
+        plan("LoopedBFS", 2, 0.08, 420, "120.0 MiB over the cap", fits=False),
+        plan("GPipe", 8, 0.12, 300, "slower by 48.15%", yours=True),
     )
+
+
+def plan(schedule: str, pp: int, seconds: float, mib: int, reason: str = "", **marks: bool) -> PlanEntry:
+    """A plan with a step on at most four ranks; one of eight ranks has none."""
+    own = "yours: " if marks.get("yours") else ""
+    choices = Cell("pp", pp, str(pp)), Cell("tp", 1, "1"), Cell("schedule", schedule, schedule)
+    idle, weights = seconds / pp, 100 * MIB
+    return PlanEntry(
+        f"{own}pp {pp}, {schedule}", seconds, mib * MIB, reason, **marks,
+        choices=choices, results=(Cell("step", seconds, f"{seconds * 1000:g} ms"), Cell("memory", mib, f"{mib}.0 MiB")),
+        texts={"mesh": f"pp {pp}", "schedule": schedule, "dtype": "float32"},
+        numbers=(
+            ("step", "seconds", seconds), ("forward", "seconds", seconds - idle), ("bubble", "seconds", idle),
+            ("share of the bubble", "share", 1 / pp), ("memory at the most", "bytes", mib * MIB), ("weights", "bytes", weights),
+            ("activations", "bytes", mib * MIB - weights), ("sent along pp", "bytes", pp * MIB),
+        ),
+        timeline=TimelineView.of(timeline("1F1B", pp, pp, 8), "few microbatches", whole=pp == 2) if pp < 8 else None,
+    )  # fmt: skip
 
 
 def full_page(name: str = "Interleaved1F1B", ranks: int = 4, stages: int = 8, microbatches: int = 8, word: str = "") -> Page:
@@ -82,10 +100,16 @@ def full_page(name: str = "Interleaved1F1B", ranks: int = 4, stages: int = 8, mi
             for stage in range(stages - 1)
         ),
         relays=(RelayView(skip, 0, 3, "forward", (1, 2)), RelayView(replace(skip, nbytes=MIB), 3, 0, "backward", (1,))),
-        plans=tuple(replace(plan, name=plan.name + word, reason=plan.reason + word) for plan in plans()),
+        plans=tuple(_worded(each, word) for each in plans()),
         cap=300 * MIB,
         run=RunView.of([2.5 / (1 + 0.1 * step) for step in range(60)], [0.08 + 0.002 * (step % 5) for step in range(60)]),
     )
+
+
+def _worded(plan: PlanEntry, word: str) -> PlanEntry:
+    choices = tuple(each._replace(text=each.text + word) for each in plan.choices)
+    texts = {name: text + word for name, text in plan.texts.items()}
+    return replace(plan, name=plan.name + word, reason=plan.reason + word, choices=choices, texts=texts)
 
 
 def big_timeline(ranks: int, microbatches: int) -> graphpp.Timeline:

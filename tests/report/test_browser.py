@@ -29,8 +29,8 @@ FLAGS = [
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 CHARTS = [
-    "timeline-0", "timeline-1", "memory-peaks", "memory-time", "stage-bars", "boundary-bars", "plan-front", "run-losses",
-    "run-seconds",
+    "plan-front", "plan-bars", "timeline-0", "timeline-1", "timeline-A", "memory-peaks", "memory-time", "stage-bars",
+    "boundary-bars", "run-losses", "run-seconds",
 ]  # fmt: skip
 COLOURS = """id => {
   const canvas = document.querySelector(`#${id} canvas`);
@@ -41,7 +41,8 @@ COLOURS = """id => {
   }
   return seen.size;
 }"""
-ZOOM = "() => (({start, end}) => [start, end])(report.charts[0].chart.getOption().dataZoom[0])"
+CHART = "report.charts.find(each => each.element.id === '{}').chart"
+ZOOM = f"() => (({{start, end}}) => [start, end])({CHART.format('timeline-0')}.getOption().dataZoom[0])"
 
 
 class Shown:
@@ -133,7 +134,7 @@ def box_of(shown: Shown, microbatch: int) -> tuple[float, float]:
 def test_every_chart_is_painted(shown: Shown) -> None:
     found = {chart: shown.painted(chart) for chart in CHARTS}
     assert {chart: colours for chart, colours in found.items() if colours < 4} == {}
-    assert shown.page.locator(".loading").count() == 0
+    assert shown.page.locator(".loading:visible").count() == 0
 
 
 @pytest.mark.exhaustive
@@ -141,7 +142,7 @@ def test_buttons_keys_and_the_wheel_zoom_all_timelines(shown: Shown) -> None:
     assert shown.zoom() == [0, 100]
     shown.page.click("[data-zoom=in]")
     assert shown.zoom() == [25, 75]
-    assert shown.page.evaluate("report.charts[1].chart.getOption().dataZoom[0].end") == 75
+    assert shown.page.evaluate(f"{CHART.format('timeline-1')}.getOption().dataZoom[0].end") == 75
     shown.page.click("[data-zoom=right]")
     assert shown.zoom() == [37.5, 87.5]
     shown.page.focus("#timeline-0")
@@ -169,7 +170,7 @@ def test_the_pointer_shows_an_action_and_a_click_selects_its_microbatch(shown: S
     assert shown.page.input_value("#microbatch") == "2"
     said = shown.page.inner_text("#selection")
     assert said.startswith("simulated: microbatch 2 has 16 actions on 4 ranks, from ") and "measured: microbatch 2" in said
-    assert shown.page.locator("#path tbody tr").count() == 32
+    assert shown.page.locator("#path tbody tr").count() == 16 + 16 + 4  # of plan A, too
     assert until(lambda: shown.picture("timeline-1") != before)
     shown.page.click("#microbatch-none")
     shown.page.mouse.move(0, 0)
@@ -200,22 +201,87 @@ def test_patterns_can_be_switched_off(shown: Shown) -> None:
     assert until(lambda: shown.painted("memory-peaks") < patterned)
 
 
-@pytest.mark.exhaustive
-def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
-    row = shown.page.locator("[data-plan='0']")
-    row.locator("button").press("Enter")
-    assert row.get_attribute("data-chosen") is not None and row.locator("button").get_attribute("aria-pressed") == "true"
-    assert row.locator(".details").is_visible()
+def chosen(shown: Shown) -> list[str | None]:
+    """The plans A and B, by their pressed buttons."""
+    rows = [shown.page.locator(f"tr:has([data-pick={letter}][aria-pressed=true])") for letter in "AB"]
+    return [row.get_attribute("data-plan") for row in rows]
+
+
+def mark_of(shown: Shown, plan: int) -> tuple[float, float]:
+    """The point of a plan's mark on the page."""
+    shown.page.locator("#plan-front").scroll_into_view_if_needed()
     place = shown.page.locator("#plan-front").bounding_box()
-    x, y = shown.page.evaluate(
-        """() => {
-          const plan = report.data.plans[2];
-          return report.charts[6].chart.convertToPixel({ gridIndex: 0 }, [plan.seconds, plan.bytes]);
-        }"""
-    )
-    shown.page.mouse.click(place["x"] + x, place["y"] + y)
-    assert shown.page.locator("[data-plan='2']").get_attribute("data-chosen") is not None
-    assert row.get_attribute("data-chosen") is None
+    point = f"(({{ seconds, bytes }}) => [seconds, bytes])(report.data.plans[{plan}])"
+    x, y = shown.page.evaluate(f"() => {CHART.format('plan-front')}.convertToPixel({{ gridIndex: 0 }}, {point})")
+    return place["x"] + x, place["y"] + y
+
+
+@pytest.mark.exhaustive
+def test_two_plans_are_chosen_in_their_rows_and_in_the_chart(shown: Shown) -> None:
+    assert chosen(shown) == ["0", "5"]  # the best, and the reader's own
+    shown.page.locator("[data-plan='2'] [data-pick=A]").press("Enter")
+    assert chosen(shown) == ["2", "5"] and shown.page.input_value("#pair-A") == "2"
+    assert shown.page.inner_text("#timeline-A-title") == "A: pp 4, 1F1B, 100 ms"
+    assert shown.page.inner_text("#timeline-A-note") == "few microbatches"
+    assert "is not on the page" in shown.page.inner_text("#timeline-B-note")
+    shown.page.mouse.click(*mark_of(shown, 1))
+    shown.page.keyboard.down("Shift")
+    shown.page.mouse.click(*mark_of(shown, 3))
+    shown.page.keyboard.up("Shift")
+    assert chosen(shown) == ["1", "3"]
+    assert shown.painted("timeline-A") > 3 and shown.painted("timeline-B") > 3
+    shown.page.select_option("#pair-B", "-1")
+    assert shown.page.inner_text("#pair-equal") == "Choose a plan B." and not shown.page.locator("#pair-tables").is_visible()
+
+
+@pytest.mark.exhaustive
+def test_two_plans_are_compared_by_part(shown: Shown) -> None:
+    rows = [row.inner_text().split("\t") for row in shown.page.locator("#pair-numbers tbody tr").all()]
+    found = {name: each for name, *each in rows}
+    assert found["step"][:3] == ["81 ms", "120 ms", "+39 ms"] and found["bubble"][2] == "\u221225.5 ms"
+    assert found["activations"][:3] == ["190.0 MiB", "200.0 MiB", "+10.0 MiB"] and found["weights"][2] == "equal"
+    choices = [row.inner_text().split("\t") for row in shown.page.locator("#pair-choices tbody tr").all()]
+    assert choices[:2] == [["mesh", "pp 2", "pp 8"], ["schedule", "ZBVZeroBubble", "GPipe"]]
+    assert shown.page.inner_text("#pair-equal") == "Equal in both: dtype float32."
+
+
+@pytest.mark.exhaustive
+def test_the_table_of_plans_is_ordered_and_filtered(shown: Shown) -> None:
+    def rows() -> list[str | None]:
+        return [row.get_attribute("data-plan") for row in shown.page.locator("#plan-table tbody tr").all() if row.is_visible()]
+
+    head = shown.page.locator("#plan-table th:has([data-sort=memory])")
+    head.locator("button").press("Enter")
+    assert rows() == ["2", "1", "3", "0", "5", "4"] and head.get_attribute("aria-sort") == "ascending"
+    head.locator("button").click()
+    assert rows() == ["4", "5", "0", "3", "1", "2"] and head.get_attribute("aria-sort") == "descending"
+    assert shown.page.locator("[aria-sort]").count() == 1
+    colours = shown.painted("plan-front")
+    shown.page.select_option("[data-filter=pp]", label="2")
+    assert rows() == ["4", "0", "1"] and shown.page.inner_text("#plan-count") == "3 of 6 plans: pp 2"
+    assert until(lambda: shown.painted("plan-front") < colours)
+    shown.page.check("#plan-fits")
+    assert rows() == ["0", "1"] and shown.page.inner_text("#plan-count") == "2 of 6 plans: pp 2, within the cap"
+    shown.page.click("#plan-filters [type=reset]")
+    assert until(lambda: len(rows()) == 6) and shown.page.inner_text("#plan-count") == "6 plans"
+    shown.page.select_option("#plan-colour", "schedule")
+    legend = shown.page.evaluate(f"() => {CHART.format('plan-front')}.getOption().series.map(({{ name }}) => name)")
+    assert legend[1:] == ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("width", "paper"), [(1280, False), (1920, False), (1280, True)])
+def test_nothing_is_wider_than_the_window_or_the_paper(shown: Shown, width: int, paper: bool) -> None:
+    shown.page.set_viewport_size({"width": width, "height": 900})
+    if paper:
+        shown.page.emulate_media(media="print")
+        shown.page.set_viewport_size({"width": 718, "height": 1000})  # A4 with margins of a centimetre
+    ends = "[...document.querySelectorAll('main *')].map(each => each.getBoundingClientRect().right)"
+    assert until(lambda: shown.page.evaluate(f"() => Math.max(...{ends}) <= innerWidth"))
+    axis = f"{CHART.format('timeline-0')}.getOption().xAxis[0].max"
+    assert shown.page.evaluate(f"() => {axis} >= report.data.timelines[0].makespan")  # the whole step
+    shown.page.emulate_media(media="screen")
+    shown.page.set_viewport_size({"width": 1280, "height": 900})
 
 
 @pytest.mark.exhaustive

@@ -21,9 +21,9 @@ from graphpp.report.page import Page
 from graphpp.report.page_html import page_html, write_page
 from graphpp.report.run_view import RunView
 from graphpp.report.timeline_view import KINDS, TimelineView
-from tests.report.samples import NASTY, full_page, timeline
+from tests.report.samples import NASTY, full_page, plans, timeline
 
-SECTIONS = ["timeline", "memory", "stages", "boundaries", "plans", "run"]
+SECTIONS = ["plans", "pair", "timeline", "memory", "stages", "boundaries", "run"]
 CLOSED = {"table", "caption", "thead", "tbody", "tr", "th", "td", "section", "details", "summary", "div", "dl", "main", "nav"}
 
 
@@ -75,14 +75,50 @@ def test_a_full_page_has_every_section_and_closes_its_elements() -> None:
     assert headings[0] == 1 and all(after - before <= 1 for before, after in pairwise(headings))
 
 
-@pytest.mark.parametrize(
-    ("part", "section"),
-    list(zip(("timelines", "memory", "stages", "boundaries", "plans", "run"), SECTIONS, strict=True)),
-)
-def test_a_part_without_data_leaves_its_section_out(part: str, section: str) -> None:
+@pytest.mark.parametrize("part", ["timelines", "memory", "stages", "boundaries", "plans", "run"])
+def test_a_part_without_data_leaves_its_section_out(part: str) -> None:
+    own = {"plans": ["plans", "pair", "timeline"], "timelines": ["timeline"]}.get(part, [part])
     read = Read(page_html(replace(full_page(), **{part: getattr(Page(), part)})))
-    assert read.ids("section") == [each for each in SECTIONS if each != section]
-    assert Read(page_html(replace(Page(), **{part: getattr(full_page(), part)}))).ids("section") == [section]
+    assert read.ids("section") == [each for each in SECTIONS if each == "timeline" or each not in own]
+    assert Read(page_html(replace(Page(), **{part: getattr(full_page(), part)}))).ids("section") == own
+
+
+def test_what_was_asked_stands_above_what_was_found() -> None:
+    read = Read(page_html(replace(full_page(), asked=(("model", "Llama"), ("batch", "512 rows")))))
+    assert [attrs["aria-label"] for tag, attrs in read.tags if attrs.get("class") == "facts"] == ["Asked", "Found"]
+    assert read.texts.index("512 rows") < read.texts.index("Interleaved1F1B")
+
+
+def test_the_table_of_plans_can_be_ordered_and_has_the_readers_own_layout_on_top() -> None:
+    text = page_html(full_page())
+    read = Read(text)
+    heads = [attrs["data-sort"] for _, attrs in read.tags if "data-sort" in attrs]
+    assert heads == ["", "pp", "schedule", "step", "memory"] and "Equal in all plans: tp 1." in text
+    assert [attrs["aria-sort"] for _, attrs in read.tags if "aria-sort" in attrs] == ["ascending"]
+    rows = [attrs for _, attrs in read.tags if "data-plan" in attrs]
+    assert [row["data-plan"] for row in rows] == ["5", "0", "1", "2", "3", "4"]
+    assert [row.get("class") for row in rows] == ["yours", *[None] * 5]
+    alone = page_html(Page(plans=plans()[:1]))
+    assert [name for name in re.findall('data-sort="(.*?)"', alone) if name] == ["pp", "tp", "schedule", "step", "memory"]
+
+
+def test_plans_have_the_numbers_by_which_two_are_compared_and_their_steps() -> None:
+    text = page_html(full_page())
+    data = data_of(text)
+    compared = json.loads(bytes(map(int, column(text, data["compared"]))))
+    for plan, each, shown in zip(plans(), compared, data["plans"], strict=True):
+        assert [tuple(number) for number in each["numbers"]] == list(plan.numbers)
+        assert each["texts"] == {**plan.texts, "reason": plan.reason or "best"}
+        assert list(map(list, each["parts"].values())) == [["forward", "bubble"], ["weights", "activations"]]
+        assert shown["values"] == {cell.name: cell.value for cell in (*plan.choices, *plan.results)}
+        if plan.timeline is not None:
+            assert column(text, shown["timeline"]["busy"]) == [rank.busy for rank in plan.timeline.ranks]
+            assert shown["timeline"]["whole"] is plan.timeline.whole
+    assert [plan["timeline"] is None for plan in data["plans"]] == [False] * 5 + [True]
+
+
+def test_equal_pages_give_equal_text() -> None:
+    assert page_html(full_page()) == page_html(full_page())
 
 
 def test_an_empty_page_says_so() -> None:
@@ -120,7 +156,7 @@ def test_the_page_names_nothing_outside_of_itself() -> None:
 def test_every_chart_has_a_label_and_every_table_a_caption_and_heads() -> None:
     read = Read(page_html(full_page()))
     charts = [attrs for tag, attrs in read.tags if attrs.get("class") == "chart"]
-    assert len(charts) == 9
+    assert len(charts) == 12
     assert "Table: Over the time of a step" in "".join(read.texts)
     assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in charts)
     tags = [tag for tag, _ in read.tags]

@@ -17,7 +17,7 @@ from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offl
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
 from graphpp.cluster_planner.plans.layouts.fixed import Fixed
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
-from graphpp.cluster_planner.plans.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.predict_step import Prediction, order_costs, predict, tables_of
 from graphpp.cluster_planner.plans.read_tables import Work
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
@@ -26,6 +26,7 @@ from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, Re
 from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.errors import ScheduleError
 from graphpp.planner.segments import Cut
+from graphpp.schedules.table.costs import Costs
 
 _WORK = 150_000  # simulated computations
 _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
@@ -109,7 +110,14 @@ def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
         "mfu": _mfu(request, found),
         "dtype": request.dtype,
         "float8": request.costs.float8,
+        "costs": _costs_of(request, found),
     }
+
+
+def _costs_of(request: PlanRequest, found: Prediction) -> Costs:
+    tables = tables_of(request, found.setting)
+    assert tables is not None
+    return order_costs(request, found.setting, found.cut, tables[0])[0]
 
 
 def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:

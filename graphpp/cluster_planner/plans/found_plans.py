@@ -6,18 +6,19 @@ Contract: `TrainingPlans` is data; `to_json` and `from_json` are lossless. `rank
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from graphpp.arguments import shown
 from graphpp.cluster_planner.plans.predict_step import Prediction
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError, NoPlanError
 from graphpp.from_json import document
 from graphpp.report.comparison import PlanComparison
-from graphpp.report.page import Page, PlanEntry
 from graphpp.report.text_table import text_table
+from graphpp.schedules.table.costs import Costs
 from graphpp.units import spell_bytes, spell_time
 
 _SHOWN = 12  # plans in a printed result
@@ -33,13 +34,14 @@ _LOST = {
 class TrainingPlans:
     """The plans: those that fit, the fastest first, then those over the cap, by excess bytes. `considered`: number of settings
     estimated or derived. `cap`: bytes that a device may hold (None: any). `yours`: the layout of `like`, priced; `notes`:
-    what is priced in another way than the layout has it."""
+    what is priced in another way than the layout has it. `asked`: what was given to the search, as text by name."""
 
     plans: tuple[TrainingPlan, ...]
     considered: int = 0
     cap: int | None = None
     yours: TrainingPlan | None = None
     notes: tuple[str, ...] = ()
+    asked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> TrainingPlan:
@@ -67,7 +69,7 @@ class TrainingPlans:
     def to_json(self) -> str:
         """All plans as JSON text."""
         entries = [json.loads(each.to_json()) for each in self.plans]
-        found: dict[str, Any] = {"considered": self.considered, "cap": self.cap, "plans": entries}
+        found: dict[str, Any] = {"asked": self.asked, "considered": self.considered, "cap": self.cap, "plans": entries}
         if self.yours is not None:
             compared = self._compared.document()
             found["yours"] = {"plan": json.loads(self.yours.to_json()), "notes": self.notes, "comparison": compared}
@@ -82,35 +84,27 @@ class TrainingPlans:
         if not isinstance(given["plans"], list) or not given["plans"]:
             raise GraphPPError("plans: take JSON of TrainingPlans.to_json, with one plan or more")
         plans = tuple(TrainingPlan.from_json(json.dumps(each)) for each in given["plans"])
+        asked = given.get("asked", {})
+        if not isinstance(asked, dict):
+            raise GraphPPError(f"asked: take an object of names and texts, got {shown(asked)}")
+        texts = {name: str(text) for name, text in asked.items()}
+        found = cls(plans, given.get("considered", 0), given.get("cap"), asked=texts)
         yours = given.get("yours")
         if yours is None:
-            return cls(plans, given.get("considered", 0), given.get("cap"))
+            return found
         if not isinstance(yours, dict) or "plan" not in yours:
             raise GraphPPError("yours: take JSON of TrainingPlans.to_json, with the plan of a layout")
         own, notes = TrainingPlan.from_json(json.dumps(yours["plan"])), tuple(map(str, yours.get("notes", ())))
-        return cls(plans, given.get("considered", 0), given.get("cap"), own, notes)
+        return replace(found, yours=own, notes=notes)
 
     def to_html(self) -> str:
-        """All plans as a self-contained HTML page, time against bytes. Write it with `encoding="utf-8"`."""
-        from graphpp.report.page_html import page_html  # imported on first use
+        """All plans as a self-contained HTML page: what was asked, time against bytes, a table to sort and filter, two plans
+        side by side. Write it with `encoding="utf-8"`."""
+        from graphpp.cluster_planner.plans.plans_page import plans_page  # these two are imported on first use
+        from graphpp.report.page_html import page_html
 
-        best = self.best
-        facts: tuple[tuple[str, str], ...] = (
-            ("machines", best.machines), ("best", str(best.setting)), ("step", spell_time(best.step_seconds, "s")),
-            ("rate", best.rate), ("MFU", best.utilization),
-            ("most bytes", spell_bytes(best.peak)), ("settings considered", f"{self.considered:,}"),
-        )  # fmt: skip
-        notes = ("Seconds and bytes are predictions: nothing has run.", *self.notes)
-        entries = [self._entry(each) for each in self.plans]
-        if self.yours is not None:
-            facts += (("yours", self._of_yours),)
-            entries.append(replace(self._entry(self.yours), name=f"yours: {self.yours.setting}", yours=True))
-        return page_html(Page("Plans", facts, notes, plans=tuple(entries), cap=self.cap))
-
-    def _entry(self, plan: TrainingPlan) -> PlanEntry:
-        details = (*plan.details.items(), ("MFU", plan.utilization))
-        fits = self.cap is None or plan.peak <= self.cap
-        return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, plan.on_front, details)
+        page = plans_page(self.plans, self.yours, self.cap, self.considered, self.asked)
+        return page_html(replace(page, notes=("Seconds and bytes are predictions: nothing has run.", *self.notes)))
 
     @property
     def _compared(self) -> PlanComparison:
@@ -194,9 +188,11 @@ def _no_plan(closest: Prediction, cap: float) -> NoPlanError:
 
 
 def plan_of(found: Prediction, facts: dict[str, Any], reason: str = "", *, on_front: bool = False) -> TrainingPlan:
+    costs: Costs = facts["costs"]
+    stages = tuple(replace(each, peak_bytes={}, received_bytes={}, sent_bytes={}) for each in costs.stages)
     return TrainingPlan(
         setting=found.setting, seconds=found.seconds, peaks=found.peaks, memory=found.memory, sent=found.sent, reason=reason,
-        on_front=on_front, **facts,
+        on_front=on_front, **{**facts, "costs": replace(costs, stages=stages)},
     )  # fmt: skip
 
 

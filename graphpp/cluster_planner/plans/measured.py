@@ -67,7 +67,7 @@ def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collecti
         numbers = f"{stages} stages on {ranks} ranks and {found.microbatches} microbatches"
         raise ScheduleError(f"no schedule takes {numbers}: give a multiple of the ranks for both")
     rows = found.rows * found.microbatches * found.shape.dp_shard
-    facts = {"machines": "measured", "split": (), "batch": rows, "tokens": 0, "mfu": 0.0, "dtype": None}
+    facts = {"machines": "measured", "split": (), "batch": rows, "tokens": 0, "mfu": 0.0, "dtype": None, "costs": found.timed}
     return ranked(steps, inf if cap is None else cap, len(steps), lambda each: facts)
 
 

@@ -7,6 +7,7 @@ With `costs=`, nothing is captured (`measured.py`). Equal arguments give equal p
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -138,7 +139,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         if rest or not microbatches:
             raise ScheduleError(f"batch: take a multiple of {own_rows} rows on {dp_shard} ranks along dp_shard, got {batch}")
         check_size(shape.pp, microbatches)
-        return measured_plans(MeasuredPipeline(costs, state, shape, own_rows, microbatches, bandwidth), memory_cap, schedules)
+        measured = MeasuredPipeline(costs, state, shape, own_rows, microbatches, bandwidth)
+        return replace(measured_plans(measured, memory_cap, schedules), asked=_asked(given))
     if model is None or machines is None:
         raise ScheduleError("plan: give a model and machines=, or costs=pipe.profile(..).costs")
     _refuse_unused("a ModelCosts" if isinstance(model, ModelCosts) else "machines=", given)
@@ -178,8 +180,9 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
             raise NoPlanError(f"{error}. {_fits_from(request, limits, cap, space)}{own}") from None
     if layout is None or yours is None:
         assert plans is not None
-        return plans
-    return with_yours(plans, yours, layout.notes, cap)
+    else:
+        plans = with_yours(plans, yours, layout.notes, cap)
+    return replace(plans, asked=_asked(given, known))
 
 
 def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> str:
@@ -197,6 +200,26 @@ def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
     return f"None fits on {gpus} GPUs either"
 
 
+def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[str, str]:
+    """The model, the limits of the search and the versions, for the page of the plans."""
+    usual, model = inspect.signature(plan).parameters, given["model"]
+    limits = {name: _said(given[name]) for name in _LIMITS if _said(given[name]) != _said(usual[name].default)}
+    return {
+        **({"model": type(model).__name__} if isinstance(model, nn.Module) else {}),
+        **({} if known is None else {"parameters": f"{sum(each.elements for each in known.parameters):,}"}),
+        **({} if known is None else {"optimizer": str(given["optimizer"])}),
+        **limits,
+        "versions": f"graphpp {sys.modules['graphpp'].__version__}, torch {torch.__version__}",
+    }
+
+
+def _said(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+_LIMITS = (
+    "pp", "tp", "ep", "cp", "rows", "schedules", "recompute", "offload", "work", "search", "dp_shard", "bandwidth",
+)  # fmt: skip
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
 _UNUSED = {

@@ -14,10 +14,15 @@ from pathlib import Path
 import torch
 
 from graphpp.arguments import COUNT, INDEX, require
+from graphpp.cluster_planner.plans.read_tables import counts_of, read_table
 from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.errors import GraphPPError
 from graphpp.from_json import document, read
 from graphpp.report.comparison import Numbers, PlanComparison
+from graphpp.schedules.rewrite.hoist_receives import hoist_receives
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
 
@@ -57,8 +62,9 @@ class TrainingPlan:
     bytes of the fullest rank. `sent`: bytes along each mesh dimension in a step, of the rank that sends most (expert shards
     under `dp_shard`). `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and
     less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. `float8`: the linear layers that
-    compute in float8, as text (None: none). A plan of measured costs has
-    `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
+    compute in float8, as text (None: none). `costs`: the seconds of its stages, by which `timeline` simulates a step (None:
+    unknown, in JSON of earlier versions). A plan of measured costs has `machines` "measured", `split` () (the measured split
+    stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
     """
 
     machines: str
@@ -76,6 +82,7 @@ class TrainingPlan:
     on_front: bool = False
     recomputed: tuple[str, ...] = ()
     float8: str | None = None
+    costs: Costs | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
@@ -130,6 +137,17 @@ class TrainingPlan:
     def table(self) -> Schedule:
         """The pipeline's schedule."""
         return self.setting.schedule.table(self.setting.shape.pp, self.setting.microbatches)
+
+    def timeline(self) -> Timeline:
+        """A step of one pipeline, simulated, without the optimizer and copies to the host; of a step with many microbatches the
+        first ones, which the search simulates. Raises `GraphPPError` for a plan without `costs`."""
+        costs, setting = self.costs, self.setting
+        if costs is None:
+            raise GraphPPError("plan.costs: the seconds of its stages are unknown: search again with this version")
+        sharded = self.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
+        found = read_table(setting.schedule, setting.shape.pp, counts_of(setting)[0], setting.keep, sharded)
+        assert found is not None
+        return simulate(found.schedule if costs.blocking else hoist_receives(found.schedule, costs.flow.ahead), costs)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

@@ -76,7 +76,7 @@ report.rankShapes = (boxes, kind, rank, area, api, look) => {
     const shown = chosen ? Math.max(width, 3) : width; // a chosen box is never too thin to be seen
     run.push(x, y, shown > 4 ? shown - 0.8 : shown, (to - from) * height);
     const text = String(boxes.microbatch[at]);
-    if (kind < MESSAGE && (to - from) * height >= 11 && width >= 7 * text.length + 4) {
+    if (kind < MESSAGE && (to - from) * height >= 11 && width >= 7 * look.digits + 4) {
       const x0 = Math.max(x, area.x);
       const x1 = Math.min(x + width, area.x + area.width);
       const long = look.letter + text;

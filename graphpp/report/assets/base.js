@@ -89,12 +89,28 @@ report.slider = bottom => ({
   fillerColor: report.mix(report.colour("accent"), report.colour("page"), 0.75) + "88", handleStyle: { color: report.colour("accent") },
   moveHandleSize: 0, textStyle: { color: report.colour("faint") },
 });
+// Rows at the end of a table's body; the first cell is the head of its row.
+report.rows = (body, rows) => rows.map(cells => {
+  const row = body.insertRow();
+  cells.forEach((text, at) => {
+    const cell = document.createElement(at ? "td" : "th");
+    if (!at) Object.assign(cell, { scope: "row", className: "text" });
+    cell.textContent = text;
+    row.append(cell);
+  });
+  return row;
+});
 report.escape = text => echarts.format.encodeHTML(String(text));
 
+report.drop = element => {
+  echarts.getInstanceByDom(element)?.dispose();
+  report.charts = report.charts.filter(each => each.element !== element);
+  element.textContent = "";
+};
 // A chart: `option()` gives its option for the theme of the moment, `height` its pixels.
 report.draw = (id, height, option) => {
   const element = document.getElementById(id);
-  element.textContent = "";
+  report.drop(element);
   element.style.height = `${height}px`;
   const label = element.getAttribute("aria-label");
   const chart = echarts.init(element, null, { renderer: "canvas" });

@@ -15,11 +15,12 @@ report.remember = value => {
 };
 
 // Paper is white, and narrower than a window.
+report.paper = 700; // pixels
 report.print = printing => {
   if (printing === report.printing) return;
   report.printing = printing;
   report.applyTheme();
-  report.resize(printing ? 700 : 0);
+  report.resize(printing ? report.paper : 0);
   report.redraw();
 };
 
@@ -41,11 +42,11 @@ report.controls = () => {
 report.start = async () => {
   const { data } = report;
   const parts = [
-    [data.timelines.length, report.timelines.start],
+    [data.plans.length, report.plans.start],
+    [document.getElementById("timeline"), report.timelines.start],
     [data.memory, report.memory.start],
     [data.stages.length, report.stageBars],
     [data.boundaries.length, report.boundaryBars],
-    [data.plans.length, report.plans.start],
     [data.losses.values.count, () => report.draw("run-losses", 300, report.curve(data.losses, loss => String(Number(loss.toPrecision(5))), "F"))],
     [data.seconds.values.count, () => report.draw("run-seconds", 300, report.curve(data.seconds, seconds => report.time(seconds, "s"), "I"))],
   ];

@@ -28,7 +28,7 @@ report.timelines.series = ({ view, boxes }) => {
 report.timelines.row = (view, boxes, kind, rank, area, api) => {
   const selected = report.timelines.selected;
   const letter = report.data.kinds[kind];
-  const { runs, texts, perTime, height } = report.rankShapes(boxes, kind, rank, area, api, { selected, letter });
+  const { runs, texts, perTime, height } = report.rankShapes(boxes, kind, rank, area, api, { selected, letter, digits: String(view.microbatches - 1).length });
   const large = (boxes.longest[rank] * perTime) > 5 && height > 9; // a pattern needs some pixels to be seen
   const children = [...runs].map(([key, run]) => {
     const { fill, chosen, dimmed } = report.timelines.look(kind, parseInt(key), view.chunks, key);
@@ -72,7 +72,7 @@ report.timelines.option = entry => common => {
     legend: { ...common.legend, data: report.timelines.series(entry).map(({ name }) => name).filter(name => name !== "path") },
     grid: { left: 64, right: 46, top: 34, bottom: 62 },
     xAxis: report.axis({
-      lines: true, label: { formatter: axis.label, showMaxLabel: false },
+      lines: true, label: { formatter: time => (time === span || time < 0.92 * span ? axis.label(time) : "") }, // the end of the step is named
       axis: { type: "value", min: 0, max: span, name: axis.name, nameLocation: "end", axisTick: { show: true, lineStyle: { color: report.colour("faint") } } },
     }),
     yAxis: report.axis({
@@ -88,18 +88,27 @@ report.timelines.option = entry => common => {
 };
 
 report.timelines.start = () => {
-  const units = new Set(report.data.timelines.map(view => view.unit));
-  const longest = Math.max(...report.data.timelines.map(view => view.makespan));
-  report.data.timelines.forEach((view, number) => {
-    const ranks = view.rows.length - 1;
-    const entry = { view, boxes: report.boxes(view), span: (units.size === 1 ? longest : view.makespan) || 1, number };
-    entry.chart = report.draw(`timeline-${number}`, Math.round(ranks * Math.min(Math.max(760 / ranks, 13), 34)) + 96, report.timelines.option(entry));
-    if (units.size === 1) entry.chart.group = "time";
-    report.timelines.listen(entry);
-    report.timelines.views.push(entry);
-  });
-  if (units.size === 1) echarts.connect("time");
   report.timelines.controls();
+  report.timelines.show();
+};
+
+// The page's timelines and the steps of the chosen plans; whole steps in one unit share an axis.
+report.timelines.show = () => {
+  const shown = [...report.data.timelines.map((view, number) => ({ id: `timeline-${number}`, view })), ...report.plans.steps()];
+  const views = shown.map(({ view }) => view);
+  const shared = new Set(views.map(view => view.unit)).size === 1 && views.every(view => view.whole);
+  const longest = Math.max(...views.map(view => view.makespan));
+  report.timelines.views = shown.map(({ id, view }) => {
+    const ranks = view.rows.length - 1;
+    const entry = { view, boxes: report.boxes(view), span: (shared ? longest : view.makespan) || 1 };
+    entry.chart = report.draw(id, Math.round(ranks * Math.min(Math.max(760 / ranks, 13), 34)) + 96, report.timelines.option(entry));
+    if (shared) entry.chart.group = "time";
+    report.timelines.listen(entry);
+    return entry;
+  });
+  if (shared) echarts.connect("time");
+  document.getElementById("microbatch").max = Math.max(...views.map(view => view.microbatches)) - 1;
+  report.timelines.select(-1);
 };
 
 // The box under the pointer, or -1.
@@ -153,7 +162,7 @@ report.timelines.listen = entry => {
 };
 
 report.timelines.zoom = (how, only) => {
-  const shared = report.timelines.views[0].chart.group ? report.timelines.views.slice(0, 1) : report.timelines.views;
+  const shared = report.timelines.views[0]?.chart.group ? report.timelines.views.slice(0, 1) : report.timelines.views;
   for (const { chart } of only && !only.chart.group ? [only] : shared) {
     const { start, end } = chart.getOption().dataZoom[0];
     const [centre, half] = [(start + end) / 2, (end - start) / 2];
@@ -169,7 +178,6 @@ report.timelines.controls = () => {
     button.addEventListener("click", () => report.timelines.zoom(button.dataset.zoom));
   }
   const field = document.getElementById("microbatch");
-  field.max = Math.max(...report.data.timelines.map(view => view.microbatches)) - 1;
   field.addEventListener("change", () => report.timelines.select(field.value === "" ? -1 : Number(field.value)));
   document.getElementById("microbatch-none").addEventListener("click", () => report.timelines.select(-1));
 };

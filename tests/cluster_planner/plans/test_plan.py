@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,30 @@ def test_the_page_has_every_plan_and_the_cap() -> None:
     assert [each["seconds"] for each in data["plans"]] == [each.step_seconds for each in found]
     assert [each["fits"] for each in data["plans"]] == [each.peak <= cap for each in found]
     assert data["cap"] == cap and found.plans[-1].reason in text
+    assert all(each["timeline"]["makespan"] <= each["seconds"] for each in data["plans"])
+
+
+def test_the_page_says_what_was_asked() -> None:
+    found = plans(tp=[1, 2], recompute=[None, "full"])
+    assert found.asked["tp"] == "1, 2" and found.asked["recompute"] == "None, full" and "pp" not in found.asked
+    with torch.device("meta"):
+        model = Decoder()
+    own = graphpp.plan(model, loss, example(), machines="2xA100", batch=4, work=500)
+    parameters = sum(each.numel() for each in model.parameters())
+    assert own.asked == {"model": "Decoder", "parameters": f"{parameters:,}", **own.asked, "work": "500"}
+    page = own.to_html()
+    assert "<h1>Plans of Decoder on 2xA100" in page and f"torch {torch.__version__}</dd>" in page
+    assert page == TrainingPlans.from_json(own.to_json()).to_html()
+
+
+def test_a_plan_draws_its_step() -> None:
+    for plan in plans(batch=16).plans[:12]:
+        step = plan.timeline()
+        assert step.schedule.stages == plan.setting.stages
+        if step.schedule.microbatches == plan.setting.microbatches and plan.setting.offload is None:
+            assert step.makespan + plan.seconds.optimizer == pytest.approx(plan.step_seconds)
+    with pytest.raises(GraphPPError, match=r"plan\.costs: the seconds of its stages are unknown: search again"):
+        replace(plans().best, costs=None).timeline()
 
 
 def test_json_keeps_everything(tmp_path: Path) -> None:
@@ -185,6 +210,8 @@ def test_all_plans_come_back_from_json_and_stand_on_a_page() -> None:
     assert "8xH100_SXM" in text and all(str(each.setting) in text for each in found)
     with pytest.raises(GraphPPError, match="with one plan or more"):
         TrainingPlans.from_json('{"plans": []}')
+    with pytest.raises(GraphPPError, match=r"asked: take an object of names and texts, got \[1\]"):
+        TrainingPlans.from_json(json.dumps({**json.loads(found.to_json()), "asked": [1]}))
     with pytest.raises(NoPlanError, match=f"where: it accepts none of {len(found)} plans; the best is pp 4 x dp_shard 2"):
         found.where(lambda each: each.setting.rows == 1000)
 
