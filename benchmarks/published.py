@@ -143,6 +143,12 @@ def _causal(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, 
     return found[..., : value.shape[-1]].transpose(1, 2), None
 
 
+def _repeated(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
+    """As `_causal`, with a copy of each key and value for every query head, before kernels knew of grouped queries."""
+    copies = query.shape[1] // key.shape[1]
+    return _causal(module, query, *(each.repeat_interleave(copies, 1) for each in (key, value)), mask, **options)
+
+
 def _unfused(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
     """Causal attention as two products around a softmax, with all scores in memory."""
     rows = torch.arange(query.shape[-2], device=query.device)
@@ -151,7 +157,7 @@ def _unfused(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None,
     return (shares @ value).transpose(1, 2), None
 
 
-def config(model: Model, length: int, *, fused: bool = True, dropout: float = 0.0) -> Any:
+def config(model: Model, length: int, *, attention: str = "newest", dropout: float = 0.0) -> Any:
     """The transformers config. A "gpt" is a Starcoder 2: its positions are rotated, not learned; its other parts are GPT's."""
     own: dict[str, Any] = {"sliding_window": None} if model.family in ("gpt", "mixtral") else {}
     if model.family == "deepseek_v3" and model.latent is not None:
@@ -177,7 +183,7 @@ def config(model: Model, length: int, *, fused: bool = True, dropout: float = 0.
     )  # fmt: skip
     if model.experts:
         made._experts_implementation = "grouped_mm"
-    made._attn_implementation = "causal_without_mask" if fused else "causal_unfused"
+    made._attn_implementation = "causal " + attention
     return made
 
 
@@ -186,13 +192,13 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 @cache
-def costs(model: Model, length: int, float8: str | None, *, fused: bool, dropout: float) -> ModelCosts:
-    """The costs of a model for rows of `length` tokens; `fused`: its attention is one kernel."""
-    for name, attention in (("causal_without_mask", _causal), ("causal_unfused", _unfused)):
-        transformers.AttentionInterface.register(name, attention)
-        transformers.AttentionMaskInterface.register(name, lambda *args, **options: None)
+def costs(model: Model, length: int, float8: str | None, *, attention: str, dropout: float) -> ModelCosts:
+    """The costs of a model for rows of `length` tokens."""
+    kernel = {"newest": _causal, "unfused": _unfused}.get(attention, _repeated)
+    transformers.AttentionInterface.register("causal " + attention, kernel)
+    transformers.AttentionMaskInterface.register("causal " + attention, lambda *args, **options: None)
     with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config(model, length, fused=fused, dropout=dropout))
+        made = transformers.AutoModelForCausalLM.from_config(config(model, length, attention=attention, dropout=dropout))
         tokens = torch.empty(1, length, dtype=torch.int64)
     plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
     example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
@@ -254,7 +260,7 @@ def compared(run: Run, known: Callable[..., ModelCosts] = costs) -> Compared:
     """The run beside its fastest case; of kernels that are fused in part, beside the mean of both kinds."""
     it, found = run.settings, dict[bool, list[Prediction]]()
     for case in cases(run):
-        own = known(run.architecture, it.length, case.float8, fused=it.attention != "unfused", dropout=it.dropout)
+        own = known(run.architecture, it.length, case.float8, attention=it.attention, dropout=it.dropout)
         request = PlanRequest(own, case.machines, it.batch, it.length, "bfloat16", case.usual)
         priced = predict(request, case.setting)
         if priced is None:

@@ -218,7 +218,7 @@ def _said(value: object) -> str:
 
 
 _LIMITS = (
-    "pp", "tp", "ep", "cp", "rows", "schedules", "recompute", "offload", "work", "search", "dp_shard", "bandwidth",
+    "backend", "pp", "tp", "ep", "cp", "rows", "schedules", "recompute", "offload", "work", "search", "dp_shard", "bandwidth",
 )  # fmt: skip
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")
