@@ -157,6 +157,10 @@ def _unfused(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None,
     return (shares @ value).transpose(1, 2), None
 
 
+def _attention(name: str) -> Callable[..., tuple[Tensor, None]]:
+    return {"newest": _causal, "unfused": _unfused}.get(name, _repeated)
+
+
 def config(model: Model, length: int, *, attention: str = "newest", dropout: float = 0.0) -> Any:
     """The transformers config. A "gpt" is a Starcoder 2: its positions are rotated, not learned; its other parts are GPT's."""
     own: dict[str, Any] = {"sliding_window": None} if model.family in ("gpt", "mixtral") else {}
@@ -183,7 +187,7 @@ def config(model: Model, length: int, *, attention: str = "newest", dropout: flo
     )  # fmt: skip
     if model.experts:
         made._experts_implementation = "grouped_mm"
-    made._attn_implementation = "causal " + attention
+    made._attn_implementation = _attention(attention).__name__
     return made
 
 
@@ -194,9 +198,9 @@ def loss(output: Any, target: Tensor) -> Tensor:
 @cache
 def costs(model: Model, length: int, float8: str | None, *, attention: str, dropout: float) -> ModelCosts:
     """The costs of a model for rows of `length` tokens."""
-    kernel = {"newest": _causal, "unfused": _unfused}.get(attention, _repeated)
-    transformers.AttentionInterface.register("causal " + attention, kernel)
-    transformers.AttentionMaskInterface.register("causal " + attention, lambda *args, **options: None)
+    kernel = _attention(attention)
+    transformers.AttentionInterface.register(kernel.__name__, kernel)
+    transformers.AttentionMaskInterface.register(kernel.__name__, lambda *args, **options: None)
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config(model, length, attention=attention, dropout=dropout))
         tokens = torch.empty(1, length, dtype=torch.int64)

@@ -157,3 +157,15 @@ def test_the_module_is_public_and_imports_no_torch_itself() -> None:
 def test_names_of_dtypes_and_of_devices_are_those_of_torch() -> None:
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in DTYPES if name != "tf32")
     assert all(torch.device(name).type == name for name in TORCH_TYPES)
+
+
+@pytest.mark.parametrize("text", ["H100@500W", " h100 @ 500 w"])
+def test_a_power_limit_stands_behind_the_name(text: str) -> None:
+    limited = Machines.read(f"8x{text}").device
+    assert limited == H100_SXM.limited(500) and limited.name == "H100_SXM@500W"
+
+
+@pytest.mark.parametrize(("text", "message"), [("H100@", "devices are"), ("H100@fast", "devices are"), ("H100@100W", "210")])
+def test_a_power_limit_that_no_device_has_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Machines.read(f"8x{text}")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -67,6 +67,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     tensor_plan: Annotated[str | None, typer.Option(help=_SHARED_HELP.format("tp"))] = None,
     expert_plan: Annotated[str | None, typer.Option(help=_SHARED_HELP.format("ep"))] = None,
     float8: Annotated[str | None, typer.Option(help=_FLOAT8_HELP)] = None,
+    backend: Annotated[Literal["inductor", "eager"], typer.Option(help="Fused kernels, or one by operator.")] = "inductor",
     work: Annotated[int | None, typer.Option(min=1, help="How many computations the search simulates.")] = None,
     offload: Annotated[bool, typer.Option(help="Whether saved values may wait in the host's memory, as few as fit.")] = True,
     like: Annotated[str | None, typer.Option(help=_LIKE_HELP)] = None,
@@ -90,6 +91,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
         "recompute": None if recompute is None else [_number(each) for each in _listed(recompute)],
         "tensor_plan": None if tensor_plan is None else _styles("--tensor-plan", tensor_plan),
         "expert_plan": None if expert_plan is None else _styles("--expert-plan", expert_plan),
+        "backend": backend,
         "float8": None if float8 is None else _styles("--float8", float8) if "=" in float8 else float8,
         "work": work,
     }

@@ -129,7 +129,8 @@ class Device:
             raise ScheduleError(f"power: take watts above {least:g}, the static part of {self.name}, got {watts:g}")
         clock = min(1.0, ((watts - least) / (self.power - least)) ** (1 / 3))
         curves = {name: getattr(self.efficiency, name).times(clock) for name in ("product", "attention", "attention_backward")}
-        return replace(self, power=min(watts, self.power), efficiency=replace(self.efficiency, **curves))
+        name = f"{self.name}@{watts:g}W" if clock < 1 else self.name
+        return replace(self, name=name, power=min(watts, self.power), efficiency=replace(self.efficiency, **curves))
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products in a dtype. Raises `ScheduleError` for a dtype without a figure."""

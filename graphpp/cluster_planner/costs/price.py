@@ -26,6 +26,7 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 
 _USUAL = Deployment()
+_MODEL_SCORES = 0.8  # of a fused attention's backward, which computes the scores again: 5 products for 2 of the forward
 _SHOWN = 0.1  # of the exchanges of experts that run beside another microbatch, as in an OVERLAP_F_B
 _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
 
@@ -53,7 +54,8 @@ class PricedModel:
 
     `segments`: seconds, bytes and state, one entry per segment instead of per stage. `expert_state`: whether each piece of
     state belongs to experts, which have fewer replicas. `forward_bytes`, `backward_bytes`: over the boundary after each segment
-    but the last. `flops`: forward and backward of the microbatch on all ranks, without recomputation. By segment: `exchanges`:
+    but the last. `flops`: model FLOPs of the microbatch on all ranks: a backward counts twice its forward, and nothing twice
+    that is recomputed; `executed`: the FLOPs that run. A causal attention counts half of its square. By segment: `exchanges`:
     seconds of exchanges within each phase (F, B, I, W), included in the times; `sent`: bytes that a rank sends along `tp`, `ep`
     and `cp` in a forward and a backward; `layers`: bytes by phase; `offloadable`: saved values that may move to host memory;
     empty for a mixture of recomputations.
@@ -64,6 +66,7 @@ class PricedModel:
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     flops: float
+    executed: float
     exchanges: tuple[tuple[float, ...], ...]
     sent: tuple[Mapping[str, float], ...] = ()
     layers: tuple[Mapping[Kind, PhaseBytes], ...] = ()
@@ -94,17 +97,21 @@ def priced(
         state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer))
     return PricedModel(
         segments=Segments(costs.starts, Costs(tuple(one.stage for one in each), ahead, behind), state),
-        expert_state=experts, forward_bytes=on, backward_bytes=back, flops=_flops(costs, degrees.factor),
+        expert_state=experts, forward_bytes=on, backward_bytes=back,
+        flops=_flops(costs.variants[None], degrees.factor, _MODEL_SCORES),
+        executed=sum(share * _flops(one, degrees.factor) for one, share in zip(variants, shares, strict=True)),
         exchanges=tuple(one.exchanges for one in each), sent=tuple(one.sent for one in each),
         layers=tuple(one.phases for one in each), offloadable=tuple(one.offloadable for one in each),
     )  # fmt: skip
 
 
-def _flops(costs: ModelCosts, factor: float) -> float:
-    whole, plain = Degrees(factor, sequence=False), costs.variants[None]
-    pairs = [[pair for at in _WHOLE_PASS for pair in kind.operations[at]] for kind in plain.kinds]
-    per_kind = [sum(count * whole.amount(each.flops) for each, count in found) for found in pairs]
-    return sum(per_kind[kind] for kind in plain.kind_of)
+def _flops(variant: Variant, factor: float, scores: float = 1.0) -> float:
+    """FLOPs of a forward and backward on all ranks; `scores`: what counts of those of fused attentions' backwards."""
+    whole = Degrees(factor, sequence=False)
+    parts = {"attention_backward": scores}
+    pairs = [[pair for at in _WHOLE_PASS for pair in kind.operations[at]] for kind in variant.kinds]
+    per_kind = [sum(parts.get(each.kind, 1.0) * count * whole.amount(each.flops) for each, count in found) for found in pairs]
+    return sum(per_kind[kind] for kind in variant.kind_of)
 
 
 # -------------------------------------------------------------------------------------------- recomputation

@@ -13,6 +13,7 @@ from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
+from graphpp.cluster_planner.plans.error_bars import error_of
 from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offload
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
 from graphpp.cluster_planner.plans.layouts.fixed import Fixed
@@ -107,7 +108,8 @@ def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
         "recomputed": layer_names(request.costs, found.setting, found.cut),
         "batch": request.batch,
         "tokens": request.tokens,
-        "mfu": _mfu(request, found),
+        **_utilizations(request, found),
+        "error": error_of(request.machines.device.name, bool(request.costs.expert_ranks), found.setting.shape.pp > 1),
         "dtype": request.dtype,
         "float8": request.costs.float8,
         "costs": _costs_of(request, found),
@@ -274,12 +276,14 @@ class Search:
                 self.add(predict(self.request, *chosen))
 
 
-def _mfu(request: PlanRequest, found: Prediction) -> float:
+def _utilizations(request: PlanRequest, found: Prediction) -> dict[str, float]:
     setting, machines = found.setting, request.machines
-    flops = request.priced(setting.shape, setting.rows, setting.recompute).flops
-    done = flops * setting.microbatches * setting.shape.data_ranks
+    again, plain = (request.priced(setting.shape, setting.rows, each) for each in (setting.recompute, None))
+    layers = 1.0 if setting.recomputed is None else sum(setting.recomputed) / len(request.costs.layers)
+    executed = plain.executed + layers * (again.executed - plain.executed)
     peak = machines.device.peak(request.dtype or request.costs.dtype)
-    return done / (found.seconds.total * machines.gpus * peak)
+    times = setting.microbatches * setting.shape.data_ranks / (found.seconds.total * machines.gpus * peak)
+    return {"mfu": times * plain.flops, "hfu": times * executed}
 
 
 def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> str:

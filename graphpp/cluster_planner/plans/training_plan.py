@@ -57,14 +57,16 @@ class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
     `setting`: the choices of the search. `split`: FQNs at which stages start. `seconds`: of a step; `batch`: rows of a step on
-    all ranks; `tokens`: of a row (0: none). `mfu`: model FLOPs, without recomputation, over the peak FLOPs of all GPUs.
+    all ranks; `tokens`: of a row (0: none). `mfu`: model FLOPs over the peak FLOPs of all GPUs, without recomputation, with a
+    backward as twice its forward; `hfu`: the FLOPs that run (0: unknown); both with half of the square of a causal attention.
     `dtype`: in which the model computes (None: its own). `peaks`: peak bytes of each pipeline rank; `memory`: by kind, the most
     bytes of the fullest rank. `sent`: bytes along each mesh dimension in a step, of the rank that sends most (expert shards
     under `dp_shard`). `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and
     less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. `float8`: the linear layers that
     compute in float8, as text (None: none). `costs`: the seconds of its stages, by which `timeline` simulates a step (None:
-    unknown, in JSON of earlier versions). A plan of measured costs has `machines` "measured", `split` () (the measured split
-    stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
+    unknown, in JSON of earlier versions). `error`: the 10th and 90th percentile of measured over predicted seconds in published
+    runs of the same kind (None: none are known for the device). A plan of measured costs has `machines` "measured", `split` ()
+    (the measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
     """
 
     machines: str
@@ -83,6 +85,8 @@ class TrainingPlan:
     recomputed: tuple[str, ...] = ()
     float8: str | None = None
     costs: Costs | None = field(default=None, repr=False)
+    hfu: float = 0.0
+    error: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
@@ -204,6 +208,17 @@ class TrainingPlan:
         }
 
     @property
+    def _range(self) -> str:
+        if self.error is None:
+            return ""
+        low, high = (spell_time(self.step_seconds * each, "s") for each in self.error)
+        return f" ({low} to {high} for 80 % of published runs like it)"
+
+    @property
+    def _hardware(self) -> str:
+        return f" (hardware {self.hfu:.1%})" if self.hfu else ""
+
+    @property
     def _numbers(self) -> Numbers:
         """The predictions by name and unit, in table order."""
         return {
@@ -211,6 +226,7 @@ class TrainingPlan:
             **{(name, "seconds"): each for name, each in asdict(self.seconds).items()},
             ("share of the bubble", "share"): self.bubble,
             ("MFU", "share"): self.mfu,
+            ("HFU", "share"): self.hfu,
             ("tokens a second", "per second"): self.tokens_per_second,
             ("rows a second", "per second"): self.batch / self.step_seconds,
             ("memory at the most", "bytes"): self.peak,
@@ -226,7 +242,7 @@ class TrainingPlan:
         shares, held, sent, *_, starts = self.details.values()
         lines = [
             f"{self.setting}, on {self.machines}",
-            f"  step {spell_time(self.step_seconds, 's')}, {self.rate}, MFU {self.utilization}:",
+            f"  step {spell_time(self.step_seconds, 's')}{self._range}, {self.rate}, MFU {self.utilization}{self._hardware}:",
             f"    {shares}",
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             f"  sent by a rank in a step: {sent}",
