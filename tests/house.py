@@ -125,7 +125,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 56_300,
+    "graphpp": 56_550,
     "graphpp/_torch": 2_760,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -133,7 +133,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/capture": 5_540,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_960,
-    "graphpp/cluster_planner": 5_470,
+    "graphpp/cluster_planner": 5_570,
     "graphpp/compiler": 2_350,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
@@ -144,11 +144,11 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/planner": 1_900,
     "graphpp/report": 840,
     "graphpp/runtime": 4_160,
-    "graphpp/schedules": 7_000,
+    "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 51_990,
+    "tests": 52_090,
 }
-MOST_FILES = 446  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 448  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
