@@ -36,7 +36,7 @@ class LongLoopsRefused(overrides.TorchFunctionMode):
         self._calls, self._call, self._counting = {}, None, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._counting:
+        if self._counting and getattr(func, "__name__", "") != "__get__":  # attributes make no operations
             call, frames = _frames(sys._getframe())
             if frames and call is not self._call:
                 self._call = call
