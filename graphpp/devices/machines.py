@@ -7,12 +7,12 @@ itself. Rank r is in machine r // per_machine.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log, log2, sqrt
 
-from graphpp.arguments import COUNT, TEXT, Accepted, checked, one_of, require
+from graphpp.arguments import BYTES, COUNT, TEXT, Accepted, checked, one_of, require
 from graphpp.devices.device import Device, Link
-from graphpp.devices.efficiency import FROM_ZERO
+from graphpp.devices.efficiency import FROM_ZERO, PEAK
 from graphpp.devices.known import KNOWN_NAMES, known_device
 from graphpp.errors import ScheduleError
 
@@ -33,7 +33,8 @@ class Machines:
 
     `per_machine` divides `gpus`, or is larger (one machine). The bytes of a collective are those of the whole value: of an
     all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has `ranks` ranks,
-    `stride` apart. Raises `ScheduleError` for other values.
+    `stride` apart. `host_memory`: bytes of a machine's own memory for offloaded values; `host_bandwidth`: bytes/s in each
+    direction between this memory and all devices of the machine together. Raises `ScheduleError` for other values.
     """
 
     device: Device
@@ -41,11 +42,15 @@ class Machines:
     per_machine: int = 8
     inside: Link = field(default=None)  # type: ignore[assignment] # the device's own, once made
     between: Link = field(default=None)  # type: ignore[assignment]
+    host_memory: int = 16 * 10**11  # of 2 TB, as usual beside eight H100
+    host_bandwidth: float = 300e9  # half of 16 channels of DDR5-4800, which both directions share
 
     def __post_init__(self) -> None:
         require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
         require(ScheduleError, "gpus", COUNT, self.gpus)
         require(ScheduleError, "per_machine", _per_machine(self.gpus), self.per_machine)
+        require(ScheduleError, "host_memory", BYTES, self.host_memory)
+        require(ScheduleError, "host_bandwidth", PEAK, self.host_bandwidth)
         for name in ("inside", "between"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.device, name))
@@ -81,6 +86,14 @@ class Machines:
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The slowest link that the group crosses."""
         return self.inside if self._local(ranks, stride) == ranks else self.between
+
+    @property
+    def host(self) -> Link | None:
+        """The link of one device to its host's memory while all devices of the machine copy; None: no offloading."""
+        link, sharing = self.device.host, min(self.gpus, self.per_machine)
+        if link is None:
+            return None
+        return replace(link, bandwidth=min(link.bandwidth, self.host_bandwidth / sharing / link.share))
 
     @property
     def slowest(self) -> float:

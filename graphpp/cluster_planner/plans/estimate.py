@@ -93,7 +93,7 @@ def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
 
 def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, cap: int) -> Estimate | None:
     """The estimate with just the offload that the cap needs; None if none is needed or all is not enough."""
-    link, totals = request.machines.device.host, request.of(setting).stages(setting).totals
+    link, totals = request.machines.host, request.of(setting).stages(setting).totals
     if link is None or guess.nbytes <= cap:
         return None
     one = totals.offloadable / setting.shape.pp  # of one microbatch on a rank

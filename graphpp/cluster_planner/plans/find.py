@@ -123,8 +123,8 @@ def _costs_of(request: PlanRequest, found: Prediction) -> Costs:
 
 
 def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
-    """Add settings with the least offload that fits and may beat the best plan, the fastest first (the smallest if none
-    fits)."""
+    """Add settings with the least offload that fits, in the machines' memory too, and may beat the best plan, the fastest first
+    (the smallest if none fits)."""
     fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
     most, promising = min(fitting, default=inf), []
     for guess, setting, least in ordered:
@@ -136,7 +136,8 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
         if not search.work.read_again(setting):
             return
         least_setting = least_offload(search.request, setting, search.cap)
-        search.add(predict(search.request, least_setting) if least_setting is not None else None)
+        found = predict(search.request, least_setting) if least_setting is not None else None
+        search.add(found if found is not None and found.host <= search.request.machines.host_memory else None)
 
 
 def _search_orders(search: Search) -> None:

@@ -192,7 +192,7 @@ def plan_of(found: Prediction, facts: dict[str, Any], reason: str = "", *, on_fr
     stages = tuple(replace(each, peak_bytes={}, received_bytes={}, sent_bytes={}) for each in costs.stages)
     return TrainingPlan(
         setting=found.setting, seconds=found.seconds, peaks=found.peaks, memory=found.memory, sent=found.sent, reason=reason,
-        on_front=on_front, **{**facts, "costs": replace(costs, stages=stages)},
+        host=found.host, on_front=on_front, **{**facts, "costs": replace(costs, stages=stages)},
     )  # fmt: skip
 
 

@@ -1,15 +1,19 @@
-"""The offload windows of a setting, equal to those that a pipeline run by the plan chooses (`planner/offload_windows.py`)."""
+"""The offload windows of a setting, equal to those that a pipeline run by the plan chooses (`planner/offload_windows.py`), and
+the bytes that they take of a machine's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from graphpp.cluster_planner.costs.price import PricedModel
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.devices import Machines
 from graphpp.options.offload import Offload
 from graphpp.planner.offload_windows import Leaving, SavedValues, windows_of
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.offload_window import OffloadWindow
-from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.schedule import Row, Schedule
 
 
 def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction: float) -> tuple[OffloadWindow, ...]:
@@ -22,6 +26,28 @@ def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction:
         values = [each for each in _leaving(priced, range(first, end), table, stage) if each.nbytes >= usual.least_bytes]
         saved.append(SavedValues(nbytes, sorted(values, key=lambda each: -each.nbytes)))
     return tuple(windows_of(table, usual.fraction, usual.ahead, lambda stage, _: saved[stage]))
+
+
+def host_bytes(table: Schedule, windows: Sequence[OffloadWindow], shape: MeshShape, machines: Machines) -> int:
+    """The most bytes of offloaded values in the memory of a machine. Each value has room from its eviction until the first
+    computation that reads it; all ranks of a machine count with their own maxima."""
+    if not windows:
+        return 0
+    own = [[each for each in windows if table.rank_of_stage[each.stage] == rank] for rank in range(table.ranks)]
+    most = [_on_host(row, each) for row, each in zip(table.table, own, strict=True)]
+    alike = min(shape.stride("pp"), machines.per_machine)  # ranks of a machine with the same pipeline rank
+    others = max(1, machines.per_machine // shape.stride("pp"))
+    return alike * max(sum(most[first : first + others]) for first in range(0, len(most), others))
+
+
+def _on_host(row: Row, windows: Sequence[OffloadWindow]) -> int:
+    """The most bytes of one rank at one time."""
+    columns = {each: at for at, action in enumerate(row) if action for each in (action, *action.leaves)}
+    changes = [0] * (len(row) + 1)
+    for each in windows:
+        changes[columns[each.evict_after]] += each.nbytes
+        changes[columns[each.first_use]] -= each.nbytes
+    return max(accumulate(changes))
 
 
 def _leaving(priced: PricedModel, segments: range, table: Schedule, stage: int) -> Iterator[Leaving]:

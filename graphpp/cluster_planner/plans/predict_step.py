@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from graphpp.cluster_planner.plans.gradient_sums import shared_seconds, with_sums
-from graphpp.cluster_planner.plans.offloaded import windows_of_setting
+from graphpp.cluster_planner.plans.offloaded import host_bytes, windows_of_setting
 from graphpp.cluster_planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
@@ -33,7 +33,8 @@ _SMALL = 2e-3  # of a step: gathers and reductions that together take less count
 @dataclass(frozen=True)
 class Prediction:
     """A setting's predicted step. `peaks`: peak bytes of each pipeline rank; `memory`: bytes by kind on the fullest rank;
-    `sent`: bytes per step along each mesh dimension, of the rank that sends most."""
+    `sent`: bytes per step along each mesh dimension, of the rank that sends most; `host`: bytes of offloaded values in the
+    memory of a machine."""
 
     setting: PlanSetting
     cut: Cut
@@ -41,6 +42,7 @@ class Prediction:
     peaks: tuple[int, ...]
     memory: Mapping[str, int]
     sent: Mapping[str, int]
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -84,7 +86,7 @@ def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Seque
 class _Simulated(NamedTuple):
     """One simulated step. `alone`: makespan without gathers, reductions and host copies; `waits`: delay by host copies; `busy`,
     `stages`: of the busiest rank; `exchanged`: bytes by dimension within one microbatch's computations; `along`: bytes along
-    data ranks; both of the rank that sends most."""
+    data ranks; both of the rank that sends most; `host`: offloaded bytes in the memory of a machine."""
 
     makespan: float
     alone: float
@@ -95,6 +97,7 @@ class _Simulated(NamedTuple):
     memory: Mapping[str, int]
     exchanged: Mapping[str, float]
     along: float
+    host: float
 
 
 class _Stages(NamedTuple):
@@ -188,11 +191,12 @@ class _Step:
         fullest = max(peaks, key=lambda each: each.nbytes)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table)
+        host = host_bytes(table.schedule, self._windows(table), self._setting.shape, self._request.machines)
+        bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table), host
         return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
 
     def _waits_for_copies(self, table: ReadTable) -> float:
-        link, windows, collectives = self._request.machines.device.host, self._windows(table), self._setting.keep != 0
+        link, windows, collectives = self._request.machines.host, self._windows(table), self._setting.keep != 0
         if link is None or not windows:
             return 0.0
         copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
@@ -236,7 +240,8 @@ class _Step:
         makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
         parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
         sent = self._sent(continued(first.along, last.along), last.exchanged)
-        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent)
+        host = round(continued(first.host, last.host))
+        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""

@@ -65,8 +65,9 @@ class TrainingPlan:
     less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. `float8`: the linear layers that
     compute in float8, as text (None: none). `costs`: the seconds of its stages, by which `timeline` simulates a step (None:
     unknown, in JSON of earlier versions). `error`: the 10th and 90th percentile of measured over predicted seconds in published
-    runs of the same kind (None: none are known for the device). A plan of measured costs has `machines` "measured", `split` ()
-    (the measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
+    runs of the same kind (None: none are known for the device). `host`: bytes of offloaded values in a machine's memory. A plan
+    of measured costs has `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises `GraphPPError` for
+    inconsistent numbers.
     """
 
     machines: str
@@ -87,6 +88,7 @@ class TrainingPlan:
     costs: Costs | None = field(default=None, repr=False)
     hfu: float = 0.0
     error: tuple[float, float] | None = None
+    host: int = 0
 
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
@@ -231,6 +233,7 @@ class TrainingPlan:
             ("rows a second", "per second"): self.batch / self.step_seconds,
             ("memory at the most", "bytes"): self.peak,
             **{(name, "bytes"): nbytes for name, nbytes in self.memory.items()},
+            **({("offloaded, in a machine's memory", "bytes"): self.host} if self.host else {}),
             **{(f"sent along {name}", "bytes"): nbytes for name, nbytes in self.sent.items()},
         }
 
@@ -245,6 +248,7 @@ class TrainingPlan:
             f"  step {spell_time(self.step_seconds, 's')}{self._range}, {self.rate}, MFU {self.utilization}{self._hardware}:",
             f"    {shares}",
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
+            *([f"  offloaded values take {spell_bytes(self.host)} of a machine's memory"] if self.host else []),
             f"  sent by a rank in a step: {sent}",
             f"  stages start at {starts}",
             *([f"  float8: {self.float8}"] if self.float8 else []),

@@ -30,6 +30,7 @@ from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import ScheduleError
 from graphpp.from_json import document
+from graphpp.units import spell_bytes
 
 LikeForm = str | Path | Mapping[str, object] | TrainingPlan | PlanSetting
 _LIKE = one_of(str, Path, Mapping, TrainingPlan, PlanSetting, takes=(
@@ -101,9 +102,14 @@ def price_layout(request: PlanRequest, limits: MeshLimits, cap: int, space: Sear
     shapes = list(mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes))
     _check_rows(request, shapes, own)
     try:
-        found = searched(request, limits, cap, own).found.values()
+        found = list(searched(request, limits, cap, own).found.values())
     except ScheduleError as error:
         raise _refused(request, shapes, own) or error from None
+    host, least = request.machines.host_memory, min(each.host for each in found)
+    if least > host:
+        said = f"a machine has {spell_bytes(host)} of memory for offloaded values, and the layout takes {spell_bytes(least)}"
+        raise ScheduleError(f"like: offload: {said}: offload less, or give Machines(host_memory=)")
+    found = [each for each in found if each.host <= host]
     return min(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
 
 
@@ -128,7 +134,7 @@ def _check_sizes(request: PlanRequest, limits: MeshLimits, fixed: Fixed) -> None
         said = f"{machines.gpus // left} ranks of {machines.gpus} GPUs"
         raise ScheduleError(f"like: {MeshShape(**sizes)} makes {said}: take {left} times as many ranks, or fewer GPUs")
     check_degrees(request.costs, Deployment(tp=sizes.get("tp", 1), ep=sizes.get("ep", 1), cp=sizes.get("cp", 1)))
-    if values.get("offload") is not None and machines.device.host is None:
+    if values.get("offload") is not None and machines.host is None:
         raise ScheduleError(f"like: offload: {machines.device.name} has no link to the host: give Device(host=Link(..))")
     pp = sizes.get("pp", 1)
     per_rank = fixed.stages_per_rank(values.get("schedule", "1F1B"), pp)

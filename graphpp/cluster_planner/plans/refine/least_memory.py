@@ -28,7 +28,7 @@ def least_offload(request: PlanRequest, setting: PlanSetting, cap: int) -> PlanS
     """The setting with the smallest offloaded fraction, in eighths, within `cap` bytes; None if all is not enough or the device
     has no host link. `setting` has no offload."""
     tables = tables_of(request, setting)
-    if tables is None or request.machines.device.host is None:
+    if tables is None or request.machines.host is None:
         return None
     cut = request.of(setting).stages(setting).cut
 

@@ -15,7 +15,8 @@ from graphpp.cluster_planner.plans.refine.least_memory import least_offload
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.devices import CPU_CORE, Link, Machines
-from graphpp.errors import ScheduleError
+from graphpp.errors import NoPlanError, ScheduleError
+from graphpp.units import spell_bytes
 from tests import internals
 from tests.cluster_planner.plans.test_plan import LENGTH, costs, trained
 from tests.distributed import run_ranks
@@ -54,6 +55,29 @@ def test_offload_takes_bytes_and_a_slow_link_takes_time() -> None:
     copied = 8 * predicted(None).memory["activations"] / 100 / SLOW  # far less than all that is copied
     assert slow.seconds.offload > max(every.seconds.offload, copied)
     assert slow.seconds.total == pytest.approx(none.seconds.total + slow.seconds.offload)
+
+
+def test_offloaded_values_take_a_machines_memory() -> None:
+    none, half, every = (predicted(each) for each in (None, 0.5, 1.0))
+    assert none.host == 0 < half.host < every.host
+    freed = sum(before - after for before, after in zip(none.peaks, every.peaks, strict=True))
+    assert every.host >= freed, "both ranks are in one machine"
+    small = replace(machines(FAST), host_memory=half.host)
+    options = {"pp": 2, "param_dtype": None, "rows": 4, "batch": 32, "schedules": ["LoopedBFS"], "recompute": [None]}
+    found = graphpp.plan(costs(None, "cpu"), machines=small, memory_cap=none.peak - 1, **options)
+    assert all(each.host <= half.host for each in found.plans) and found.best.host > 0
+    assert f"offloaded values take {spell_bytes(found.best.host)} of a machine's memory" in str(found.best)
+    with pytest.raises(NoPlanError):
+        graphpp.plan(costs(None, "cpu"), machines=replace(small, host_memory=1), memory_cap=none.peak - 1, **options)
+    with pytest.raises(ScheduleError, match=r"like: offload: a machine has .*: offload less, or give Machines\(host_memory=\)"):
+        graphpp.plan(costs(None, "cpu"), machines=small, like={"offload": 1.0}, search=False, **options)
+
+
+def test_the_devices_of_a_machine_share_its_memorys_bandwidth() -> None:
+    device = replace(CPU_CORE, host=Link(0.0, 100.0, 0.5))
+    rates = [Machines(device, gpus, host_bandwidth=120.0).host for gpus in (1, 2, 8)]
+    assert [one.bandwidth * one.share for one in rates if one] == [50.0, 50.0, 15.0]
+    assert Machines(CPU_CORE, 8).host is None
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
