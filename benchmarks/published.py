@@ -89,16 +89,17 @@ class Case:
 def cases(run: Run) -> tuple[Case, ...]:
     """A case for each number of stages a rank that the run may have had, and for each kind of kernels.
 
-    FSDP without a pipeline gathers each layer for each forward and backward (`keep=0`). Gathers or reductions that a system
-    hides under the layers of one rank are hidden under small stages here. Raises `ValueError` for a run with `cannot`.
+    FSDP without a pipeline gathers each layer for each forward and backward (`keep=0`), and hybrid sharding small stages, of
+    which two are whole. Small stages also hide the reductions that a system hides under the layers of one rank. Raises
+    `ValueError` for a run with `cannot`.
     """
     if run.cannot is not None:
         raise ValueError(f"{run.name}: the planner cannot express {run.cannot}")
     it, shape = run.settings, _shape(run.settings)
     keep = 0 if it.zero == 3 and it.pp == 1 and shape.shards > 1 else None
     stages = it.stages
-    if it.pp == 1 and keep is None and "gradients" in it.overlap:
-        stages = (min(SMALL_STAGES, run.architecture.layers),)
+    if it.pp == 1 and (it.shard or (keep is None and "gradients" in it.overlap)):
+        stages, keep = (min(SMALL_STAGES, run.architecture.layers),), 2 if keep == 0 else None
     recompute = None if it.recompute == "none" else it.recompute
     overlapped = tuple(each for each in it.overlap if each in ("tp", "ep"))
     microbatches = it.batch // (shape.data_ranks * it.rows)

@@ -20,7 +20,7 @@ from graphpp.runtime.program import Phase
 from graphpp.runtime.recorder import ActionFunction
 from graphpp.runtime.stage import GraphStage
 from graphpp.runtime.task import OverlappedActions, Task
-from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
+from graphpp.schedules.table.actions import BACKWARDS, SENDS, Action, Kind, upstream
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -40,8 +40,11 @@ class ActionBinder:
     def row(self, rank: int) -> list[tuple[Action, ActionFunction]]:
         """The actions of a rank's row with their functions; after an UNSHARD the next computation waits for the parameters."""
         gathered, found = set[int](), []
-        for action in (action for action in self.schedule.table[rank] if action is not None):
-            function = self._bound(action)
+        actions = [action for action in self.schedule.table[rank] if action is not None]
+        ends = {leaf.stage: at for at, action in enumerate(actions) for leaf in action.leaves if leaf.kind in BACKWARDS}
+        for at, action in enumerate(actions):
+            whole = action.kind is Kind.REDUCE_GRAD and at > ends.get(action.stage, -1)
+            function = partial(self.gradients.reduce, action.stage, whole) if whole else self._bound(action)
             if action.kind is Kind.UNSHARD:
                 gathered.add(action.stage)
             waits = sorted(gathered & {leaf.stage for leaf in action.leaves}) if action.is_compute else []

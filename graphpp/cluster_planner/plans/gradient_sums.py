@@ -1,9 +1,9 @@
 """What the parameters of each stage cost beside its computations: gathers, reductions, and sums of gradients.
 
-- A stage's gather and its reduction over the ranks that share its rows are actions of the table, which other stages hide.
-- Whole gradients are averaged over replicas in the same action. Rows of gradients are added over `dp_replicate` and `cp` after
-  the last backward, so nothing hides them.
-- With `keep=0`, computations contain the gathers and reductions of their layers (`single_layers.py`).
+- A stage's gather, and its reduction over the ranks that share its rows and over their copies, are actions of the table, which
+  other stages hide.
+- With `keep=0`, computations contain the gathers and reductions of their layers (`single_layers.py`). Rows of gradients are
+  added over `dp_replicate` and `cp` after the last backward, so nothing hides these sums.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def shared_seconds(
         for stage in one.readers:
             gathers[stage] += gather
         for stage in one.makers:
-            reductions[stage] += reduce if ranks > 1 else over_copies
-            copies[stage] += over_copies if ranks > 1 else 0.0
+            reductions[stage] += reduce + (0.0 if layers else over_copies)
+            copies[stage] += over_copies if layers else 0.0
     return SharedSeconds(tuple(gathers), tuple(reductions), tuple(copies))
 
 

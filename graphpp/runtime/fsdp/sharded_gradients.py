@@ -2,7 +2,8 @@
 
 - `reduce(stage)` takes over the stage's sums of whole gradients and starts their reduce-scatter over the mesh. A whole sum is
   freed when its rows have left. A stage may be reduced several times in a step. At most one reduction is in flight: the next
-  one waits for it.
+  one waits for it. After the stage's last backward (`whole`), the sums over the copies of its rows follow, which run beside the
+  computations of other stages; those of tied parameters start in `finish`.
 - `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
 - A gradient is ((r0 + r1) + ..) / replicas, over the ranks of the mesh, then over their copies, in the order that `Sums`
   defines. The sums of several reductions are added in their order.
@@ -70,8 +71,10 @@ class ShardedGradients:
         """`stages`: the sums of each local stage; `replicas`: the divisor of the sums; `over_ranks` adds over ranks."""
         self._stages, self._tied, self._sharded, self._replicas = stages, tied, sharded, replicas
         self._sum_dtype, self._over_ranks, self._partial = sum_dtype, over_ranks, partial
-        self._pending: deque[tuple[int, list[str], PendingSums]] = deque()  # by stage
+        self._pending: deque[tuple[int, list[str], PendingSums, bool]] = deque()  # by stage; whether nothing is added later
         self._rows: dict[_Key, torch.Tensor] = {}
+        self._copied: deque[tuple[torch.Tensor, PendingSums]] = deque()  # sums over copies
+        self._summed = set[str]()  # FQNs of rows whose sums over copies have started
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._sharded.begin_gradients()
@@ -79,23 +82,26 @@ class ShardedGradients:
         for sums in self._stages.values():
             sums.start({}, {fqn: precision.of_sums(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, whole: bool = False) -> None:
         self._add_started()  # frees their memory before more is allocated
         taken = self._stages[stage].take()
         self._partial.add_up(taken)
         for sharding, names in self._by_sharding(taken):
             started = scattered(taken, names, self._sharded, sharding, self._over_ranks, self._dtype_of_rows)
-            self._pending.extend((stage, fqns, pending) for fqns, pending in started)
+            self._pending.extend((stage, fqns, pending, whole) for fqns, pending in started)
 
     def finish(self) -> None:
         for stage in self._stages:
-            self.reduce(stage)
+            self.reduce(stage, whole=True)
         self._add_started()
         rows, self._rows = self._rows, {}
         totals = self._tied.reduce(lambda stage, fqn: rows.pop((stage, fqn)), self._buffer_for_sum)
         totals |= {fqn: total for (_, fqn), total in rows.items()}
         rows.clear()
-        self._sum_over_copies(totals)
+        self._start_over_copies(totals, [fqn for fqn in totals if fqn not in self._summed])
+        while self._copied:
+            flat, pending = self._copied.popleft()
+            flat.copy_(pending()[0])
         for fqn, total in totals.items():
             self._sharded.add_gradient(fqn, total.div_(self._replicas))
         self._end()
@@ -103,22 +109,21 @@ class ShardedGradients:
     def drop(self) -> None:
         self._pending.clear()
         self._rows.clear()
+        self._copied.clear()
         self._end()
 
     def _end(self) -> None:
+        self._summed.clear()
         for sums in self._stages.values():
             sums.start({})
 
-    def _sum_over_copies(self, totals: MutableMapping[str, torch.Tensor]) -> None:
-        """Add up over the replicas that have the same rows."""
-        started = deque[tuple[torch.Tensor, PendingSums]]()
-        for sharding, names in self._by_sharding(totals):
+    def _start_over_copies(self, totals: MutableMapping[str, torch.Tensor], fqns: Iterable[str]) -> None:
+        """Start to add up over the replicas that have the same rows. The totals become views of the memory that is summed."""
+        for sharding, names in self._by_sharding(fqns):
             if sharding.copies is not None:
                 flats = merged(totals, names)
-                started.extend((flat, self._over_ranks.everywhere(flat, sharding.copies)) for flat in flats)
-        while started:
-            flat, pending = started.popleft()
-            flat.copy_(pending()[0])
+                self._copied.extend((flat, self._over_ranks.everywhere(flat, sharding.copies)) for flat in flats)
+            self._summed.update(names)
 
     def _by_sharding(self, fqns: Iterable[str]) -> list[tuple[Sharding, list[str]]]:
         """Parameters by the ranks that share them, sorted by FQN: replicas may make gradients in another order."""
@@ -137,10 +142,13 @@ class ShardedGradients:
 
     def _add_started(self) -> None:
         while self._pending:
-            stage, fqns, pending = self._pending.popleft()
+            stage, fqns, pending, whole = self._pending.popleft()
             for fqn, rows in zip(fqns, pending(), strict=True):
                 before = self._rows.get((stage, fqn))
                 self._rows[stage, fqn] = rows if before is None else before.add_(rows)
+            own = {fqn: self._rows[stage, fqn] for fqn in fqns if fqn not in self._tied.contributors} if whole else {}
+            self._start_over_copies(own, own)
+            self._rows.update(((stage, fqn), rows) for fqn, rows in own.items())
 
 
 class LayerReducer:
@@ -223,7 +231,7 @@ class LayerGradients(ShardedGradients):
         for sums in self._stages.values():
             sums.start({}, {fqn: self._dtype_of_rows(fqn) for fqn in sums.fqns})
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, whole: bool = False) -> None:
         """Do nothing: the sink starts the sums during the backward."""
 
     def finish(self) -> None:

@@ -56,8 +56,8 @@ class WholeGradients:
             dtypes = {fqn: dtype_of_sum(parameter, self._sum_dtype) for fqn, parameter in own.items()}
             sums.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
-    def reduce(self, stage: int) -> None:
-        """Start to average a stage's gradients over the replicas; tied parameters follow in `finish`."""
+    def reduce(self, stage: int, whole: bool = False) -> None:
+        """Start to average a stage's gradients over the replicas; tied parameters follow in `finish`. `whole` has no effect."""
         if stage not in self._reduced:
             self._reduced.add(stage)
             sums = self._stages[stage].sums

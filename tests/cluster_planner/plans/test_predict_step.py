@@ -139,15 +139,16 @@ def test_several_stages_of_one_rank_hide_their_gathers_and_reductions() -> None:
     assert several.forward == pytest.approx(one.forward, rel=1e-6)
 
 
-def test_sums_over_copies_of_rows_are_hidden_by_nothing() -> None:
-    """Whole gradients are averaged while other stages compute; the rows of shards after the last backward."""
+def test_sums_over_copies_of_rows_are_part_of_a_stages_reduction_but_of_single_layers() -> None:
     machines = Machines.read("16xH100")
     state = [StateBytes((0,), (0,), weights=100, sums=1600)]
     whole = shared_seconds(machines, MeshShape(dp_replicate=16), 1, state, [False], layers=False)
-    rows = shared_seconds(machines, MeshShape(dp_replicate=2, dp_shard=8), 1, state, [False], layers=False)
-    assert whole.copies == (0.0,) and whole.reductions == (machines.all_reduce(1600, 16),)
-    assert rows.copies == (machines.all_reduce(200, 2, 8),)
-    assert rows.reductions == (machines.reduce_scatter(1600, 8),)
+    hybrid = MeshShape(dp_replicate=2, dp_shard=8)
+    rows, layers = (shared_seconds(machines, hybrid, 1, state, [False], layers=each) for each in (False, True))
+    over_copies = machines.all_reduce(200, 2, 8)
+    assert whole.copies == rows.copies == (0.0,) and whole.reductions == (machines.all_reduce(1600, 16),)
+    assert rows.reductions == (machines.reduce_scatter(1600, 8) + over_copies,)
+    assert layers.copies == (over_copies,) and layers.reductions == (0.0,)
     assert shared_seconds(machines, MeshShape(dp_shard=8), 1, state, [False], layers=True).gathers == (0.0,)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import graphpp
 from graphpp._torch.this_thread import replaced
 from graphpp.runtime.dtensors import whole_tensor
+from graphpp.runtime.fsdp.sharded_gradients import ShardedGradients
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import Mesh, batch, compiled, example, odd, sgd
@@ -124,6 +125,37 @@ def test_hooks_see_the_sharded_gradients() -> None:
     for seen in run_ranks(hooked, 2):
         assert "embed.weight [13, 7]" in seen
         assert not any("unused" in text for text in seen)
+
+
+def order_of_sums(rank: int, mesh: Mesh) -> list[str]:
+    """The reductions of one rank's stages, and the parameters whose sums over copies start, in order."""
+    torch.set_num_threads(1)
+    log = list[str]()
+    pipe = compiled(mesh.made(), odd(tied=True), split=CUTS[4])
+    reduce, start = ShardedGradients.reduce, ShardedGradients._start_over_copies
+
+    def reducing(self: ShardedGradients, stage: int, whole: bool = False) -> None:
+        log.append(f"reduce {stage}")
+        reduce(self, stage, whole)
+
+    def starting(self: ShardedGradients, totals: Any, fqns: Any) -> None:
+        log.extend(fqns)
+        start(self, totals, fqns)
+
+    with replaced(ShardedGradients, "reduce", reducing), replaced(ShardedGradients, "_start_over_copies", starting):
+        tokens, target = batch(0)
+        pipe.step(tokens, target=target)
+    return log
+
+
+def test_sums_over_copies_run_beside_the_backward_of_earlier_stages() -> None:
+    mesh = Mesh((2, 2), ("dp_replicate", "dp_shard"))
+    first, *others = run_ranks(order_of_sums, mesh.ranks, mesh)
+    assert all(each == first for each in others)
+    assert first.index("norm.weight") < first.index("reduce 1") < first.index("layers.0.0.weight")
+    assert first.index("embed.weight") > first.index("reduce 0"), "two stages add to a tied parameter"
+    names = [each for each in first if not each.startswith("reduce")]
+    assert len(names) == len(set(names)), "each parameter is summed once"
 
 
 def refused(rank: int) -> dict[str, str]:
