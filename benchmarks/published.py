@@ -101,6 +101,7 @@ def cases(run: Run) -> tuple[Case, ...]:
     if it.pp == 1 and (it.shard or (keep is None and "gradients" in it.overlap)):
         stages, keep = (min(SMALL_STAGES, run.architecture.layers),), 2 if keep == 0 else None
     recompute = None if it.recompute == "none" else it.recompute
+    chosen = run.architecture.per_token or None if it.dispatch == "machines" else None
     overlapped = tuple(each for each in it.overlap if each in ("tp", "ep"))
     microbatches = it.batch // (shape.data_ranks * it.rows)
     compiled = {"eager": (False,), "partly": (False, True)}.get(it.kernels, (True,))
@@ -108,7 +109,7 @@ def cases(run: Run) -> tuple[Case, ...]:
         Case(
             run, _machines(run.machines, it.attention),
             PlanSetting(shape, it.rows, microbatches, _schedule(it.schedule, each), keep, recompute),
-            Deployment(sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped),
+            Deployment(sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped, chosen=chosen),
         )
         for each in stages
         for kind in compiled

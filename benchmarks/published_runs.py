@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent / "published"
 FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 SEEN = ("page", "transcription", "issue", "earlier", "memory")
 KERNELS = ("eager", "partly", "compile", "fused")
+DISPATCHES = ("experts", "machines")
 ATTENTIONS = ("unfused", "flash 1", "flash 2", "newest")
 PRECISIONS = ("bfloat16", "float8 tensorwise", "float8 rowwise")
 SCHEDULES = ("loop", "1F1B", "interleaved", "ZB1P", "ZB2P", "DualPipeV")
@@ -167,7 +168,8 @@ class Settings:
     `zero` shards (3: FSDP; 0: nothing). `ep` divides `dp`, or with `etp` (None: not said; ranks that divide one expert) all
     ranks of a stage. `stages`: of a rank; several: not said, and the fastest counts. `rows`: of a microbatch; `batch`: rows of
     a step. `recompute`: "none", "selective", "full", a fraction of the layers, or words that name what. `attention`: its
-    kernel; `kernels`: of other operators ("partly": some are fused by hand, as in Megatron before 2024). `overlap`: names."""
+    kernel; `kernels`: of other operators ("partly": some are fused by hand, as in Megatron before 2024). `overlap`: names.
+    `dispatch`: how often a token travels: once to each of its experts, or to each of their machines."""
 
     dp: int
     rows: int
@@ -189,9 +191,12 @@ class Settings:
     recompute: str | float | None = "none"
     kernels: str = "fused"
     overlap: tuple[str, ...] = ()
+    dispatch: str = "experts"
 
     def __post_init__(self) -> None:
-        words = {"schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS}
+        words = {
+            "schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS, "dispatch": DISPATCHES,
+        }  # fmt: skip
         for name, known in words.items():
             _require((value := getattr(self, name)) in known, f"{name}: take {', '.join(known)}, got {value!r}")
         numbers = self.dp, self.rows, self.batch, self.length, self.tp, self.pp, self.cp, self.ep, *self.stages

@@ -169,3 +169,16 @@ def test_a_power_limit_stands_behind_the_name(text: str) -> None:
 def test_a_power_limit_that_no_device_has_is_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Machines.read(f"8x{text}")
+
+
+def test_a_token_that_travels_once_to_each_machine_sends_fewer_bytes() -> None:
+    """Two machines of eight: of 8 random experts on 16 ranks, 4 are far in the mean, on the other machine with 1 - 2 ** -8."""
+    plain, once = EVEN.all_to_all(1600, 16), EVEN.all_to_all(1600, 16, chosen=8)
+    assert plain == pytest.approx(1600 / 2 / 10)
+    assert once == pytest.approx(1600 * (2 * (1 - 0.5**8) / 8) / 2 / 10)
+    near = 16 * (1 - (15 / 16) ** 8) / 8
+    fast = replace(EVEN, between=Link(0.0, 1e9))
+    assert fast.all_to_all(1600, 16, chosen=8) == pytest.approx(1600 * near * 7 / 8 / 100), "inside, once to each rank"
+    assert EVEN.all_to_all(800, 8, chosen=1) == pytest.approx(EVEN.all_to_all(800, 8))
+    with pytest.raises(ScheduleError, match="chosen"):
+        EVEN.all_to_all(800, 8, chosen=0)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from math import ceil, log, log2, sqrt
 
-from graphpp.arguments import BYTES, COUNT, TEXT, Accepted, checked, one_of, require
+from graphpp.arguments import BYTES, COUNT, TEXT, Accepted, checked, one_of, or_none, require
 from graphpp.devices.device import Device, Link
 from graphpp.devices.efficiency import FROM_ZERO, PEAK
 from graphpp.devices.known import KNOWN_NAMES, known_device
@@ -25,6 +25,11 @@ def _per_machine(gpus: int) -> Accepted:
         f"a divisor of gpus, here of {gpus}, or a number above it",
         lambda value: COUNT.accepts(value) and (value >= gpus or gpus % value == 0),  # type: ignore[operator]
     )
+
+
+def _distinct(places: int, chosen: int) -> float:
+    """The expected number of distinct places of `chosen` random ones, over `chosen`."""
+    return places * (1 - (1 - 1 / places) ** chosen) / chosen
 
 
 @dataclass(frozen=True)
@@ -118,14 +123,22 @@ class Machines:
         """Seconds until each rank has its part of the sum: an all-gather in reverse."""
         return self.all_gather(nbytes, ranks, stride)
 
-    def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds until each rank has sent every other its equal part; links within and between machines are busy together."""
+    def all_to_all(self, nbytes: float, ranks: int, stride: int = 1, chosen: int | None = None) -> float:
+        """Seconds until each rank has sent every other its equal part; links within and between machines are busy together.
+
+        `chosen`: the parts are of tokens that each choose so many experts at random, and a token travels once to each machine,
+        and there once to each rank (None: once to each expert).
+        """
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        require(ScheduleError, "chosen", or_none(COUNT), chosen)
         local = self._local(ranks, stride)
         if not nbytes or ranks == 1:
             return 0.0
-        across = self.between.seconds(nbytes * (ranks - local) / ranks)
-        return max(self.inside.seconds(nbytes * (local - 1) / ranks), across) + self.link(ranks, stride).latency
+        machines = ranks // local
+        to_machines, to_ranks = (_distinct(each, chosen) if chosen else 1.0 for each in (machines, ranks))
+        across = self.between.seconds(nbytes * to_machines * (machines - 1) / machines)
+        inside = self.inside.seconds(nbytes * to_ranks * (local - 1) / (ranks if chosen is None else local))
+        return max(inside, across) + self.link(ranks, stride).latency
 
     def send(self, nbytes: float, stride: int = 1) -> float:
         """Seconds of a message to the rank `stride` further; 0 without bytes."""

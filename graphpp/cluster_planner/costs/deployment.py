@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphpp.arguments import COUNT, FLAG, NUMBER, Accepted, require
+from graphpp.arguments import COUNT, FLAG, NUMBER, Accepted, or_none, require
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.errors import ScheduleError
 
@@ -17,7 +17,7 @@ _OVERLAPPED = Accepted(
 )
 _ACCEPTED = {
     "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "sequence": FLAG, "compiled": FLAG,
-    "overlapped": _OVERLAPPED,
+    "overlapped": _OVERLAPPED, "chosen": or_none(COUNT),
 }  # fmt: skip
 
 
@@ -31,7 +31,8 @@ class Deployment:
     float32 parameters. `compiled`: pointwise operators, reductions and look-ups run in fused kernels, as Inductor makes them;
     otherwise each operator is a kernel of its own, and the host launches one after the other. `overlapped`: of "tp" and "ep",
     exchanges that run beside computations, as in other systems: those of `tp` but for one rank's part, 90 % of those of `ep`.
-    Raises `ScheduleError`.
+    `chosen`: the experts of a token, in a system that sends a token once to each machine of its experts, as DeepEP does (None:
+    once to each expert). Raises `ScheduleError`.
     """
 
     rows: int = 1
@@ -43,6 +44,7 @@ class Deployment:
     optimizer: str | float = "adamw"
     compiled: bool = True
     overlapped: tuple[str, ...] = ()
+    chosen: int | None = None
 
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from graphpp.arguments import checked, one_of
@@ -237,8 +238,9 @@ class _Pricing:
         if ranks == 1:
             return _Exchange(0.0, 0.0)
         nbytes = degrees.amount(each.nbytes, whole=along == "tp") * (ranks if along == "cp" else 1)
+        to_experts = partial(machines.all_to_all, chosen=self._deployment.chosen)
         times, seconds = {
-            "all_to_all": (1, machines.all_to_all), "all_reduce": (2, machines.all_reduce),
+            "all_to_all": (1, to_experts), "all_reduce": (2, machines.all_reduce),
         }.get(each.kind, (1, machines.all_gather))  # fmt: skip
         hidden = 1 - (1 / ranks if along == "tp" else _SHOWN) if along in self._deployment.overlapped else 0.0
         shown = 1 - hidden + hidden * machines.contention(ranks, stride)
