@@ -34,9 +34,9 @@ from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
 from graphpp.cluster_planner.costs.operations import Operation
-from graphpp.cluster_planner.plans.error_bars import kind_of
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.prediction.error_bars import kind_of
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
@@ -296,7 +296,7 @@ def summary(group: str, found: Iterable[Compared]) -> tuple[str, ...]:
 
 def error_bars(found: Iterable[Compared]) -> Iterator[tuple[str, str, str]]:
     """By kind of training, the number of runs and the 10th and 90th percentile of published over predicted seconds: the figures
-    of `graphpp/cluster_planner/plans/error_bars.py`."""
+    of `graphpp/cluster_planner/plans/prediction/error_bars.py`."""
     kinds = defaultdict[str, list[float]](list)
     for each in found:
         if each.run.tokens is not None:

@@ -18,6 +18,7 @@ QUICK = (
     "tests/cli/test_command.py",
     "tests/cluster_planner/plans/test_mesh_shapes.py",
     "tests/compiler/test_dump.py::test_golden",
+    "tests/devices/test_devices.py",
     "tests/options/test_options.py",
     "tests/ownership/test_export.py::test_an_entry_that_is_no_tensor_is_refused",
     "tests/parallel/test_place.py::test_one_process_has_no_group",

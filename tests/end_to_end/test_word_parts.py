@@ -314,7 +314,8 @@ def test_ranks_train_as_one_process(tied: bool, options: dict[str, Any]) -> None
             torch.testing.assert_close(found.losses, expected.losses)
             torch.testing.assert_close(found.norms, expected.norms)
             continue
-        assert all(map(torch.equal, found.losses, expected.losses))
+        assert torch.equal(found.losses[0], expected.losses[0])
+        torch.testing.assert_close(found.losses[1], expected.losses[1])  # the norm may round otherwise, and so the clipped step
         torch.testing.assert_close(found.norms, expected.norms)
         assert all(torch.equal(each, expected.gradients[0][name]) for name, each in found.gradients[0].items())
         torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-5)

@@ -13,18 +13,18 @@ from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
-from graphpp.cluster_planner.plans.error_bars import error_of
 from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offload
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
 from graphpp.cluster_planner.plans.layouts.fixed import Fixed
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
-from graphpp.cluster_planner.plans.predict_step import Prediction, order_costs, predict, tables_of
-from graphpp.cluster_planner.plans.read_tables import Work
+from graphpp.cluster_planner.plans.prediction.error_bars import error_of
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, order_costs, predict, tables_of
+from graphpp.cluster_planner.plans.prediction.read_tables import Work
+from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
-from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.errors import ScheduleError
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.costs import Costs

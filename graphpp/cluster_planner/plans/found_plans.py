@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpp.arguments import shown
-from graphpp.cluster_planner.plans.predict_step import Prediction
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError, NoPlanError
 from graphpp.from_json import document

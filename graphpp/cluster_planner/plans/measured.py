@@ -12,8 +12,8 @@ from math import inf
 
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, ranked
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import Prediction
-from graphpp.cluster_planner.plans.read_tables import read_table
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
+from graphpp.cluster_planner.plans.prediction.read_tables import read_table
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice, table_of
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.errors import ScheduleError

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from graphpp.arguments import COUNT, INDEX, require
-from graphpp.cluster_planner.plans.read_tables import counts_of, read_table
+from graphpp.cluster_planner.plans.prediction.read_tables import counts_of, read_table
 from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.errors import GraphPPError
 from graphpp.from_json import document, read

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from graphpp.cluster_planner.costs import Deployment
-from graphpp.cluster_planner.plans import read_tables
 from graphpp.cluster_planner.plans.estimate import estimate
-from graphpp.cluster_planner.plans.gradient_sums import shared_seconds
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import order_costs, predict, tables_of
+from graphpp.cluster_planner.plans.prediction import read_tables
+from graphpp.cluster_planner.plans.prediction.gradient_sums import shared_seconds
+from graphpp.cluster_planner.plans.prediction.predict_step import order_costs, predict, tables_of
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.cluster_planner.plans.training_plan import StepSeconds

@@ -15,9 +15,9 @@ from graphpp.arguments import COUNT, FLAG, INDEX, TEXT, Accepted, one_word, or_n
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.plans import settings
 from graphpp.cluster_planner.plans.mesh_shapes import SIZES
+from graphpp.cluster_planner.plans.prediction.single_layers import layers_of_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
-from graphpp.cluster_planner.plans.single_layers import layers_of_stages
 from graphpp.errors import ScheduleError
 from graphpp.planner.megatron_layout import Layout as StageLetters
 from graphpp.planner.segments import Cut

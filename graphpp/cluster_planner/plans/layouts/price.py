@@ -24,7 +24,7 @@ from graphpp.cluster_planner.plans.layouts.other_systems import (
 )
 from graphpp.cluster_planner.plans.layouts.own_words import read_own_words
 from graphpp.cluster_planner.plans.mesh_shapes import SIZES, MeshLimits, MeshShape, mesh_shapes
-from graphpp.cluster_planner.plans.predict_step import Prediction
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan

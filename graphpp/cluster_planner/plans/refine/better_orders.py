@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from graphpp.cluster_planner.plans.predict_step import Prediction, order_costs, predict, tables_of
-from graphpp.cluster_planner.plans.read_tables import ReadTable
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, order_costs, predict, tables_of
+from graphpp.cluster_planner.plans.prediction.read_tables import ReadTable
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice, table_of
 from graphpp.errors import ScheduleError

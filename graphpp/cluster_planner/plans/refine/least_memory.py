@@ -11,11 +11,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphpp.cluster_planner.plans.predict_step import peaks_of, tables_of
-from graphpp.cluster_planner.plans.read_tables import ReadTable
+from graphpp.cluster_planner.plans.prediction.predict_step import peaks_of, tables_of
+from graphpp.cluster_planner.plans.prediction.read_tables import ReadTable
+from graphpp.cluster_planner.plans.prediction.single_layers import layers_of_stages, priced_setting
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting
-from graphpp.cluster_planner.plans.single_layers import layers_of_stages, priced_setting
 from graphpp.planner.balance import balanced
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind

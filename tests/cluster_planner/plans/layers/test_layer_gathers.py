@@ -8,7 +8,7 @@ from typing import cast
 
 from graphpp.cluster_planner.costs.price import PhaseBytes, PricedModel
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.single_layers import LayerGathers
+from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers
 from graphpp.devices import Machines
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts

@@ -10,7 +10,7 @@ import pytest
 import graphpp
 from graphpp import TrainingPlan, TrainingPlans
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice

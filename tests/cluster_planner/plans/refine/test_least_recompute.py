@@ -8,11 +8,11 @@ import pytest
 
 from graphpp import TrainingPlan
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
 from graphpp.cluster_planner.plans.refine.least_memory import least_recompute
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
-from graphpp.cluster_planner.plans.single_layers import layer_names
 from graphpp.devices import Machines
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.planner.segments import Cut

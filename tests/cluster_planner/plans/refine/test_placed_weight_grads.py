@@ -11,7 +11,7 @@ from torch import Tensor
 import graphpp
 from graphpp import Schedule, TrainingPlan
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import predict
+from graphpp.cluster_planner.plans.prediction.predict_step import predict
 from graphpp.cluster_planner.plans.refine import better_orders
 from graphpp.cluster_planner.plans.refine.better_orders import MOST_PLACED, placed_weight_grads
 from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice

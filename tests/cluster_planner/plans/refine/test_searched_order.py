@@ -8,7 +8,7 @@ import pytest
 
 from graphpp import Schedule, TrainingPlan
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.predict_step import Prediction, predict
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.refine.better_orders import MOST_SEARCHED, searched_order
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice

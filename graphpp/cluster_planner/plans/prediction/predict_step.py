@@ -12,12 +12,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.gradient_sums import shared_seconds, with_sums
-from graphpp.cluster_planner.plans.offloaded import host_bytes, windows_of_setting
-from graphpp.cluster_planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
+from graphpp.cluster_planner.plans.prediction.gradient_sums import shared_seconds, with_sums
+from graphpp.cluster_planner.plans.prediction.offloaded import host_bytes, windows_of_setting
+from graphpp.cluster_planner.plans.prediction.read_tables import FLOW, ReadTable, counts_of, read_table
+from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, priced_setting
 from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
-from graphpp.cluster_planner.plans.single_layers import LayerGathers, priced_setting
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak

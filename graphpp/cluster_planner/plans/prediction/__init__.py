@@ -1,0 +1,1 @@
+"""The seconds and bytes of one setting."""
