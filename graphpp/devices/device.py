@@ -21,7 +21,7 @@ _FLOPS = Accepted(
     f'a mapping of dtype names to FLOP/s, e.g. {{"bfloat16": 989e12}}, with names among {", ".join(DTYPES)}',
     lambda value: isinstance(value, Mapping) and {*map(_is_rate, value.items())} == {True},
 )
-_STATIC = 0.3  # of a device's power: memory, links and leakage, which its clock does not change
+_STATIC = 0.3  # of a device's power, an assumption: memory, links and leakage, which its clock does not change
 
 
 def _is_rate(item: tuple[object, object]) -> bool:
@@ -58,10 +58,11 @@ NVLINK, NIC = Link(3e-6, 450e9, contention=0.6), Link(8e-6, 50e9, 0.9)
 class Device:
     """One device. `flops`: dense FLOP/s by name of a torch dtype or "tf32". Raises `ScheduleError` for other values.
 
-    `memory_bandwidth` in bytes/s, `memory` in bytes, `launch`: seconds per kernel in addition to its work; `dispatch`:
-    seconds of the host per operator that is not compiled. `inside`, `between`:
-    the usual links within a machine and between machines. `torch_type`: torch's device type. `host`: the link to the host's
-    memory for offloaded values (None: no offloading).
+    `memory_bandwidth` in bytes/s, `memory` in bytes. `launch`: seconds per kernel in addition to its work; `dispatch`: seconds
+    of the host per operator that is not compiled (an assumption). `spread`: standard deviation of the speed of devices of this
+    kind, over their mean. `power`: watts at which the figures hold (None: unknown); `limit`: watts, set by `limited`. `inside`,
+    `between`: the usual links within a machine and between machines. `torch_type`: torch's device type. `host`: the link to the
+    host's memory for offloaded values (None: no offloading).
     """
 
     name: str
@@ -73,6 +74,7 @@ class Device:
     dispatch: float = 1e-5
     spread: float = 0.015
     power: float | None = None
+    limit: float | None = None
     inside: Link = NVLINK
     between: Link = NIC
     torch_type: str = "cuda"
@@ -82,6 +84,7 @@ class Device:
         accepted = {
             "name": TEXT, "torch_type": one_word(*TORCH_TYPES), "flops": _FLOPS, "memory_bandwidth": PEAK, "memory": BYTES,
             "launch": FROM_ZERO, "dispatch": FROM_ZERO, "spread": FROM_ZERO, "power": or_none(PEAK),
+            "limit": or_none(PEAK),
             "efficiency": one_of(Efficiency, takes="an Efficiency"),
             "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
             "host": or_none(one_of(Link, takes="a Link")),
@@ -120,17 +123,20 @@ class Device:
         """The device under a power limit, which lowers the clock of products and attention and leaves that of the memory.
 
         Above a static part, power grows with the cube of the clock, because the voltage falls with the clock. Raises
-        `ScheduleError` for a device without `power`, and for a limit within the static part.
+        `ScheduleError` for a device without `power` or with a limit, and for a limit within the static part.
         """
-        if self.power is None:
-            raise ScheduleError(f"power: the device {self.name} has no power of its own: give Device(power=) in watts")
+        require(ScheduleError, "watts", PEAK, watts)
+        if self.power is None or self.limit is not None:
+            lacks = "has no power of its own: give Device(power=) in watts" if self.limit is None else "has a limit"
+            raise ScheduleError(f"power: the device {self.name} {lacks}")
         least = _STATIC * self.power
         if not watts > least:
             raise ScheduleError(f"power: take watts above {least:g}, the static part of {self.name}, got {watts:g}")
-        clock = min(1.0, ((watts - least) / (self.power - least)) ** (1 / 3))
+        if watts >= self.power:
+            return self
+        clock = ((watts - least) / (self.power - least)) ** (1 / 3)
         curves = {name: getattr(self.efficiency, name).times(clock) for name in ("product", "attention", "attention_backward")}
-        name = f"{self.name}@{watts:g}W" if clock < 1 else self.name
-        return replace(self, name=name, power=min(watts, self.power), efficiency=replace(self.efficiency, **curves))
+        return replace(self, name=f"{self.name}@{watts:g}W", limit=watts, efficiency=replace(self.efficiency, **curves))
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products in a dtype. Raises `ScheduleError` for a dtype without a figure."""

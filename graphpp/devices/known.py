@@ -91,6 +91,6 @@ KNOWN_NAMES = f"{', '.join(sorted({each.name for each in _KNOWN.values()}))}, H1
 def known_device(name: str) -> Device | None:
     """The device of a name in any case, under a power limit after "@", e.g. "H100@500W"; None for other names. Raises
     `ScheduleError` for a limit that the device cannot have."""
-    found = re.fullmatch(r"([^@]+?)(?:\s*@\s*([0-9]{1,5})\s*w)?", name.strip().lower())
+    found = re.fullmatch(r"([^@]+?)(?:\s*@\s*([0-9]{1,5}(?:\.[0-9]+)?)\s*w)?", name.strip().lower())
     device = _KNOWN.get(found[1].replace("-", "_").replace(" ", "_")) if found else None
-    return device.limited(int(found[2])) if device and found and found[2] else device
+    return device.limited(float(found[2])) if device and found and found[2] else device

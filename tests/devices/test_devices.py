@@ -90,12 +90,12 @@ def test_rings_take_a_hop_for_every_rank_and_large_sums_a_tree() -> None:
 
 def test_a_power_limit_slows_arithmetic_and_not_memory() -> None:
     half = H100_SXM.limited(350)
-    assert half.power == 350 and half.memory_bandwidth == H100_SXM.memory_bandwidth
+    assert half.limit == 350 and half.power == 700 and half.memory_bandwidth == H100_SXM.memory_bandwidth
     share = half.efficiency.product.at(1e11) / H100_SXM.efficiency.product.at(1e11)
     assert share == pytest.approx(((0.5 - 0.3) / 0.7) ** (1 / 3)), "above 30 %, power grows with the cube of the clock"
     assert half.efficiency.attention.at(1e11) == pytest.approx(share * H100_SXM.efficiency.attention.at(1e11))
     assert half.efficiency.traffic == H100_SXM.efficiency.traffic
-    assert H100_SXM.limited(900).efficiency == H100_SXM.efficiency, "a limit above the device's own changes nothing"
+    assert H100_SXM.limited(900) == H100_SXM, "a limit above the device's own changes nothing"
 
 
 def test_the_slowest_of_many_devices_is_slower_than_one() -> None:
@@ -138,6 +138,8 @@ def test_seconds_of_messages_and_all_to_alls() -> None:
         (lambda: EVEN.all_reduce(1, 0), "ranks"),
         (lambda: EVEN.send(1, 0), "stride"),
         (lambda: Machines.read("60xH100"), '60 devices do not fill machines of 8: take "56xH100" or "64xH100"; or'),
+        (lambda: H100_SXM.limited("500"), "watts: take a positive number"),
+        (lambda: H100_SXM.limited(500).limited(400), "power: the device H100_SXM@500W has a limit"),
         (lambda: H100_SXM.limited(200), "power: take watts above 210"),
         (lambda: Device("x", {"bfloat16": 1e12}, 1e12, 10**9).limited(300), "power: the device x has no power"),
         (lambda: Link(0.0, 1e9, contention=-0.1), "contention"),
@@ -159,7 +161,7 @@ def test_names_of_dtypes_and_of_devices_are_those_of_torch() -> None:
     assert all(torch.device(name).type == name for name in TORCH_TYPES)
 
 
-@pytest.mark.parametrize("text", ["H100@500W", " h100 @ 500 w"])
+@pytest.mark.parametrize("text", ["H100@500W", " h100 @ 500 w", "H100_SXM@500.0W"])
 def test_a_power_limit_stands_behind_the_name(text: str) -> None:
     limited = Machines.read(f"8x{text}").device
     assert limited == H100_SXM.limited(500) and limited.name == "H100_SXM@500W"

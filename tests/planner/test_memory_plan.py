@@ -90,9 +90,9 @@ def watching() -> Iterator[Held]:
         unshard(flat)
         held.note()
 
-    def reduced(gradients: ShardedGradients, stage: int) -> None:
+    def reduced(gradients: ShardedGradients, stage: int, whole: bool = False) -> None:
         held.note()
-        reduce(gradients, stage)
+        reduce(gradients, stage, whole)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Accumulator, "_add_now", added)

@@ -238,10 +238,11 @@ class _Pricing:
         if ranks == 1:
             return _Exchange(0.0, 0.0)
         nbytes = degrees.amount(each.nbytes, whole=along == "tp") * (ranks if along == "cp" else 1)
-        to_experts = partial(machines.all_to_all, chosen=self._deployment.chosen)
-        times, seconds = {
-            "all_to_all": (1, to_experts), "all_reduce": (2, machines.all_reduce),
-        }.get(each.kind, (1, machines.all_gather))  # fmt: skip
+        times, seconds = (2 if each.kind == "all_reduce" else 1), machines.all_gather
+        if each.kind == "all_reduce":
+            seconds = machines.all_reduce
+        elif each.kind == "all_to_all":
+            seconds = partial(machines.all_to_all, chosen=self._deployment.chosen)
         hidden = 1 - (1 / ranks if along == "tp" else _SHOWN) if along in self._deployment.overlapped else 0.0
         shown = 1 - hidden + hidden * machines.contention(ranks, stride)
         return _Exchange(shown * seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)

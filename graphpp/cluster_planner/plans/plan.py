@@ -203,7 +203,7 @@ def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
 def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[str, str]:
     """The model, the limits of the search and the versions, for the page of the plans."""
     usual, model = inspect.signature(plan).parameters, given["model"]
-    limits = {name: _said(given[name]) for name in _LIMITS if _said(given[name]) != _said(usual[name].default)}
+    limits = {name: _said(given[name]) for name in _LIMITS if given[name] != usual[name].default}
     return {
         **({"model": type(model).__name__} if isinstance(model, nn.Module) else {}),
         **({} if known is None else {"parameters": f"{sum(each.elements for each in known.parameters):,}"}),
@@ -214,11 +214,13 @@ def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[st
 
 
 def _said(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    listed = value if isinstance(value, list | tuple) else [value]
+    return ", ".join("none" if each is None else str(each) for each in listed)
 
 
 _LIMITS = (
     "backend", "pp", "tp", "ep", "cp", "rows", "schedules", "recompute", "offload", "work", "search", "dp_shard", "bandwidth",
+    "tensor_plan", "expert_plan",
 )  # fmt: skip
 _OF_COSTS = ("state", "dp_shard", "bandwidth")
 _OF_CAPTURE = ("loss", "example", "tensor_plan", "expert_plan", "float8")

@@ -17,6 +17,8 @@ from graphpp.units import spell_bytes, spell_time
 
 _MOST_BOXES = 40_000  # computations of all steps on a page, some 300 KB and two seconds
 
+_LEFT_OUT = "Without the optimizer, copies to the host, contention, and sums over copies that nothing hides."
+
 
 def plans_page(
     plans: Sequence[TrainingPlan], yours: TrainingPlan | None, cap: int | None, considered: int, asked: Mapping[str, str]
@@ -102,4 +104,4 @@ def _step(plan: TrainingPlan) -> TimelineView:
     step = plan.timeline()
     drawn, every = step.schedule.microbatches, plan.setting.microbatches
     few = f"The first {drawn} of {every} microbatches; further ones repeat the middle of the step. " if drawn < every else ""
-    return TimelineView.of(step, f"{few}Without the optimizer and copies to the host.", drawn == every)
+    return TimelineView.of(step, few + _LEFT_OUT, drawn == every)

@@ -145,8 +145,9 @@ class TrainingPlan:
         return self.setting.schedule.table(self.setting.shape.pp, self.setting.microbatches)
 
     def timeline(self) -> Timeline:
-        """A step of one pipeline, simulated, without the optimizer and copies to the host; of a step with many microbatches the
-        first ones, which the search simulates. Raises `GraphPPError` for a plan without `costs`."""
+        """A step of one pipeline, simulated, without the optimizer, copies to the host, what collectives take from computations
+        beside them, and sums over copies of rows that nothing hides; of a step with many microbatches the first ones, which the
+        search simulates. Raises `GraphPPError` for a plan without `costs`."""
         costs, setting = self.costs, self.setting
         if costs is None:
             raise GraphPPError("plan.costs: the seconds of its stages are unknown: search again with this version")

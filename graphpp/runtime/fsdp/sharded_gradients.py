@@ -1,9 +1,9 @@
 """The gradients of sharded parameters: averaged over all replicas, then each rank keeps the gradients of its rows.
 
 - `reduce(stage)` takes over the stage's sums of whole gradients and starts their reduce-scatter over the mesh. A whole sum is
-  freed when its rows have left. A stage may be reduced several times in a step. At most one reduction is in flight: the next
-  one waits for it. After the stage's last backward (`whole`), the sums over the copies of its rows follow, which run beside the
-  computations of other stages; those of tied parameters start in `finish`.
+  freed when its rows have left. A stage may be reduced several times in a step. At most one reduce-scatter is in flight: the
+  next one waits for it. If it was the stage's REDUCE_GRAD after its last backward (`whole`), the sums over the copies of its
+  rows start then, and run beside the computations of other stages; others, and those of tied parameters, start in `finish`.
 - `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
 - A gradient is ((r0 + r1) + ..) / replicas, over the ranks of the mesh, then over their copies, in the order that `Sums`
   defines. The sums of several reductions are added in their order.

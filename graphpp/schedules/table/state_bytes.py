@@ -168,8 +168,11 @@ class _OnRank:
         kept = self._shards(shards)
         standing = {"shards": kept, **({} if frees else {"weights": self._weights()}), **self._rest(shards)}
         pieces = ((frozenset(self._local(each.readers)), each.weights + each.derived) for each in self._own) if frees else ()
-        at_end, whole = self._at_end(shards), tuple(piece for piece in pieces if piece[1])
-        return HeldBytes(standing, whole, self._by_stage(_sums), self._by_stage(_sent), self._waiting(_of_microbatch), at_end)
+        at_end, whole = self._at_end(shards, self._is_tied), tuple(piece for piece in pieces if piece[1])
+        untied = lambda each: self._in_parts(each) and not self._is_tied(each)  # noqa: E731
+        averaged = self._by_stage(lambda each: -(-_row_sums(each) // (each.shards or shards)), untied)
+        sums = self._by_stage(_sums), self._by_stage(_sent), self._waiting(_of_microbatch)
+        return HeldBytes(standing, whole, *sums, at_end, averaged=averaged)
 
     def _waiting(self, nbytes: Callable[[StateBytes], int]) -> dict[int, int]:
         """By stage, the gradients of one microbatch that wait for those of earlier microbatches."""
@@ -206,10 +209,11 @@ class _OnRank:
             found[own or shards] += nbytes
         return [-(-nbytes // ranks) for ranks, nbytes in found.items()]
 
-    def _at_end(self, shards: int) -> int:
-        """The bytes of a rank with shards while the gradients of the step are finished."""
+    def _at_end(self, shards: int, late: Callable[[StateBytes], bool] = lambda each: True) -> int:
+        """The bytes of a rank with shards while the gradients of the step are finished. `late`: of which state the parts of
+        averages arrive then."""
         taken = ((each.shards, self._at_end_of(each, _row_sums)) for each in self._own)
-        averaged = ((each.shards, _row_sums(each)) for each in self._own if each.makers and self._in_parts(each))
+        averaged = ((each.shards, _row_sums(each)) for each in self._own if each.makers and self._in_parts(each) and late(each))
         return sum(self._parts([*taken, *averaged], shards))
 
     def _at_end_of(self, each: StateBytes, sums: Callable[[StateBytes], int]) -> int:

@@ -11,7 +11,7 @@ from graphpp.cluster_planner.costs import Deployment
 from graphpp.cluster_planner.plans.estimate import estimate
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.prediction import read_tables
-from graphpp.cluster_planner.plans.prediction.gradient_sums import shared_seconds
+from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_seconds
 from graphpp.cluster_planner.plans.prediction.predict_step import order_costs, predict, tables_of
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
@@ -139,17 +139,21 @@ def test_several_stages_of_one_rank_hide_their_gathers_and_reductions() -> None:
     assert several.forward == pytest.approx(one.forward, rel=1e-6)
 
 
-def test_sums_over_copies_of_rows_are_part_of_a_stages_reduction_but_of_single_layers() -> None:
-    machines = Machines.read("16xH100")
-    state = [StateBytes((0,), (0,), weights=100, sums=1600)]
-    whole = shared_seconds(machines, MeshShape(dp_replicate=16), 1, state, [False], layers=False)
-    hybrid = MeshShape(dp_replicate=2, dp_shard=8)
-    rows, layers = (shared_seconds(machines, hybrid, 1, state, [False], layers=each) for each in (False, True))
-    over_copies = machines.all_reduce(200, 2, 8)
-    assert whole.copies == rows.copies == (0.0,) and whole.reductions == (machines.all_reduce(1600, 16),)
-    assert rows.reductions == (machines.reduce_scatter(1600, 8) + over_copies,)
-    assert layers.copies == (over_copies,) and layers.reductions == (0.0,)
-    assert shared_seconds(machines, MeshShape(dp_shard=8), 1, state, [False], layers=True).gathers == (0.0,)
+def test_sums_over_copies_are_hidden_but_for_the_two_stages_that_are_reduced_last() -> None:
+    machines, state = Machines.read("16xH100"), [StateBytes((0,), (0,), weights=100, sums=1600)]
+
+    def shared(shape: MeshShape, stages: int = 1, keep: int | None = None) -> SharedSeconds:
+        return shared_seconds(machines, PlanSetting(shape, 1, 1, ScheduleChoice("auto", stages), keep), state, [False])
+
+    whole, hybrid = MeshShape(dp_replicate=16), MeshShape(dp_replicate=2, dp_shard=8)
+    over_copies, scattered = machines.all_reduce(200, 2, 8), machines.reduce_scatter(1600, 8)
+    assert shared(whole).copies == (0.0,) and shared(whole).reductions == (machines.all_reduce(1600, 16),)
+    assert shared(hybrid, 2).copies[0] == over_copies and shared(hybrid, 2).reductions[0] == scattered
+    assert shared(hybrid, 8).copies[0] == over_copies / 4
+    assert shared(hybrid, 8).reductions[0] == pytest.approx(scattered + over_copies * 3 / 4)
+    assert shared(hybrid, 8, keep=0).copies[0] == over_copies and shared(hybrid, 8, keep=0).reductions[0] == 0.0
+    assert shared(whole).contention == machines.between.contention, "an average over machines contends as they do"
+    assert machines.between.contention < shared(hybrid, 8).contention < machines.inside.contention
 
 
 def test_only_eager_programs_have_kernels_that_add_up_gradients() -> None:

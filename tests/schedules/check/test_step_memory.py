@@ -104,7 +104,7 @@ def test_averages_take_parts_by_the_ranks_that_have_the_same_parameters(own: int
     (whole,) = held_bytes(state, {0: 0}, 1, averaged_over=4)
     assert whole.averaged == {0: 10 + 7 * (own > 2)}
     (sharded,) = held_bytes(state, {0: 0}, 1, 1, averaged_over=4)
-    assert sharded.at_end == 10 + 7 * (own > 2)
+    assert sharded.averaged == whole.averaged and sharded.at_end == 0, "sums over copies start with the reductions"
     assert held_bytes(state, {0: 0}, 1)[0].averaged == {}
 
 

@@ -1,9 +1,10 @@
 """What the parameters of each stage cost beside its computations: gathers, reductions, and sums of gradients.
 
-- A stage's gather, and its reduction over the ranks that share its rows and over their copies, are actions of the table, which
-  other stages hide.
-- With `keep=0`, computations contain the gathers and reductions of their layers (`single_layers.py`). Rows of gradients are
-  added over `dp_replicate` and `cp` after the last backward, so nothing hides these sums.
+- A stage's gather, its reduction over the ranks that share its rows, and the average of whole gradients are actions of the
+  table, which other stages hide.
+- Rows of gradients are added over `dp_replicate` and `cp` from the reduction of the next stage on, so nothing hides the sums of
+  the two stages that a rank reduces last, and with `keep=0` nothing hides any.
+- With `keep=0`, computations contain the gathers and reductions of their layers (`single_layers.py`).
 """
 
 from __future__ import annotations
@@ -11,50 +12,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.devices import Machines
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import StageCosts
 from graphpp.schedules.table.state_bytes import StateBytes
 
+_LATE = 2  # stages of a rank: the sums over copies of one start with the reduction of the next
+
 
 @dataclass(frozen=True)
 class SharedSeconds:
-    """By stage, seconds of a gather, of a reduction, and of the sums over copies of the rows at the end of a step."""
+    """By stage, seconds of a gather, of a reduction, and of the sums over copies of the rows that nothing hides. `contention`:
+    the seconds that computations lose per second of a gather or reduction beside them, in the mean."""
 
     gathers: tuple[float, ...]
     reductions: tuple[float, ...]
     copies: tuple[float, ...]
+    contention: float
 
 
 def shared_seconds(
-    machines: Machines,
-    shape: MeshShape,
-    stages: int,
-    state: Sequence[StateBytes],
-    experts: Sequence[bool],
-    *,
-    layers: bool,
+    machines: Machines, setting: PlanSetting, state: Sequence[StateBytes], experts: Sequence[bool]
 ) -> SharedSeconds:
-    """`experts`: whether each piece of state belongs to experts; `layers`: computations gather single layers."""
-    gathers, reductions, copies = ([0.0] * stages for _ in range(3))
+    """`experts`: whether each piece of state belongs to experts."""
+    shape, layers = setting.shape, setting.keep == 0
+    late = 1.0 if layers else min(1.0, _LATE / setting.schedule.stages_per_rank)
+    gathers, reductions, copies = ([0.0] * setting.stages for _ in range(3))
+    total = lost = 0.0
     for one, expert in zip(state, experts, strict=True):
         ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
         sent = one.sums if one.sent is None else one.sent
-        over_copies = sum(
-            machines.all_reduce(sent // ranks, size, shape.stride(name))
-            for name in ("dp_replicate", "cp")
-            if (size := getattr(shape, name)) > 1
-        )
         shared = ranks > 1 and not layers
         gather = machines.all_gather(one.weights, ranks, stride) if shared else 0.0
         reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
+        parts = [(len(one.readers) * gather + len(one.makers) * reduce, ranks, stride)]
+        for size, apart in ((getattr(shape, name), shape.stride(name)) for name in ("dp_replicate", "cp")):
+            over_copies = machines.all_reduce(sent // ranks, size, apart) if size > 1 else 0.0
+            shown = late * over_copies if ranks > 1 else 0.0
+            reduce += over_copies - shown
+            parts.append((len(one.makers) * (over_copies - shown), size, apart))
+            for stage in one.makers:
+                copies[stage] += shown
         for stage in one.readers:
             gathers[stage] += gather
         for stage in one.makers:
-            reductions[stage] += reduce + (0.0 if layers else over_copies)
-            copies[stage] += over_copies if layers else 0.0
-    return SharedSeconds(tuple(gathers), tuple(reductions), tuple(copies))
+            reductions[stage] += reduce
+        total += sum(seconds for seconds, *_ in parts)
+        lost += sum(seconds * machines.contention(*group) for seconds, *group in parts)
+    return SharedSeconds(tuple(gathers), tuple(reductions), tuple(copies), lost / total if total else 0.0)
 
 
 def with_sums(
@@ -64,8 +70,9 @@ def with_sums(
     within their matrix products."""
     seconds = [0.0] * len(stages)
     for one in state:
+        nbytes = 2 * one.sums + one.weights  # a gradient is as large as the weights in computation
         for stage in one.makers:
-            seconds[stage] += (1 - 1 / microbatches) * machines.slowest * machines.device.seconds(0.0, 2 * one.sums, "")
+            seconds[stage] += (1 - 1 / microbatches) * machines.slowest * machines.device.seconds(0.0, nbytes, "")
     return tuple(
         replace(each, backward=each.of(Kind.B) + more, weight_grad=each.weight_grad + more)
         for each, more in zip(stages, seconds, strict=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.prediction.gradient_sums import shared_seconds, with_sums
+from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_seconds, with_sums
 from graphpp.cluster_planner.plans.prediction.offloaded import host_bytes, windows_of_setting
 from graphpp.cluster_planner.plans.prediction.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, priced_setting
@@ -101,11 +101,11 @@ class _Simulated(NamedTuple):
 
 
 class _Stages(NamedTuple):
-    """Costs of the stages, with gathers and reductions; their state; by stage, seconds of the sums over copies of the rows."""
+    """Costs of the stages, with gathers and reductions; their state; seconds of its gathers and sums."""
 
     costs: Costs
     state: tuple[StateBytes, ...]
-    copies: tuple[float, ...]
+    shared: SharedSeconds
 
 
 _GROWING = ("makespan", "busy", "alone", "waits")
@@ -124,7 +124,7 @@ class _Step:
         named = tuple(replace(one, shards=shape.dp_shard if expert else shape.shards) for one, expert in pairs)
         costs, state = replace(segments, state=named).stages(self.cut)
         machines, stride, keep = self._request.machines, shape.stride("pp"), self._setting.keep
-        shared = shared_seconds(machines, shape, self._setting.stages, state, experts, layers=keep == 0)
+        shared = shared_seconds(machines, self._setting, state, experts)
         crossing = self._crossing()
         on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=shared.gathers, reductions=shared.reductions)
@@ -133,7 +133,7 @@ class _Step:
             stages = with_sums(stages, state, machines, self._setting.microbatches)
         moving = replace(timed, stages=with_messages(stages, *crossing), flow=FLOW)
         overlap = overlap_of(self._priced, keep)
-        return _Stages(replace(moving, overlap=overlap, woven=keep != 0), state, shared.copies)
+        return _Stages(replace(moving, overlap=overlap, woven=keep != 0), state, shared)
 
     def _crossing(self) -> tuple[list[int], ...]:
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
@@ -220,12 +220,12 @@ class _Step:
             return makespan + copies, busy, makespan
         alone = table.times.seconds(costs, collectives=False).makespan
         hidden = max(0.0, collected - (makespan - alone))
-        return makespan + hidden * self._layers.contention + copies, busy, alone
+        return makespan + hidden * self._stages.shared.contention + copies, busy, alone
 
     def _of_copies(self, table: ReadTable) -> float:
-        """Seconds of the sums over copies of the rows, of the rank that has most."""
+        """Seconds of the sums over copies that nothing hides, of the rank that has most."""
         seconds = [0.0] * self._setting.shape.pp
-        for stage, each in enumerate(self._stages.copies):
+        for stage, each in enumerate(self._stages.shared.copies):
             seconds[table.rank_of_stage[stage]] += each
         return max(seconds)
 
@@ -292,11 +292,7 @@ class _Step:
         crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * many
         sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in ("dp_replicate", "cp")}
         within = {name: many * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
-        return {
-            "pp": crossing,
-            "dp_shard": round(along),
-            **{name: round(each) for name, each in (sums | within).items()},
-        }
+        return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
 
     def _sent_to_copies(self, copies: int) -> float:
         """Bytes that a rank sends in ring all-reduces over `copies` ranks; averaged over the pipeline ranks."""

@@ -88,11 +88,6 @@ class LayerGathers:
             stages.append(replace(own, forward=forward, backward=backward, input_grad=first, weight_grad=second))
         return replace(costs, stages=tuple(stages))
 
-    @property
-    def contention(self) -> float:
-        """The seconds that computations lose per second of a gather or reduction beside them."""
-        return self.machines.contention(self.shape.shards, self.shape.stride("ep"))
-
     def bytes(self) -> dict[tuple[int, Kind], LayerBytes]:
         """By stage and kind, the most bytes of single layers at once: of a layer and the next one, and of its gradients."""
         return {(stage, kind): self._most(stage, kind) for stage in range(len(self.cut)) for kind in _KINDS}
@@ -126,7 +121,7 @@ class LayerGathers:
         segments, each = self._segments(stage, kind), self._layers(stage, kind)
         gathers = [self._seconds(one.read, one.expert_read) for one in each]
         sums = [self._seconds(one.made, one.expert_made) for one in each]
-        waited, slower = gathers[0] + sums[-1], self.contention
+        waited, slower = gathers[0] + sums[-1], self.machines.contention(self.shape.shards, self.shape.stride("ep"))
         for at, segment in enumerate(segments[: len(each)]):
             beside = (gathers[at + 1] if at + 1 < len(gathers) else 0.0) + (sums[at - 1] if at else 0.0)
             computed = self.priced.segments.costs.stages[segment].of(kind)
