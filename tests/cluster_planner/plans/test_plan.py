@@ -79,8 +79,9 @@ def plans(machines: str = "8xH100", **options: Any) -> TrainingPlans:
 
 def test_the_best_plan_comes_first_and_the_others_have_reasons() -> None:
     found = plans()
-    assert found.best.reason == "" and all(each.reason for each in found.plans[1:])
-    assert all(found.best.step_seconds <= each.step_seconds for each in found)
+    assert all(each.reason for each in found.plans[1:])
+    seconds = [each.step_seconds for each in found.plans[1:]]
+    assert seconds == sorted(seconds) and found.best.step_seconds <= 1.02 * seconds[0]
     assert len({each.setting for each in found}) == len(found)
     assert all(0 < each.mfu < 1 and 0 <= each.bubble < 1 for each in found)
 
