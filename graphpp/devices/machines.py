@@ -1,14 +1,22 @@
 """Machines of equal devices: seconds of collectives and messages between their ranks.
 
 Collectives are priced as rings, with the latency of every hop. No network is shared: each rank has `between.bandwidth` for
-itself. Rank r is in machine r // per_machine.
+itself. Rank r is in machine r // per_machine; the last machine may be filled in part.
+
+A group of `ranks` ranks, `stride` apart, has as many ranks on each of its machines, the largest divisor that full machines have
+room for. Where the last machine is filled in part, groups start at multiples of `ranks * stride` (and up to `stride - 1` further)
+wherever a machine ends. The price is then that of the group with the fewest ranks on one of its machines: the links of these
+few ranks carry between machines what the machine lacks.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from math import ceil, log, log2, sqrt
+from typing import NamedTuple
 
 from graphpp.arguments import COUNT, TEXT, Accepted, checked, one_of, require
 from graphpp.devices.device import Device, Link
@@ -19,19 +27,27 @@ from graphpp.errors import ScheduleError
 _MESSAGE = Accepted("a number of bytes from 0", FROM_ZERO.accepts)
 
 
-def _per_machine(gpus: int) -> Accepted:
-    """The valid numbers of devices in each machine for `gpus` devices."""
-    return Accepted(
-        f"a divisor of gpus, here of {gpus}, or a number above it",
-        lambda value: COUNT.accepts(value) and (value >= gpus or gpus % value == 0),  # type: ignore[operator]
-    )
+class _Spread(NamedTuple):
+    """How a group lies on machines: the fewest and the most of its ranks on one of them, and how many machines they are."""
+
+    least: int
+    most: int
+    machines: int
+
+
+@cache
+def _widest_spread(per_machine: int, ranks: int, stride: int, blocks: int) -> _Spread:
+    """Of all groups in so many blocks of `ranks * stride` ranks, the one with the fewest ranks on one machine."""
+    firsts = (block * ranks * stride + each for block in range(min(blocks, per_machine)) for each in range(stride))
+    counts = (Counter((first + each * stride) // per_machine for each in range(ranks)).values() for first in firsts)
+    return min((_Spread(min(each), max(each), len(each)) for each in counts), key=lambda each: (each.least, -each.machines))
 
 
 @dataclass(frozen=True)
 class Machines:
     """`gpus` devices, `per_machine` in each machine; `inside`, `between`: the links of a rank (None: the device's usual ones).
 
-    `per_machine` divides `gpus`, or is larger (one machine). The bytes of a collective are those of the whole value: of an
+    Without a multiple of `per_machine` the last machine has the rest of the devices. The bytes of a collective are those of the whole value: of an
     all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has `ranks` ranks,
     `stride` apart. Raises `ScheduleError` for other values.
     """
@@ -45,7 +61,7 @@ class Machines:
     def __post_init__(self) -> None:
         require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
         require(ScheduleError, "gpus", COUNT, self.gpus)
-        require(ScheduleError, "per_machine", _per_machine(self.gpus), self.per_machine)
+        require(ScheduleError, "per_machine", COUNT, self.per_machine)
         for name in ("inside", "between"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.device, name))
@@ -54,10 +70,10 @@ class Machines:
     @classmethod
     @checked(ScheduleError, text=TEXT)
     def read(cls, text: str) -> Machines:
-        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine; up to 8 are one machine.
+        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine, and the rest in the last one.
 
-        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, also under a power limit ("512xH100@500W"), or a .json file
-        for `Device.load`. Raises `GraphPPError` for other texts, counts and files.
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, also under a power limit ("512xH100@500W"), or a .json
+        file for `Device.load`. Raises `GraphPPError` for other texts, counts and files.
         """
         found = re.fullmatch(r"\s*([0-9]{1,9})\s*[xX]\s*(.+?)\s*", text)
         count, name = (int(found[1]), found[2]) if found else (0, "")
@@ -68,11 +84,6 @@ class Machines:
                 "or take a .json file of graphpp doctor --calibrate, or make a "
                 "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
             )
-        usual = cls.per_machine
-        if count > usual and count % usual:
-            full = f'"{count // usual * usual}x{name}" or "{-(-count // usual) * usual}x{name}"'
-            own = f"Machines(device, {count}, per_machine=..), or a JSON file of its fields"
-            raise ScheduleError(f"machines: {count} devices do not fill machines of {usual}: take {full}; or give {own}")
         return cls(device, count)
 
     def __str__(self) -> str:
@@ -80,7 +91,7 @@ class Machines:
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The slowest link that the group crosses."""
-        return self.inside if self._local(ranks, stride) == ranks else self.between
+        return self.inside if self._spread(ranks, stride).machines == 1 else self.between
 
     @property
     def slowest(self) -> float:
@@ -93,8 +104,8 @@ class Machines:
 
     def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds until each rank has the sum over all: a reduce-scatter and an all-gather, as rings or trees of machines."""
-        local = self._local(ranks, stride)
-        tree = (local - 1) * self.inside.latency + ceil(log2(ranks // local)) * self.between.latency
+        spread = self._spread(ranks, stride)
+        tree = (spread.most - 1) * self.inside.latency + ceil(log2(spread.machines)) * self.between.latency
         return 2 * (self._moved(nbytes, ranks, stride) + min(tree, self._hops(ranks, stride))) if nbytes else 0.0
 
     def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -108,11 +119,11 @@ class Machines:
     def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds until each rank has sent every other its equal part; links within and between machines are busy together."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
-        local = self._local(ranks, stride)
+        least, most, _ = self._spread(ranks, stride)
         if not nbytes or ranks == 1:
             return 0.0
-        across = self.between.seconds(nbytes * (ranks - local) / ranks)
-        return max(self.inside.seconds(nbytes * (local - 1) / ranks), across) + self.link(ranks, stride).latency
+        across = self.between.seconds(nbytes * (ranks - least) / ranks)
+        return max(self.inside.seconds(nbytes * (most - 1) / ranks), across) + self.link(ranks, stride).latency
 
     def send(self, nbytes: float, stride: int = 1) -> float:
         """Seconds of a message to the rank `stride` further; 0 without bytes."""
@@ -123,18 +134,21 @@ class Machines:
     def _moved(self, nbytes: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather's bytes: the parts of one rank of each machine between machines, then all of them inside."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
-        local = self._local(ranks, stride)
-        across = self.between.seconds(nbytes / local * (1 - local / ranks))
-        return self.inside.seconds(nbytes * (local - 1) / local) + across
+        least, most, _ = self._spread(ranks, stride)
+        across = self.between.seconds(nbytes / least * (1 - least / ranks))
+        return self.inside.seconds(nbytes * (most - 1) / most) + across
 
     def _hops(self, ranks: int, stride: int) -> float:
         """Seconds of the latencies of a ring."""
-        machines = ranks // self._local(ranks, stride)
+        machines = self._spread(ranks, stride).machines
         return (ranks - machines) * self.inside.latency + (machines - 1) * self.between.latency
 
-    def _local(self, ranks: int, stride: int) -> int:
-        """How many ranks of the group are in one machine: a divisor of `ranks`."""
+    def _spread(self, ranks: int, stride: int) -> _Spread:
+        """How the group lies on machines."""
         require(ScheduleError, "ranks", COUNT, ranks)
         require(ScheduleError, "stride", COUNT, stride)
-        most = max(1, min(ranks, self.per_machine // stride))
-        return next(each for each in range(most, 0, -1) if ranks % each == 0)
+        if self.gpus > self.per_machine and self.gpus % self.per_machine:
+            return _widest_spread(self.per_machine, ranks, stride, max(1, self.gpus // (ranks * stride)))
+        room = max(1, min(ranks, self.per_machine // stride))
+        local = next(each for each in range(room, 0, -1) if ranks % each == 0)
+        return _Spread(local, local, ranks // local)

@@ -138,7 +138,7 @@ def test_machines_of_ones_own_are_read_from_a_file(model: str, tmp_path: Path) -
         ({"device": OWN["device"] | {"torch_type": "gpu"}}, "machines.device.torch_type: take 'cuda' or 'cpu' or 'xpu' or "),
         ({"device": OWN["device"] | {"flops": {"bf16": 1e14}}}, "machines.device.flops: take a mapping of dtype names to "),
         ({"device": OWN["device"] | {"flops": {"bf16": 1e14}}}, "with names among float64, float32, tf32, bfloat16, float16, "),
-        ({"gpus": 12, "per_machine": 8}, "machines.per_machine: take a divisor of gpus, here of 12, or a number above it, got"),
+        ({"gpus": 12, "per_machine": 0}, "machines.per_machine: take a positive integer up to 2**20, got 0"),
     ],
 )
 def test_wrong_entries_of_machines_are_named(model: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -117,6 +117,15 @@ def test_dimensions_and_schedules_can_be_given() -> None:
     assert {(each.setting.rows, each.setting.recompute) for each in found} == {(2, "full")}
 
 
+def test_machines_need_not_be_full() -> None:
+    found = plans("60xH100", batch=60, work=20_000)
+    meshes = {str(each.setting.shape) for each in found}
+    assert all(each.setting.shape.ranks == 60 for each in found) and {each.machines for each in found} == {"60xH100_SXM"}
+    assert any("pp 5" in each for each in meshes), meshes
+    own = plans("60xH100", batch=60, like="pp 5, dp_shard 3, tp 4", search=False).yours
+    assert own is not None and own.mesh == {"pp": 5, "dp_shard": 3, "tp": 4}
+
+
 def test_the_model_on_meta_is_captured_and_not_changed() -> None:
     with torch.device("meta"):
         model = Decoder()
