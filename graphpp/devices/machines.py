@@ -3,10 +3,9 @@
 Collectives are priced as rings, with the latency of every hop. No network is shared: each rank has `between.bandwidth` for
 itself. Rank r is in machine r // per_machine; the last machine may be filled in part.
 
-A group of `ranks` ranks, `stride` apart, has as many ranks on each of its machines, the largest divisor that full machines have
-room for. Where the last machine is filled in part, groups start at multiples of `ranks * stride` (and up to `stride - 1` further)
-wherever a machine ends. The price is then that of the group with the fewest ranks on one of its machines: the links of these
-few ranks carry between machines what the machine lacks.
+On full machines, a group has equally many ranks on each of its machines: the largest divisor that has room. Where the last
+machine is filled in part, groups lie as in a mesh of all ranks, whose groups start at multiples of `ranks * stride` and up to
+`stride - 1` further. All are priced as the one with the fewest ranks on a machine: their links carry what the machine lacks.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ def _widest_spread(per_machine: int, ranks: int, stride: int, blocks: int) -> _S
 class Machines:
     """`gpus` devices, `per_machine` in each machine; `inside`, `between`: the links of a rank (None: the device's usual ones).
 
-    Without a multiple of `per_machine` the last machine has the rest of the devices. The bytes of a collective are those of the whole value: of an
-    all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has `ranks` ranks,
-    `stride` apart. Raises `ScheduleError` for other values.
+    If `per_machine` does not divide `gpus`, the last machine has the rest. The bytes of a collective are those of the whole
+    value: of an all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has
+    `ranks` ranks, `stride` apart. Raises `ScheduleError` for other values.
     """
 
     device: Device

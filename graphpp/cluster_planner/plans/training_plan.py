@@ -16,6 +16,7 @@ import torch
 from graphpp.arguments import COUNT, INDEX, require
 from graphpp.cluster_planner.plans.read_tables import counts_of, read_table
 from graphpp.cluster_planner.plans.settings import PlanSetting
+from graphpp.devices import Goodput
 from graphpp.errors import GraphPPError
 from graphpp.from_json import document, read
 from graphpp.report.comparison import Numbers, PlanComparison
@@ -153,6 +154,11 @@ class TrainingPlan:
         found = read_table(setting.schedule, setting.shape.pp, counts_of(setting)[0], setting.keep, sharded)
         assert found is not None
         return simulate(found.schedule if costs.blocking else hoist_receives(found.schedule, costs.flow.ahead), costs)
+
+    def goodput(self, *, mtbf_hours: float, save_seconds: float, restart_seconds: float) -> Goodput:
+        """The share of the time that makes progress on GPUs that fail, and how often to save. `mtbf_hours`: mean hours between
+        failures of one GPU. Raises `ScheduleError` for negative numbers."""
+        return Goodput(self.step_seconds, self.setting.shape.ranks, mtbf_hours, save_seconds, restart_seconds)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
