@@ -62,4 +62,5 @@ class Goodput:
 
     def __str__(self) -> str:
         every = f"{self.steps} steps ({spell_time(self.steps * self.step_seconds, 's')})"
-        return f"{self.share:.1%} of the time makes progress: a save every {every}, a failure every {self.failure_seconds / _HOUR:,.1f} hours"
+        failure = f"{self.failure_seconds / _HOUR:,.1f} hours"
+        return f"{self.share:.1%} of the time makes progress: a save every {every}, a failure every {failure}"
