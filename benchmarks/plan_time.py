@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import published
 import transformers
+from published_runs import read_runs
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +25,8 @@ import graphpp
 
 @dataclass(frozen=True)
 class Question:
-    """A model by its size, machines, and a batch of so many rows of `length` tokens; `most`: the seconds that it may take."""
+    """A model of `published/models.json`, machines, and a batch of so many rows of `length` tokens; `most`: seconds that a plan
+    may take."""
 
     model: str
     length: int
@@ -34,7 +36,8 @@ class Question:
 
 
 QUESTIONS = {
-    "DeepSeek-V3": Question("671B", 4096, "1024xH100", 8192, 60), "Llama-405B": Question("405B", 8192, "512xH100", 512, 45),
+    "DeepSeek-V3": Question("DeepSeek-V3", 4096, "1024xH100", 8192, 60),
+    "Llama-405B": Question("Llama 3 405B", 8192, "512xH100", 512, 45),
 }  # fmt: skip
 
 
@@ -49,8 +52,9 @@ def stopped(into: list[float]) -> Iterator[None]:
 def record(name: str) -> tuple[str, ...]:
     """A line of the table."""
     question, seconds = QUESTIONS[name], list[float]()
+    model = next(run.architecture for run in read_runs() if run.model == question.model)
     with stopped(seconds):
-        costs = published.costs(question.model, question.length)
+        costs = published.costs(model, question.length, None)
     with stopped(seconds):
         found = graphpp.plan(costs, machines=question.machines, batch=question.batch)
     together, best = seconds[0] + seconds[2], found.best

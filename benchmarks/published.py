@@ -13,7 +13,8 @@ Kendall's tau of the utilisations, whose order does not follow from the sizes of
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import combinations
@@ -33,6 +34,7 @@ from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
 from graphpp.cluster_planner.costs.operations import Operation
+from graphpp.cluster_planner.plans.error_bars import kind_of
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.request import PlanRequest
@@ -290,6 +292,18 @@ def summary(group: str, found: Iterable[Compared]) -> tuple[str, ...]:
     return (group, str(len(known)), f"{mean(errors):+.0%}", f"{median(sizes):.0%}", f"{ninth:.0%}", f"{order:+.2f}")
 
 
+def error_bars(found: Iterable[Compared]) -> Iterator[tuple[str, str, str]]:
+    """By kind of training, the number of runs and the 10th and 90th percentile of published over predicted seconds: the figures
+    of `graphpp/cluster_planner/plans/error_bars.py`."""
+    kinds = defaultdict[str, list[float]](list)
+    for each in found:
+        if each.run.tokens is not None:
+            kinds[kind_of(bool(each.run.architecture.experts), each.run.settings.pp > 1)].append(1 + each.error)
+    for kind, ratios in sorted(kinds.items()):
+        tenths = quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios
+        yield kind, str(len(ratios)), f"{tenths[0]:.2f} to {tenths[-1]:.2f}"
+
+
 def chosen(groups: Sequence[str] | None, names: Sequence[str] | None) -> list[Run]:
     """The runs of some groups whose names have one of the parts; without either, the documented runs."""
     runs = read_runs()
@@ -322,6 +336,11 @@ def main() -> None:
         table = Table("group", "runs", "bias", "median", "90 %", "tau")
         for group in sorted({each.run.group for each in found}):
             table.add_row(*summary(group, [each for each in found if each.run.group == group]))
+        table.add_row(*summary("all", found))
+        console.print(table)
+        table = Table("kind", "runs", "published over predicted seconds, 10 to 90 %")
+        for row in error_bars(found):
+            table.add_row(*row)
         console.print(table)
 
 

@@ -125,7 +125,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 56_520,
+    "graphpp": 57_050,
     "graphpp/_torch": 2_760,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -133,8 +133,9 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/capture": 5_540,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 1_960,
-    "graphpp/cluster_planner": 5_620,
+    "graphpp/cluster_planner": 5_890,
     "graphpp/compiler": 2_350,
+    "graphpp/devices": 480,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_410,
@@ -144,11 +145,11 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/planner": 1_900,
     "graphpp/report": 910,
     "graphpp/runtime": 4_160,
-    "graphpp/schedules": 7_000,
+    "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 52_150,
+    "tests": 52_390,
 }
-MOST_FILES = 447  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 455  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class Machines:
     def read(cls, text: str) -> Machines:
         """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine, and the rest in the last one.
 
-        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, also under a power limit ("512xH100@500W"), or a .json
-        file for `Device.load`. Raises `GraphPPError` for other texts, counts and files.
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, with a power limit or none ("512xH100@500W"), or a file
+        "mine.json" for `Device.load`. Raises `GraphPPError` for other texts, counts and files.
         """
         found = re.fullmatch(r"\s*([0-9]{1,9})\s*[xX]\s*(.+?)\s*", text)
         count, name = (int(found[1]), found[2]) if found else (0, "")

@@ -26,7 +26,7 @@ from graphpp.runtime.program import PipelineProgram, TensorMeta
 from graphpp.runtime.program_costs import costs_of_programs, costs_of_stage
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.schedules.simulate.bytes_over_time import memory_curves
+from graphpp.schedules.simulate.bytes_over_time import MemoryCurves
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import SENDS, Action, Kind, peer
@@ -102,7 +102,7 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Prof
         woven=any(costs_of_programs(program).woven for program in programs),
     )
     usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
-    memory = memory_curves(schedule, usual.events, costs)
+    memory = MemoryCurves(schedule, usual.events, costs)
     steps = tuple(run.makespan for run in runs)
     return Profile(replace(usual, memory=memory), costs, steps, seconds_outside(own, steps))
 

@@ -20,6 +20,7 @@ from graphpp.capture.source_lines import MODEL
 from graphpp.capture.trace import capture
 from graphpp.cluster_planner.costs.float8 import FLOAT8, Float8, converted_layers, described, in_float8, recipes_of
 from graphpp.cluster_planner.costs.from_graph import Captured, model_costs, segment_starts
+from graphpp.cluster_planner.costs.long_loops import LongLoopsRefused
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.shortened import Shortening, WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, fitting
@@ -66,12 +67,15 @@ def capture_costs(
     heads = set[str]()
 
     def captured(rows: int, shortening: Shortening) -> JointGraph:
+        loops = LongLoopsRefused(model)
+
         def look(module: fx.GraphModule) -> None:
+            loops.finish()
             heads.update(weights_of_heads(module))
             shortening.shorten(module)
 
         batch = _with_rows(example, rows)
-        with shortening.skipping(model):
+        with shortening.skipping(model), loops:
             return capture(model, loss, batch, torch.device("cpu"), on_export=look, param_dtype=param_dtype).joint
 
     recipes = recipes_of(model, float8)
@@ -79,10 +83,7 @@ def capture_costs(
         with in_float8(model, recipes):
             found = _captured(captured, max(int(rows), _FEWEST))
     except CaptureError as error:
-        if param_dtype is None or not any(each.is_floating_point() for each in tensors_by_path(example).values()):
-            raise
-        hint = f"the parameters were captured in {param_dtype}: give the example's numbers in this dtype, or param_dtype=None"
-        raise CaptureError(f"{error}\n{hint} (--dtype own) for the model's own") from error
+        raise CaptureError(_of_example(error, example, param_dtype)) from error
     costs = model_costs(
         found,
         tensor_plan=_own(model, "tp_plan", found.joint) if tensor_plan is None else tensor_plan,
@@ -98,6 +99,17 @@ def capture_costs(
     return replace(costs, param_dtype=dtype, tokens=_tokens(example), float8=float8_layers, head=head)
 
 
+def _of_example(error: CaptureError, example: Microbatch, param_dtype: torch.dtype | None) -> str:
+    """The error's text, or its first sentence behind what the example has to do with it."""
+    numbers = {path: each.dtype for path, each in tensors_by_path(example).items() if each.is_floating_point()}
+    other = next((path for path, dtype in numbers.items() if dtype != param_dtype), None)
+    if param_dtype is None or other is None:
+        return str(error)
+    why = f"{other} is in {numbers[other]}, and the parameters were captured in {param_dtype}"
+    remedy = "give the example's numbers in this dtype, or param_dtype=None (--dtype own) for the model's own"
+    return f"example: {why}: {remedy} ({' '.join(line.strip() for line in str(error).splitlines()[:2])})"
+
+
 def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:
     """The graphs for `rows` rows and for twice as many, without most of the repeated layers if these can be removed."""
     for shortening in (Shortening(), Shortening(longest=0)):
@@ -107,7 +119,14 @@ def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> C
         whole = WholeModel(shortening.runs, calls, starts)
         if whole.complete:
             break
-    return Captured(joint, captured(2 * rows, shortening), rows, calls, starts, whole)
+    try:
+        larger = captured(2 * rows, shortening)
+    except CaptureError as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        why = f"the model runs with {rows} rows, and not with {2 * rows}"
+        remedy = "each tensor of the example with rows has them as its first dimension, and no other tensor knows their number"
+        raise CaptureError(f"cluster costs: {why}: {remedy} ({first})") from error
+    return Captured(joint, larger, rows, calls, starts, whole)
 
 
 def _tokens(example: Microbatch) -> int:

@@ -26,6 +26,11 @@ from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.op_costs import flops
 from graphpp.runtime import program
 
+_UNLIKE = "cluster costs: with twice as many rows, the model runs other operations"
+_ALL_ROWS = (
+    "compute all rows at once there, without a loop over them, or plan the modules behind it from their own inputs "
+    "(inputs_embeds= in place of images)"
+)
 Exchanges = dict[fx.Node, list[tuple[str, fx.Node]]]
 
 
@@ -60,9 +65,9 @@ def _pairs(joint: JointGraph, larger: JointGraph) -> Iterator[tuple[fx.Node, fx.
     nodes, others = ([node for node in each.graph.nodes if node.op != "output"] for each in (joint, larger))
     for node, other in zip(nodes, others, strict=False):
         if node.op != other.op or (node.op == "call_function" and called(node)[0] != called(other)[0]):
-            raise CaptureError(f"cluster costs: with twice as many rows, {describe_node(other)} runs for {describe_node(node)}")
+            raise CaptureError(f"{_UNLIKE}, {describe_node(other)} for {describe_node(node)}: {_ALL_ROWS}")
     if len(nodes) != len(others):
-        raise CaptureError(f"cluster costs: {len(nodes)} operations run, and {len(others)} with twice as many rows")
+        raise CaptureError(f"{_UNLIKE}, {len(others)} instead of {len(nodes)}: {_ALL_ROWS}")
     return zip(nodes, others, strict=True)
 
 

@@ -74,10 +74,6 @@ class StepMemory:
         """The peak of each rank; `costs`: the distinct ones. Raises `ScheduleError` for other stages, ranks or readings."""
         return tuple(each.peak(rank) for rank, each in enumerate(self._ranks(costs, held)))
 
-    def totals(self, costs: Sequence[Costs]) -> tuple[list[int], ...]:
-        """For each rank the bytes of activations and messages before the row, while each action runs, and after it."""
-        return tuple(each.totals() for each in self._ranks(costs, ()))
-
     def bytes_by_column(
         self, costs: Sequence[Costs], held: Sequence[HeldBytes] = ()
     ) -> tuple[Iterator[tuple[int, dict[str, int]]], ...]:
@@ -113,9 +109,10 @@ def step_bytes(
     return memory.bytes_by_column(distinct, held)
 
 
-def step_totals(table: Schedule, costs: Costs) -> tuple[list[int], ...]:
-    memory, distinct = _read(table, costs, (), ())
-    return memory.totals(distinct)
+def step_totals(table: Schedule, rank: int, costs: Costs) -> list[int]:
+    """The bytes of activations and messages on a rank before its row, while each action runs, and after it."""
+    reading = Reading([0] * table.microbatches, costs.flow.kept, costs.woven)
+    return _RankBytes(RowMoments(table.table[rank], table, reading), [costs], HeldBytes()).totals()
 
 
 def check_memory(

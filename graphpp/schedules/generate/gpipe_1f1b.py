@@ -78,18 +78,13 @@ def interleaved_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     """
     chunks = per_rank("Interleaved1F1B", ranks, stages, microbatches)
     k = round_length("Interleaved1F1B", ranks, microbatches)
-    total = chunks * microbatches
-
-    def action(kind: Kind, rank: int, step: int) -> Action:
-        chunk = step // k % chunks
-        if kind is Kind.B:
-            chunk = chunks - 1 - chunk
-        return Action(chunk * ranks + rank, kind, step // (k * chunks) * k + step % k)
+    total, forward, backward = chunks * microbatches, Kind.F, Kind.B
+    order = [(step // k % chunks * ranks, step // (k * chunks) * k + step % k) for step in range(total)]
 
     def row(rank: int) -> Row:
         hops = ranks - 1 - rank
-        forwards = [action(Kind.F, rank, step) for step in range(total)]
-        backwards = [action(Kind.B, rank, step) for step in range(total)]
+        forwards = [Action(first + rank, forward, m) for first, m in order]
+        backwards = [Action(stages - ranks - first + rank, backward, m) for first, m in order]
         warm_up = min(total, (chunks - 1) * k + 2 * hops)
         idle = stages + 2 * hops - warm_up - rank if warm_up else 0
         pairs = zip_longest(forwards[warm_up:], backwards)

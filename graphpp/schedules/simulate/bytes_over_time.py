@@ -14,7 +14,7 @@ from math import inf
 from typing import TypeVar
 
 from graphpp.schedules.check.step_memory import MicrobatchCosts, step_bytes, step_totals
-from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.simulate.timeline import Curve, Event, MadeWhenRead, Timeline, events_on
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -24,7 +24,6 @@ from graphpp.schedules.table.state_bytes import HeldBytes
 T = TypeVar("T")
 Spans = Mapping[Action | None, deque[tuple[float, float]]]  # start and end of each time at which an action runs, in order
 KindCurve = tuple[tuple[float, Mapping[str, int]], ...]
-Curve = tuple[tuple[float, int], ...]
 
 
 def bytes_over_time(
@@ -34,22 +33,36 @@ def bytes_over_time(
     offloaded: Sequence[OffloadWindow] = (),
 ) -> tuple[KindCurve, ...]:
     """The curve of each rank. Raises `ScheduleError` as `step_peaks` does."""
-    table, spans = timeline.schedule, _spans(timeline.events, timeline.schedule.ranks)
-    rows = zip(table.table, step_bytes(table, costs, held, offloaded), spans, strict=True)
-    return tuple(tuple(_timed(row, (parts for _, parts in state), own, timeline.makespan)) for row, state, own in rows)
+    table = timeline.schedule
+    states = step_bytes(table, costs, held, offloaded)
+    ranks = ((table.table[rank], (parts for _, parts in state), _spans(timeline.on(rank))) for rank, state in enumerate(states))
+    return tuple(tuple(_timed(row, state, spans, timeline.makespan)) for row, state, spans in ranks)
 
 
-def memory_curves(table: Schedule, events: Iterable[Event], costs: Costs) -> tuple[Curve, ...]:
+class MemoryCurves(MadeWhenRead[Curve]):
     """The bytes of activations and messages on each rank, at the times at which they change."""
-    rows = zip(table.table, step_totals(table, costs), _spans(events, table.ranks), strict=True)
-    return tuple(tuple(_changes(_timed(row, iter(totals), own))) for row, totals, own in rows)
+
+    def __init__(self, table: Schedule, events: Sequence[Event], costs: Costs) -> None:
+        self._table, self._events, self._costs = table, events, costs
+        self._found: dict[int, Curve] = {}
+
+    def __len__(self) -> int:
+        return self._table.ranks
+
+    def _item(self, rank: int) -> Curve:
+        if rank not in self._found:
+            totals = iter(step_totals(self._table, rank, self._costs))
+            own = _spans(events_on(rank, self._events))
+            self._found[rank] = tuple(_changes(_timed(self._table.table[rank], totals, own)))
+        return self._found[rank]
 
 
-def _spans(events: Iterable[Event], ranks: int) -> list[Spans]:
-    spans: list[dict[Action | None, deque[tuple[float, float]]]] = [defaultdict(deque) for _ in range(ranks)]
+def _spans(events: Iterable[Event]) -> Spans:
+    """Of one rank's events."""
+    spans: dict[Action | None, deque[tuple[float, float]]] = defaultdict(deque)
     for event in sorted(events, key=lambda each: each.start):
-        spans[event.rank][event.action].append((event.start, event.end))
-    return list(spans)
+        spans[event.action].append((event.start, event.end))
+    return spans
 
 
 def _timed(row: Row, states: Iterator[T], spans: Spans, end: float | None = None) -> Iterator[tuple[float, T]]:

@@ -12,21 +12,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphpp.arguments import one_of, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.simulate.bytes_over_time import memory_curves
+from graphpp.schedules.simulate.bytes_over_time import MemoryCurves
 from graphpp.schedules.simulate.step_time import check_stages
-from graphpp.schedules.simulate.timeline import Event, Timeline
-from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, computations, inputs, message, peer
+from graphpp.schedules.simulate.timeline import EventColumns, EventRow, Timeline
+from graphpp.schedules.simulate.works import PENDING, Key, Work, Works
+from graphpp.schedules.table.actions import COMPUTE, PER_STAGE, SENDS, Action, Kind, send_of
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.in_order import Stuck, in_order
 from graphpp.schedules.table.schedule import Schedule
 
+_GRADIENTS = frozenset((Kind.B, Kind.W))
 _DRAWABLE = one_of(Schedule, Timeline, takes="a graphpp.Schedule or a graphpp.Timeline")
 
 
@@ -38,13 +42,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     check_stages(costs, schedule.name, schedule.stages)
     if costs.blocking and not schedule.has_communication:
         schedule = add_send_recv(schedule)
-    strange = next((stage for stage in schedule.rank_of_stage if not 0 <= stage < schedule.stages), None)
-    if strange is not None:
-        raise ScheduleError(f"{schedule.name!r}: there is no stage {strange} of {schedule.stages}")
-    machine = _Machine(schedule, costs)
-    machine.run()
-    events = tuple(event for rank in machine.ranks for event in sorted(rank.events, key=lambda event: event.start))
-    return Timeline(schedule, events, memory_curves(schedule, events, costs))
+    events = _Machine(schedule, costs).events()
+    return Timeline(schedule, events, MemoryCurves(schedule, events, costs))
 
 
 def timelines_of(drawn: Sequence[Schedule | Timeline], costs: Costs | None = None) -> list[Timeline]:
@@ -68,14 +67,13 @@ class _PostSends(NamedTuple):
     """The moment at which a rank posts the sends of an action, before the action waits for anything else."""
 
     action: Action
-    sends: tuple[Action, ...]
+    parts: tuple[Action, ...]
 
     def __str__(self) -> str:
         return str(self.action)
 
 
 _Step = Action | _PostSends
-_Makers = tuple[Action, ...]
 
 
 def _steps(action: Action) -> tuple[_Step, ...]:
@@ -83,91 +81,81 @@ def _steps(action: Action) -> tuple[_Step, ...]:
     return (_PostSends(action, sends), action) if sends else (action,)
 
 
+def _leaves(step: _Step) -> Sequence[Any]:
+    """The parts of a step, or the step itself; the microbatch of a leaf that needs or makes a value is a number."""
+    return step.parts or (step,)
+
+
 @dataclass
 class _RankState:
-    """When the rank and its line of collectives are free, and stages gathered; stages with gradients not reduced yet."""
+    """When the rank and its line of collectives are free, and stages gathered; stages with gradients not reduced yet.
 
+    `starts`, `ends`: of the actions of the row.
+    """
+
+    works: Mapping[Key, Work]
     free: float = 0.0
     line_free: float = 0.0
     gathered: dict[int, float] = field(default_factory=dict)
     unreduced: set[int] = field(default_factory=set)
-    events: list[Event] = field(default_factory=list)
+    starts: array[float] = field(default_factory=lambda: array("d"))
+    ends: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, start: float, end: float) -> None:
+        self.starts.append(start)
+        self.ends.append(end)
 
 
 class _Machine:
-    """`ended[computation]` and `sent[send]`: the time of each; `received[receive]`: when the receive released its rank."""
-
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.where = schedule.rank_of_stage
-        self.ranks = [_RankState() for _ in schedule.table]
-        self.ended: dict[Action, float] = {}
-        self.sent: dict[Action, float] = {}
-        self.received: dict[Action, float] = {}
-        self.there = 0.0  # arrival of the last input of the step that `_ready` checked last
+        works = Works(schedule, "d", self._time, blocking=costs.blocking)
+        self.ranks, self._posted = list(map(_RankState, works.on)), works.records
+        keys = (key for row in schedule.works for key in row if key[1] in COMPUTE)
+        self._seconds = {(stage, kind): costs.stages[stage].of(kind) for stage, kind in keys}
 
-    def run(self) -> None:
-        rows = [[step for action in row if action for step in _steps(action)] for row in self.schedule.table]
+    def events(self) -> EventColumns:
+        """The events of the step. Raises `ScheduleError` if the table cannot run to its end."""
+        actions = [[action for action in row if action] for row in self.schedule.table]
+        steps: Sequence[Sequence[_Step]] = actions
+        if self.schedule.has_communication:
+            steps = [[step for action in row for step in _steps(action)] for row in actions]
         try:
-            for number, step in in_order(rows, self._ready):
-                begin = self.ranks[number].free + self.costs.overhead
-                if isinstance(step, _PostSends):
-                    self.sent.update(dict.fromkeys(step.sends, begin))
-                elif step.is_compute:
-                    gathered = self.ranks[number].gathered
-                    self._compute(number, step, max(begin, self.there, *(gathered.get(leaf.stage, 0) for leaf in step.leaves)))
-                elif step.kind in PER_STAGE:
-                    self._collect(number, step, begin)
-                else:
-                    self._communicate(number, step, begin)
+            deque(in_order(steps, self._run), maxlen=0)
         except Stuck as fault:
             raise ScheduleError(self._stuck(fault)) from None
+        return EventColumns([EventRow(row, rank.starts, rank.ends) for row, rank in zip(actions, self.ranks, strict=True)])
 
-    def _ready(self, number: int, step: _Step) -> bool:
-        self.there = 0.0
-        for _, time in self._reads(number, step):
-            if time is None:
-                return False
-            self.there = max(self.there, time)
+    def _run(self, number: int, step: _Step) -> bool:
+        """Run a step if its inputs have arrived; whether they have."""
+        rank, there = self.ranks[number], 0.0
+        works, leaves = rank.works, _leaves(step)
+        for stage, kind, microbatch, _ in leaves:
+            for records, seconds, _ in works[stage, kind].needs:
+                for record in records:
+                    time = record[microbatch]
+                    if time != PENDING:
+                        time += seconds
+                        if time > there:
+                            there = time
+                        break
+                else:
+                    return False
+        begin = rank.free + self.costs.overhead
+        if isinstance(step, _PostSends):
+            for send in leaves:
+                works[send[:2]].record[send.microbatch] = begin
+        elif step.kind in COMPUTE:
+            self._compute(rank, step, max(begin, there))
+        elif step.kind in PER_STAGE:
+            self._collect(rank, step, begin)
+        else:
+            self._communicate(rank, leaves, begin)
         return True
 
-    def _reads(self, number: int, step: _Step) -> Iterator[tuple[_Makers, float | None]]:
-        """For each value that a step needs: the computations of which any one makes it, and its time of arrival or None."""
-        if isinstance(step, _PostSends):
-            yield from ((computations(send), self._end(computations(send))) for send in step.sends)
-        elif step.is_compute:
-            for leaf in step.leaves:
-                for makers in inputs(leaf, self.schedule.stages):
-                    yield makers, self._arrival(makers, number)
-        elif self.costs.blocking:
-            sends = map(peer, self._receives(step))
-            yield from ((computations(send), self.sent.get(send)) for send in sends)
-
-    def _receives(self, action: Action) -> Iterator[Action]:
-        return (leaf for leaf in action.leaves if leaf.is_communication and leaf.kind not in SENDS)
-
-    def _end(self, makers: _Makers) -> float | None:
-        for maker in makers:
-            if maker in self.ended:
-                return self.ended[maker]
-        return None
-
-    def _arrival(self, makers: _Makers, number: int) -> float | None:
-        """When the value that one of `makers` makes is on the rank that reads it; None if not yet known."""
-        end = self._end(makers)
-        if end is None or self.where.get(makers[0].stage) == number:
-            return end
-        ends = message(makers[0], self.schedule.stages)
-        if ends is None:
-            return end
-        send, receive = ends
-        if not self.schedule.has_communication:
-            return end + self._time(send)
-        if send not in self.sent or receive not in self.received:
-            return None
-        return max(self.sent[send] + self._time(send), self.received[receive])
-
-    def _time(self, send: Action) -> float:
+    def _time(self, send: Action | None) -> float:
+        if send is None:
+            return 0.0
         if send.kind is Kind.SEND_F:
             return self.costs.message(self.costs.sends_forward, send.stage)
         return self.costs.message(self.costs.sends_backward, send.stage - 1)
@@ -176,22 +164,35 @@ class _Machine:
         """The error text: the action at which each rank stops, and the value for which it waits."""
         lines = []
         for number, step in sorted(fault.heads.items()):
-            missing = next(makers for makers, time in self._reads(number, step) if time is None)
+            missing = next(self._missing(number, step))
             lines.append(f"    rank {number} stops at {step}, which waits for {_text(missing)}")
         what = f"{self.schedule.name!r} cannot run to its end, these wait for each other or for what never runs"
         return "\n".join([f"{what}; reorder or complete them (`check` says more)", *lines])
 
-    def _compute(self, number: int, action: Action, begin: float) -> None:
-        rank = self.ranks[number]
-        end = rank.free = begin + self.costs.of(action)
-        rank.events.append(Event(number, action, begin, end))
-        self.ended.update(dict.fromkeys(action.leaves, end))
-        rank.unreduced.update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
+    def _missing(self, number: int, step: _Step) -> Iterator[tuple[Action, ...]]:
+        """For each value that has not arrived, the computations of which any one makes it."""
+        for leaf in _leaves(step):
+            for records, _, makers in self.ranks[number].works[leaf[:2]].needs:
+                if all(record[leaf.microbatch] == PENDING for record in records):
+                    yield tuple(maker._replace(microbatch=leaf.microbatch) for maker in makers)
 
-    def _collect(self, number: int, action: Action, begin: float) -> None:
+    def _compute(self, rank: _RankState, action: Action, begin: float) -> None:
+        seconds, works, leaves = 0.0, rank.works, _leaves(action)
+        if rank.gathered:
+            begin = max(begin, *(rank.gathered.get(leaf.stage, 0.0) for leaf in leaves))
+        for leaf in leaves:
+            seconds += self._seconds[leaf[:2]]
+        end = rank.free = begin + (seconds * self.costs.overlap if action.parts else seconds)
+        rank.starts.append(begin)
+        rank.ends.append(end)
+        for stage, kind, microbatch, _ in leaves:
+            works[stage, kind].record[microbatch] = end
+            if kind in _GRADIENTS:
+                rank.unreduced.add(stage)
+
+    def _collect(self, rank: _RankState, action: Action, begin: float) -> None:
         """Start the gather or the reduction of a stage, which overlaps with computations."""
-        rank, stage = self.ranks[number], action.stage
-        rank.free = begin
+        stage, rank.free = action.stage, begin
         if action.kind is Kind.UNSHARD:
             times = self.costs.gathers
         else:
@@ -202,17 +203,19 @@ class _Machine:
         rank.line_free = max(rank.line_free, start + seconds)
         if action.kind is Kind.UNSHARD:
             rank.gathered[stage] = start + seconds
-        rank.events.append(Event(number, action, start, start + seconds))
+        rank.add(start, start + seconds)
 
-    def _communicate(self, number: int, action: Action, begin: float) -> None:
-        rank, end = self.ranks[number], begin
+    def _communicate(self, rank: _RankState, leaves: Sequence[Any], begin: float) -> None:
+        end = begin
         if self.costs.blocking:
-            sends = (leaf if leaf.kind in SENDS else peer(leaf) for leaf in action.leaves if leaf.is_communication)
-            end = max([end, *(max(begin, self.sent[send]) + self._time(send) for send in sends)])
-        self.received.update(dict.fromkeys(self._receives(action), end))
-        rank.events.append(Event(number, action, begin, end))
+            for send in map(send_of, leaves):
+                end = max(end, max(begin, self._posted[send[:2]][send.microbatch or 0]) + self._time(send))
+        for leaf in leaves:
+            if leaf.kind not in SENDS:
+                rank.works[leaf[:2]].record[leaf.microbatch] = end
+        rank.add(begin, end)
         rank.free = end
 
 
-def _text(makers: _Makers) -> str:
+def _text(makers: tuple[Action, ...]) -> str:
     return str(makers[0]) if len(makers) == 1 else f"the gradient of {' or '.join(map(str, makers))}"

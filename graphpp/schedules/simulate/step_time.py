@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.table.actions import COMPUTE, PER_STAGE, SENDS, Action, Kind, inputs, message
+from graphpp.schedules.simulate.works import PENDING, Works
+from graphpp.schedules.table.actions import COMPUTE, PER_STAGE, Action, Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.in_order import in_order
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -178,73 +179,54 @@ class _Reading:
     """The steps of a table in an order in which they can run, and the earlier steps that each of them reads."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._where, self._stages, self._sends = schedule.rank_of_stage, schedule.stages, schedule.has_communication
         self._rows = [[action for action in row if action is not None] for row in schedule.table]
         self._number, self._none = 0, 2 * (schedule.stages - 1)
-        self._reads: tuple[tuple[int, int], ...] | None = None  # of the cell that is about to run
-        self._ended: dict[Action, int] = {}  # computations, by the number of their step
-        self._sent: dict[Action, int] = {}  # sends, by the number of the last computation before them
-        self._latest: list[int] = [-1] * schedule.ranks
+        self._works = Works(schedule, "q", self._lag).on  # computations, by the number of their step; sends, of the one before
+        self._reads: list[tuple[int, int]] = []  # of the cell that is about to run
+        self._latest: list[int] = [0] * schedule.ranks
         self._gathers: list[dict[int, int]] = [{} for _ in schedule.table]  # by stage, for the next computation
         self._unreduced: list[set[int]] = [set() for _ in schedule.table]
+
+    def _lag(self, send: Action | None) -> int:
+        """The number of a message."""
+        back = send is not None and send.kind is Kind.SEND_B
+        return self._none if send is None else 2 * (send.stage - back) + back
 
     def steps(self) -> Iterator[tuple[int, Action, tuple[tuple[int, int], ...]]]:
         """(rank, action, reads) of all actions that take time. Raises `ScheduleError` for a table that stops before its end."""
         for rank, action in in_order(self._rows, self._ready):
             if self._takes_time(rank, action):
-                yield rank, action, self._reads or ()
+                yield rank, action, tuple(self._reads)
                 self._number += 1
 
     def _ready(self, rank: int, action: Action) -> bool:
-        self._reads = self._inputs(rank, action) if action.kind in COMPUTE else ()
-        return self._reads is not None
-
-    def _inputs(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
-        """(step, message) of the remote values and gathers that a computation waits for; None if one is missing."""
-        found: list[tuple[int, int]] = []
-        gathers = self._gathers[rank]
-        for leaf in action.leaves:
-            for makers in inputs(leaf, self._stages):
-                source = self._source(makers, rank)
-                if source is None:
-                    return None
-                if source[1] != self._none:
-                    found.append(source)
-        if gathers:  # two leaves of one stage wait for one gather
-            stages = dict.fromkeys(leaf.stage for leaf in action.leaves if leaf.stage in gathers)
-            found += [(gathers.pop(stage), self._none) for stage in stages]
-        return tuple(found)
-
-    def _source(self, makers: Sequence[Action], rank: int) -> tuple[int, int] | None:
-        """(step, message) of a value; None if no step has made it yet."""
-        maker = next((maker for maker in makers if maker in self._ended), None)
-        if maker is None:
-            return None
-        ends = message(maker, self._stages) if self._where[maker.stage] != rank else None
-        if ends is None:
-            return self._ended[maker], self._none
-        send, _ = ends
-        at = self._sent.get(send) if self._sends else self._ended[maker]
-        back = send.kind is Kind.SEND_B
-        return None if at is None else (at, 2 * (send.stage - back) + back)
+        """Whether all values are there; finds (step, message) of the remote values and gathers that a computation waits for."""
+        reads, works, gathers, leaves = list[tuple[int, int]](), self._works[rank], self._gathers[rank], action.leaves
+        for leaf in leaves:
+            for records, lag, _ in works[leaf[:2]].needs:
+                number = next((found for record in records if (found := record[leaf.microbatch or 0]) != PENDING), None)
+                if number is None:
+                    return False
+                if lag != self._none:
+                    reads.append((number, lag))
+        if gathers and action.kind in COMPUTE:  # two leaves of one stage wait for one gather
+            stages = dict.fromkeys(leaf.stage for leaf in leaves if leaf.stage in gathers)
+            reads += [(gathers.pop(stage), self._none) for stage in stages]
+        self._reads = reads
+        return True
 
     def _takes_time(self, rank: int, action: Action) -> bool:
         """Whether an action is a step; records the place of each action."""
         if action.kind in COMPUTE:
-            for leaf in action.leaves:
-                self._ended[leaf] = self._number
-                if leaf.kind in (Kind.B, Kind.W):
-                    self._unreduced[rank].add(leaf.stage)
             self._latest[rank] = self._number
-            return True
+            self._unreduced[rank].update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
+        if action.kind not in PER_STAGE:
+            for leaf in action.leaves:
+                self._works[rank][leaf[:2]].record[leaf.microbatch or 0] = self._latest[rank]
+            return action.kind in COMPUTE
         if action.kind is Kind.UNSHARD:
             self._gathers[rank][action.stage] = self._number
             return True
-        if action.kind in PER_STAGE:
-            reduces = action.stage in self._unreduced[rank]
-            self._unreduced[rank].discard(action.stage)
-            return reduces
-        for leaf in action.leaves:
-            if leaf.kind in SENDS:
-                self._sent[leaf] = self._latest[rank]
-        return False
+        reduces = action.stage in self._unreduced[rank]
+        self._unreduced[rank].discard(action.stage)
+        return reduces

@@ -20,13 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 
 from graphpp.arguments import INDEX, PATH, ROWS, TEXT, checked, one_of, or_none
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table import recompute_marks
-from graphpp.schedules.table.actions import Action, Kind, parse
+from graphpp.schedules.table.actions import COMMUNICATION, COMPUTE, Action, Kind, parse
 from graphpp.schedules.table.recompute_marks import Pairs
 
 Cell = str | Action | None
@@ -91,20 +92,26 @@ class Schedule:
     def rank_of_stage(self) -> Mapping[int, int]:
         """The rank of each stage; a stage without any action is missing."""
         found: dict[int, int] = {}
-        for rank, _, action in self.cells():
-            for leaf in action.leaves:
-                found.setdefault(leaf.stage, rank)
+        for rank, works in enumerate(self.works):
+            for stage, _ in works:
+                found.setdefault(stage, rank)
         return MappingProxyType(found)
 
     @cached_property
     def has_communication(self) -> bool:
         """Whether the table has any send or receive."""
-        return any(action.is_communication for _, _, action in self.cells())
+        return any(kind in COMMUNICATION for works in self.works for _, kind in works)
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of the computations in the table (F, B, I, W), parts of overlaps included."""
-        return frozenset(leaf.kind for _, _, action in self.cells() if action.is_compute for leaf in action.leaves)
+        return frozenset(kind for works in self.works for _, kind in works if kind in COMPUTE)
+
+    @cached_property
+    def works(self) -> list[dict[tuple[int, Kind], None]]:
+        """By rank, the (stage, kind) of all actions, parts instead of wholes, in the order in which they first appear."""
+        leaves = ((leaf for action in row if action for leaf in action.parts or (action,)) for row in self.table)
+        return [dict.fromkeys(map(itemgetter(0, 1), each)) for each in leaves]
 
     def forward_only(self) -> Schedule:
         """The table of evaluation: forwards and their messages. Batches stay batches: single messages could wait in a cycle."""

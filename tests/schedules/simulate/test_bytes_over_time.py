@@ -11,7 +11,7 @@ from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
-from graphpp.schedules.simulate.bytes_over_time import bytes_over_time, memory_curves
+from graphpp.schedules.simulate.bytes_over_time import MemoryCurves, bytes_over_time
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event
 from graphpp.schedules.table.actions import Kind
@@ -57,7 +57,7 @@ def test_receives_that_are_posted_early_delay_no_bytes() -> None:
     actions = {str(action): action for action in table.table[1]}
     events = [Event(1, actions[name], *span) for name, span in spans.items()]
     costs = Costs((StageCosts(saved_bytes=10, received_bytes={Kind.F: 3}),) * 2)
-    assert memory_curves(table, events, costs)[1] == ((0, 0), (0, 3), (1, 6), (1, 13), (3, 3), (4, 10), (6, 0))
+    assert MemoryCurves(table, events, costs)[1] == ((0, 0), (0, 3), (1, 6), (1, 13), (3, 3), (4, 10), (6, 0))
 
 
 def test_a_reduction_that_a_computation_overlaps_delays_no_bytes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 import graphpp
 from graphpp.errors import ScheduleError
+from graphpp.schedules.check.step_memory import step_totals
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.simulate import bytes_over_time
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Action, Kind, upstream
@@ -104,6 +107,27 @@ def test_costs_of_another_pipeline_are_refused() -> None:
         simulate(TWO, Costs.unit(3))
     with pytest.raises(ScheduleError, match="no stage 1 of 1"):
         simulate(replace(TWO, stages=1), Costs.unit(1))
+    with pytest.raises(ScheduleError, match="no microbatch 1 of 1"):
+        simulate(replace(TWO, microbatches=1), Costs.unit(2))
+
+
+def test_events_and_curves_are_sequences_that_are_made_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 256 ranks, 512 stages and 2,048 microbatches has two million events."""
+    table = Schedule(((), *TWO.table), 2, 2)  # the first rank has no events
+    timeline, read = simulate(table, Costs.unit(2)), list[int]()
+
+    def totals(table: Schedule, rank: int, costs: Costs) -> list[int]:
+        read.append(rank)
+        return step_totals(table, rank, costs)
+
+    monkeypatch.setattr(bytes_over_time, "step_totals", totals)
+    assert timeline.peak_bytes(1) == 2000 and timeline.memory and timeline.peak_bytes(1) == 2000
+    assert read == [1]
+    events = tuple(timeline.events)
+    assert len(timeline.events) == len(events) == 8 and timeline.on(1) + timeline.on(2) == events
+    assert [timeline.events[at] for at in range(-8, 8)] == [*events, *events] and timeline.events[2:5] == events[2:5]
+    assert timeline == pickle.loads(pickle.dumps(timeline)) and hash(timeline) == hash(replace(timeline, events=events))
+    assert timeline == replace(timeline, events=events, memory=tuple(timeline.memory)) and timeline.makespan == 9
 
 
 @st.composite
