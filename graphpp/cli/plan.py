@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command, write_text
+from graphpp.cli.plan_table import Question, Training, plan_table, spelled
 from graphpp.cli.verify import MODEL_HELP
 from graphpp.devices import KNOWN_NAMES, Device, Machines, known_device
 from graphpp.errors import GraphPPError, NoPlanError
@@ -40,6 +42,7 @@ _LIKE_HELP = (
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
 
+_MTBF_HELP = "Hours between failures of one GPU: print the share of the time that makes progress, and how often to save."
 _FILE_HELP = "The JSON of `graphpp plan --json`, or of its --save."
 _FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE:yours that of --like, FILE alone the best one."
 
@@ -52,8 +55,8 @@ def add_to(root: typer.Typer) -> None:
 def plan(  # noqa: PLR0913 - the dimensions of the search
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     machines: Annotated[str, typer.Option(help=_MACHINES_HELP)],
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a training step, on all ranks together.")],
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a row of a Hugging Face model.")] = None,
+    batch: Annotated[str, typer.Option(help="Rows of a training step, on all ranks together.")],
+    length: Annotated[str | None, typer.Option(help="Tokens in a row of a Hugging Face model.")] = None,
     cap: Annotated[str | None, typer.Option(help="Bytes that a GPU may hold: 72GiB. 90 % of its memory if left out.")] = None,
     dtype: Annotated[str, typer.Option(help='Dtype of the computation, or "own" for that of the model.')] = "bfloat16",
     pp: Annotated[str | None, typer.Option(help=_SIZES_HELP.format("the pipeline"))] = None,
@@ -75,33 +78,51 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     save: Annotated[Path | None, typer.Option(help="A file for the best plan, for graphpp.TrainingPlan.from_json.")] = None,
     html: Annotated[Path | None, typer.Option(help="A file for a page of all plans, to look at in a browser.")] = None,
     front: Annotated[bool, typer.Option("--front", help="Print the plans of the front of time and memory.")] = False,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the training: print its days.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars of a GPU hour: print those of the training.")] = None,
+    mtbf: Annotated[float | None, typer.Option(min=0, help=_MTBF_HELP)] = None,
+    checkpoint: Annotated[float | None, typer.Option(min=0, help="Seconds for which a save stops the training.")] = None,
+    restart: Annotated[float | None, typer.Option(min=0, help="Seconds from a failure to the next step.")] = None,
 ) -> Answer:
     """Find the fastest plan to train a model on machines that need not be there: mesh, stages, schedule, microbatches, memory.
 
-    The model is built on the meta device and takes no memory. Exit code 1 where no plan fits the memory.
+    The model is built on the meta device and takes no memory. Several machines, batches or lengths with commas make a table of
+    the best plans. Exit code 1 where no plan fits the memory.
     """
     from graphpp.cli.models import load_model  # load torch, which help pages need not
     from graphpp.cluster_planner.plans.plan import plan as find
 
+    training = Training(tokens, price, mtbf, checkpoint, restart)
+    known = [read_machines(each) for each in _listed(machines)]
+    lengths: Sequence[int | None] = _sizes("length", length) or [None]
+    questions = [Question(*each) for each in product(lengths, known, _sizes("batch", batch) or [])]
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
-    options = {
+    searched: dict[str, Any] = {
         **sizes,
         "memory_cap": None if cap is None else forms.read_bytes("--cap", cap),
         "schedules": None if schedules is None else _listed(schedules),
         "recompute": None if recompute is None else [_number(each) for each in _listed(recompute)],
-        "tensor_plan": None if tensor_plan is None else _styles("--tensor-plan", tensor_plan),
-        "expert_plan": None if expert_plan is None else _styles("--expert-plan", expert_plan),
-        "backend": backend,
-        "float8": None if float8 is None else _styles("--float8", float8) if "=" in float8 else float8,
         "work": work,
     }
-    param_dtype, known = _dtype(dtype), read_machines(machines)
-    loaded = load_model(model, length=length, meta=True, length_needed=True)
+    searched = {name: each for name, each in searched.items() if each is not None}
+    searched |= {"backend": backend, "optimizer": _number(optimizer), "param_dtype": _dtype(dtype), "offload": offload}
+    captured: dict[str, Any] = {
+        "tensor_plan": None if tensor_plan is None else _styles("--tensor-plan", tensor_plan),
+        "expert_plan": None if expert_plan is None else _styles("--expert-plan", expert_plan),
+        "float8": None if float8 is None else _styles("--float8", float8) if "=" in float8 else float8,
+    }
+    if len(questions) > 1:
+        alone = {"--like": like, "--no-search": not search, "--save": save, "--html": html, "--front": front}
+        if any(alone.values()):
+            name = next(name for name, given in alone.items() if given)
+            raise GraphPPError(f"{name}: it is for one search: give one of --machines, --batch and --length, or leave it out")
+        return plan_table(model, questions, captured | {"param_dtype": searched["param_dtype"]}, searched, training)
+    (question,) = questions
+    loaded = load_model(model, length=question.length, meta=True, length_needed=True)
     try:
         found = find(
-            loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, param_dtype=param_dtype, offload=offload,
-            like=like, search=search, optimizer=_number(optimizer),  # type: ignore[arg-type]
-            **{name: each for name, each in options.items() if each is not None},  # type: ignore[arg-type]
+            loaded.model, loaded.loss, loaded.example, machines=question.machines, batch=question.batch, like=like,
+            search=search, **captured, **searched,
         )  # fmt: skip
     except NoPlanError as error:
         return Answer(str(error), {"plans": [], "message": str(error)}, yes=False)
@@ -109,7 +130,9 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     files = (save, found.best.to_json), (html, found.to_html)
     notes = [write_text(file, text()) for file, text in files if file is not None]
     text = "\n\n".join(map(str, found.front)) if front else str(found)
-    return Answer(text, json.loads(found.to_json()), notes=notes)
+    numbers = training.numbers(found.best)
+    document = json.loads(found.to_json()) | ({"training": numbers} if numbers else {})
+    return Answer("\n".join([text, *([spelled(numbers)] if numbers else [])]), document, notes=notes)
 
 
 def compare(

@@ -9,6 +9,7 @@ from graphpp.devices.device import Device as Device
 from graphpp.devices.device import Link as Link
 from graphpp.devices.efficiency import Curve as Curve
 from graphpp.devices.efficiency import Efficiency as Efficiency
+from graphpp.devices.goodput import Goodput as Goodput
 from graphpp.devices.known import A100 as A100
 from graphpp.devices.known import B200 as B200
 from graphpp.devices.known import CPU_CORE as CPU_CORE

@@ -1,14 +1,21 @@
 """Machines of equal devices: seconds of collectives and messages between their ranks.
 
 Collectives are priced as rings, with the latency of every hop. No network is shared: each rank has `between.bandwidth` for
-itself. Rank r is in machine r // per_machine.
+itself. Rank r is in machine r // per_machine; the last machine may be filled in part.
+
+On full machines, a group has equally many ranks on each of its machines: the largest divisor that has room. Where the last
+machine is filled in part, groups lie as in a mesh of all ranks, whose groups start at multiples of `ranks * stride` and up to
+`stride - 1` further. All are priced as the one with the fewest ranks on a machine: their links carry what the machine lacks.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import ceil, log, log2, sqrt
+from typing import NamedTuple
 
 from graphpp.arguments import BYTES, COUNT, TEXT, Accepted, checked, one_of, or_none, require
 from graphpp.devices.device import Device, Link
@@ -19,12 +26,20 @@ from graphpp.errors import ScheduleError
 _MESSAGE = Accepted("a number of bytes from 0", FROM_ZERO.accepts)
 
 
-def _per_machine(gpus: int) -> Accepted:
-    """The valid numbers of devices in each machine for `gpus` devices."""
-    return Accepted(
-        f"a divisor of gpus, here of {gpus}, or a number above it",
-        lambda value: COUNT.accepts(value) and (value >= gpus or gpus % value == 0),  # type: ignore[operator]
-    )
+class _Spread(NamedTuple):
+    """How a group lies on machines: the fewest and the most of its ranks on one of them, and how many machines they are."""
+
+    least: int
+    most: int
+    machines: int
+
+
+@cache
+def _widest_spread(per_machine: int, ranks: int, stride: int, blocks: int) -> _Spread:
+    """Of all groups in so many blocks of `ranks * stride` ranks, the one with the fewest ranks on one machine."""
+    firsts = (block * ranks * stride + each for block in range(min(blocks, per_machine)) for each in range(stride))
+    counts = (Counter((first + each * stride) // per_machine for each in range(ranks)).values() for first in firsts)
+    return min((_Spread(min(each), max(each), len(each)) for each in counts), key=lambda each: (each.least, -each.machines))
 
 
 def _distinct(places: int, chosen: int) -> float:
@@ -36,10 +51,11 @@ def _distinct(places: int, chosen: int) -> float:
 class Machines:
     """`gpus` devices, `per_machine` in each machine; `inside`, `between`: the links of a rank (None: the device's usual ones).
 
-    `per_machine` divides `gpus`, or is larger (one machine). The bytes of a collective are those of the whole value: of an
-    all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has `ranks` ranks,
-    `stride` apart. `host_memory`: bytes of a machine's own memory for offloaded values; `host_bandwidth`: bytes/s in each
-    direction between this memory and all devices of the machine together. Raises `ScheduleError` for other values.
+    If `per_machine` does not divide `gpus`, the last machine has the rest. The bytes of a collective are those of the whole
+    value: of an all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has
+    `ranks` ranks, `stride` apart. `host_memory`: bytes of a machine's own memory for offloaded values; `host_bandwidth`:
+    bytes/s in each direction between this memory and all devices of the machine together. Raises `ScheduleError` for other
+    values.
     """
 
     device: Device
@@ -53,7 +69,7 @@ class Machines:
     def __post_init__(self) -> None:
         require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
         require(ScheduleError, "gpus", COUNT, self.gpus)
-        require(ScheduleError, "per_machine", _per_machine(self.gpus), self.per_machine)
+        require(ScheduleError, "per_machine", COUNT, self.per_machine)
         require(ScheduleError, "host_memory", BYTES, self.host_memory)
         require(ScheduleError, "host_bandwidth", PEAK, self.host_bandwidth)
         for name in ("inside", "between"):
@@ -64,7 +80,7 @@ class Machines:
     @classmethod
     @checked(ScheduleError, text=TEXT)
     def read(cls, text: str) -> Machines:
-        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine; up to 8 are one machine.
+        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine, and the rest in the last one.
 
         Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, with a power limit or none ("512xH100@500W"), or a file
         "mine.json" for `Device.load`. Raises `GraphPPError` for other texts, counts and files.
@@ -78,11 +94,6 @@ class Machines:
                 "or take a .json file of graphpp doctor --calibrate, or make a "
                 "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
             )
-        usual = cls.per_machine
-        if count > usual and count % usual:
-            full = f'"{count // usual * usual}x{name}" or "{-(-count // usual) * usual}x{name}"'
-            own = f"Machines(device, {count}, per_machine=..), or a JSON file of its fields"
-            raise ScheduleError(f"machines: {count} devices do not fill machines of {usual}: take {full}; or give {own}")
         return cls(device, count)
 
     def __str__(self) -> str:
@@ -90,7 +101,7 @@ class Machines:
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The slowest link that the group crosses."""
-        return self.inside if self._local(ranks, stride) == ranks else self.between
+        return self.inside if self._spread(ranks, stride).machines == 1 else self.between
 
     @property
     def host(self) -> Link | None:
@@ -111,8 +122,8 @@ class Machines:
 
     def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds until each rank has the sum over all: a reduce-scatter and an all-gather, as rings or trees of machines."""
-        local = self._local(ranks, stride)
-        tree = (local - 1) * self.inside.latency + ceil(log2(ranks // local)) * self.between.latency
+        spread = self._spread(ranks, stride)
+        tree = (spread.most - 1) * self.inside.latency + ceil(log2(spread.machines)) * self.between.latency
         return 2 * (self._moved(nbytes, ranks, stride) + min(tree, self._hops(ranks, stride))) if nbytes else 0.0
 
     def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -131,13 +142,12 @@ class Machines:
         """
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         require(ScheduleError, "chosen", or_none(COUNT), chosen)
-        local = self._local(ranks, stride)
+        least, most, machines = self._spread(ranks, stride)
         if not nbytes or ranks == 1:
             return 0.0
-        machines = ranks // local
         to_machines, to_ranks = (_distinct(each, chosen) if chosen else 1.0 for each in (machines, ranks))
-        across = self.between.seconds(nbytes * to_machines * (machines - 1) / machines)
-        inside = self.inside.seconds(nbytes * to_ranks * (local - 1) / (ranks if chosen is None else local))
+        across = self.between.seconds(nbytes * to_machines * (ranks - least) / ranks)
+        inside = self.inside.seconds(nbytes * to_ranks * (most - 1) / (ranks if chosen is None else most))
         return max(inside, across) + self.link(ranks, stride).latency
 
     def send(self, nbytes: float, stride: int = 1) -> float:
@@ -149,18 +159,21 @@ class Machines:
     def _moved(self, nbytes: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather's bytes: the parts of one rank of each machine between machines, then all of them inside."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
-        local = self._local(ranks, stride)
-        across = self.between.seconds(nbytes / local * (1 - local / ranks))
-        return self.inside.seconds(nbytes * (local - 1) / local) + across
+        least, most, _ = self._spread(ranks, stride)
+        across = self.between.seconds(nbytes / least * (1 - least / ranks))
+        return self.inside.seconds(nbytes * (most - 1) / most) + across
 
     def _hops(self, ranks: int, stride: int) -> float:
         """Seconds of the latencies of a ring."""
-        machines = ranks // self._local(ranks, stride)
+        machines = self._spread(ranks, stride).machines
         return (ranks - machines) * self.inside.latency + (machines - 1) * self.between.latency
 
-    def _local(self, ranks: int, stride: int) -> int:
-        """How many ranks of the group are in one machine: a divisor of `ranks`."""
+    def _spread(self, ranks: int, stride: int) -> _Spread:
+        """How the group lies on machines."""
         require(ScheduleError, "ranks", COUNT, ranks)
         require(ScheduleError, "stride", COUNT, stride)
-        most = max(1, min(ranks, self.per_machine // stride))
-        return next(each for each in range(most, 0, -1) if ranks % each == 0)
+        if self.gpus > self.per_machine and self.gpus % self.per_machine:
+            return _widest_spread(self.per_machine, ranks, stride, max(1, self.gpus // (ranks * stride)))
+        room = max(1, min(ranks, self.per_machine // stride))
+        local = next(each for each in range(room, 0, -1) if ranks % each == 0)
+        return _Spread(local, local, ranks // local)

@@ -80,7 +80,8 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """A candidate plan: `seconds` of a step, `nbytes` of the fullest rank, `reason` why it is not the best.
+    """A candidate plan: `seconds` of a step, `nbytes` of the fullest rank, `reason` why it is not the best, or is
+    the best and not the fastest.
 
     `fits`: whether it is within the cap; `on_front`: whether no other plan has both less time and fewer bytes; `yours`: whether
     it is the reader's own layout. `choices`: its columns in the table of plans, by which a reader filters and colours;

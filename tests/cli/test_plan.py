@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,46 @@ def test_a_layout_of_ones_own_stands_beside_the_best(model: str, tmp_path: Path)
     assert "take other sizes or machines" in refusal(*asked, "--like", "pp 8")
 
 
+def test_several_machines_and_batches_make_a_table(model: str) -> None:
+    asked = "plan", model, "--machines", "2xH100, 3xH100", "--batch", "12,24", "--work", "500", "--tensor-plan", "*.up=colwise"
+    money = "--tokens", "1e12", "--price", "2.5"
+    text = run(*asked, *money).stdout
+    assert text.count("3xH100_SXM") == 2 and "tokens/s" in text and "dollars" in text
+    rows = document(*asked, *money)["rows"]
+    assert [(each["machines"], each["batch"]) for each in rows] == [
+        (f"{gpus}xH100_SXM", batch) for gpus in (2, 3) for batch in (12, 24)
+    ]
+    for each in rows:
+        plan = graphpp.TrainingPlan.from_json(json.dumps(each["plan"]))
+        assert each["tokens_per_second"] == plan.tokens_per_second
+        assert each["days"] == pytest.approx(1e12 / plan.tokens_per_second / 86_400)
+        assert each["dollars"] == pytest.approx(each["days"] * 24 * plan.setting.shape.ranks * 2.5)
+    nothing = document(*asked, "--cap", "1KiB", code=1)["rows"]
+    assert all(each["plan"] is None and "no plan fits" in each["message"] for each in nothing)
+
+
+def test_each_length_is_captured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    captured, module = list[object](), import_module("graphpp.cluster_planner.costs.capture_costs")
+    plain = module.capture_costs
+    monkeypatch.setattr(module, "capture_costs", lambda *given, **options: captured.append(given) or plain(*given, **options))
+    code = "import transformers as t\ndef build(): return t.GPT2LMHeadModel(t.GPT2Config(n_layer=2, n_embd=96))"
+    build = f"{write(tmp_path / 'gpt2_of_lengths.py', code)}:build"
+    lengths = "--length", "16,32", "--work", "300", "--pp", "1"
+    rows = document("plan", build, "--machines", "1xH100,2xH100", "--batch", "4", *lengths)["rows"]
+    assert len(captured) == 2 and [each["length"] for each in rows] == [16, 16, 32, 32]
+    assert [each["plan"]["tokens"] for each in rows] == [16, 16, 32, 32]
+
+
+def test_failures_time_and_money_stand_below_the_best_plan(model: str) -> None:
+    asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--work", "500", "--tokens", "1e12", "--price", "2"
+    failing = "--mtbf", "50000", "--checkpoint", "30", "--restart", "600"
+    plain, found = document(*asked)["training"], document(*asked, *failing)["training"]
+    assert found["days"] == pytest.approx(plain["days"] / found["goodput"]) and found["hours_between_failures"] == 25_000
+    line = run(*asked, *failing).stdout.rstrip().splitlines()[-1]
+    assert line.startswith("goodput 99.") and "steps between saves" in line and "dollars" in line
+    assert "training" not in document(*asked[:-4])
+
+
 @pytest.mark.exhaustive
 def test_options_of_the_search_reach_it(model: str) -> None:
     asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--rows", "2", "--schedules", "auto,1F1B"
@@ -138,7 +179,7 @@ def test_machines_of_ones_own_are_read_from_a_file(model: str, tmp_path: Path) -
         ({"device": OWN["device"] | {"torch_type": "gpu"}}, "machines.device.torch_type: take 'cuda' or 'cpu' or 'xpu' or "),
         ({"device": OWN["device"] | {"flops": {"bf16": 1e14}}}, "machines.device.flops: take a mapping of dtype names to "),
         ({"device": OWN["device"] | {"flops": {"bf16": 1e14}}}, "with names among float64, float32, tf32, bfloat16, float16, "),
-        ({"gpus": 12, "per_machine": 8}, "machines.per_machine: take a divisor of gpus, here of 12, or a number above it, got"),
+        ({"gpus": 12, "per_machine": 0}, "machines.per_machine: take a positive integer up to 2**20, got 0"),
     ],
 )
 def test_wrong_entries_of_machines_are_named(model: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -159,6 +200,10 @@ def test_random_tokens_need_a_length(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--machines", "2xToaster", "--batch", "8"], "devices are"),
+        (["--machines", "2xH100", "--batch", "0"], "--batch: take a positive number, or several with commas, got '0'"),
+        (["--machines", "2xH100", "--batch", "8,16", "--save", "x"], "--save: it is for one search: give one of --machines"),
+        (["--machines", "2xH100", "--batch", "8", "--price", "2"], "--price: say for how many tokens: --tokens 1e12"),
+        (["--machines", "2xH100", "--batch", "8", "--mtbf", "9"], "--mtbf, --checkpoint, --restart: give all three"),
         (["--machines", "2xH100", "--batch", "8", "--pp", "two"], "--pp: take a positive number"),
         (["--machines", "2xH100", "--batch", "8", "--dtype", "int8"], "--dtype: take the name of a floating dtype"),
         (["--machines", "2xH100", "--batch", "8", "--tensor-plan", "*.up"], "--tensor-plan: take pattern=style"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_products_on_an_h100_reach_measured_rates(sizes: tuple[int, int, int], l
         ("16xMI300X", MI300X, 16),
         ("2xH100_SXM", H100_SXM, 2),
         ("4xcpu", CPU_CORE, 4),
+        ("60xH100", H100_SXM, 60),
     ],
 )
 def test_machines_are_read(text: str, device: Device, gpus: int) -> None:
@@ -86,6 +88,49 @@ def test_rings_take_a_hop_for_every_rank_and_large_sums_a_tree() -> None:
     assert hops.all_gather(1, 4, 8) == pytest.approx(3 * 100)
     assert hops.all_reduce(1, 8) == pytest.approx(2 * 7)
     assert replace(hops, gpus=512).all_reduce(1, 512) == pytest.approx(2 * (7 + 6 * 100)), "64 machines in a tree of 6 levels"
+
+
+def test_the_last_machine_may_be_filled_in_part() -> None:
+    dozen = replace(EVEN, gpus=12)  # 8 and 4
+    # the second machine lacks two thirds of the value, which come over the links of its four ranks
+    assert dozen.all_gather(1200, 12) == pytest.approx(1200 * 7 / 8 / 100 + 1200 / 4 * 2 / 3 / 10)
+    assert dozen.all_to_all(1200, 12) == pytest.approx(1200 * 8 / 12 / 10)
+    assert dozen.link(12) is dozen.between and dozen.link(4) is dozen.inside
+    # ranks 0, 4 and 8: the third one alone receives what the other two have
+    assert dozen.all_gather(1200, 3, 4) == pytest.approx(1200 * 1 / 2 / 100 + 1200 * 2 / 3 / 10)
+    hops = replace(dozen, inside=Link(1.0, 1e30), between=Link(100.0, 1e30))
+    assert hops.all_gather(1, 12) == pytest.approx(10 + 100)
+    assert hops.all_reduce(1, 12) == pytest.approx(2 * (7 + 100))
+
+
+def groups_of(gpus: int, ranks: int, stride: int) -> list[list[int]]:
+    """The groups along a dimension of a mesh of all GPUs."""
+    mesh = torch.arange(gpus).reshape(-1, ranks, stride).transpose(1, 2).reshape(-1, ranks)
+    return mesh.tolist()
+
+
+@pytest.mark.parametrize(("gpus", "per_machine"), [(60, 8), (12, 8), (20, 6), (36, 8), (90, 72)])
+def test_a_group_is_priced_where_its_ranks_are(gpus: int, per_machine: int) -> None:
+    machines = replace(EVEN, gpus=gpus, per_machine=per_machine)
+    divisors = [each for each in range(1, gpus + 1) if gpus % each == 0]
+    for ranks, stride in ((ranks, stride) for ranks in divisors for stride in divisors if gpus % (ranks * stride) == 0):
+        counts = [Counter(rank // per_machine for rank in group) for group in groups_of(gpus, ranks, stride)]
+        least = min(min(each.values()) for each in counts)
+        across = 1000 / least * (1 - least / ranks) / 10
+        most = {max(each.values()) for each in counts if min(each.values()) == least}
+        inside = [1000 * (each - 1) / each / 100 for each in most]
+        assert any(machines.all_gather(1000, ranks, stride) == pytest.approx(each + across) for each in inside)
+        crosses = any(len(each) > 1 for each in counts)
+        assert machines.link(ranks, stride) is (machines.between if crosses else machines.inside)
+
+
+@pytest.mark.parametrize("gpus", [6, 8, 24, 64, 768])
+def test_groups_of_full_machines_have_equal_parts(gpus: int) -> None:
+    machines = replace(EVEN, gpus=gpus)
+    for ranks, stride in ((ranks, stride) for ranks in range(1, 65) for stride in (1, 2, 3, 4, 8, 12)):
+        local = max(each for each in range(1, ranks + 1) if ranks % each == 0 and each <= max(1, 8 // stride))
+        across = machines.between.seconds(1000 / local * (1 - local / ranks))
+        assert machines.all_gather(1000, ranks, stride) == machines.inside.seconds(1000 * (local - 1) / local) + across
 
 
 def test_a_power_limit_slows_arithmetic_and_not_memory() -> None:
@@ -130,14 +175,12 @@ def test_seconds_of_messages_and_all_to_alls() -> None:
         (lambda: Machines("H100", 8), "device"),
         (lambda: Machines(H100_SXM, 0), "gpus"),
         (lambda: Machines(H100_SXM, 8, per_machine=0), "per_machine"),
-        (lambda: Machines(H100_SXM, 12), "per_machine: take a divisor of gpus, here of 12, or a number above it, got 8"),
         (lambda: Device("x", {"bf16": 1e12}, 1e12, 10**9), "flops: .* with names among float64, .*, got {'bf16': "),
         (lambda: Device("x", {"float16": 1e12}, 1e12, 10**9, torch_type="gpu"), "torch_type: take 'cuda' or 'cpu' or "),
         (lambda: Machines(H100_SXM, 8, inside=3.0), "inside"),
         (lambda: EVEN.all_reduce(-1, 8), "nbytes"),
         (lambda: EVEN.all_reduce(1, 0), "ranks"),
         (lambda: EVEN.send(1, 0), "stride"),
-        (lambda: Machines.read("60xH100"), '60 devices do not fill machines of 8: take "56xH100" or "64xH100"; or'),
         (lambda: H100_SXM.limited("500"), "watts: take a positive number"),
         (lambda: H100_SXM.limited(500).limited(400), "power: the device H100_SXM@500W has a limit"),
         (lambda: H100_SXM.limited(200), "power: take watts above 210"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from graphpp.arguments import shown
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
+from graphpp.cluster_planner.plans.settings import simplicity, unlike
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import GraphPPError, NoPlanError
 from graphpp.from_json import document
@@ -22,6 +23,8 @@ from graphpp.schedules.table.costs import Costs
 from graphpp.units import spell_bytes, spell_time
 
 _SHOWN = 12  # plans in a printed result
+_CLOSE = 1.02  # slowdown against the fastest plan up to which a simpler one is preferred
+_EQUAL = 1e-9  # relative difference of seconds that says nothing
 _STATE = ("shards", "weights", "gradients", "optimizer", "buffers")
 _LOST = {
     "forward": "forwards", "backward": "backwards", "recompute": "recomputation", "collectives": "collectives of tp, ep and cp",
@@ -32,9 +35,10 @@ _LOST = {
 
 @dataclass(frozen=True)
 class TrainingPlans:
-    """The plans: those that fit, the fastest first, then those over the cap, by excess bytes. `considered`: number of settings
-    estimated or derived. `cap`: bytes that a device may hold (None: any). `yours`: the layout of `like`, priced; `notes`:
-    what is priced in another way than the layout has it. `asked`: what was given to the search, as text by name."""
+    """The plans: the best, the others that fit, the fastest first, then those over the cap, by excess bytes. `considered`:
+    number of settings estimated or derived. `cap`: bytes that a device may hold (None: any). `yours`: the layout of `like`,
+    priced; `notes`: what is priced in another way than the layout has it. `asked`: what was given to the search, as text by
+    name."""
 
     plans: tuple[TrainingPlan, ...]
     considered: int = 0
@@ -45,7 +49,8 @@ class TrainingPlans:
 
     @property
     def best(self) -> TrainingPlan:
-        """The fastest plan that fits; among equally fast ones, the one with the fewest bytes."""
+        """The simplest plan of those that fit and take at most 2 % longer than the fastest one (`settings.simplicity`); of
+        equally simple ones the fastest, and of equally fast ones that with the fewest bytes."""
         return self.plans[0]
 
     @property
@@ -163,14 +168,18 @@ def ranked(
 ) -> TrainingPlans:
     """The plans of predictions, in order. `facts`: the `TrainingPlan` fields that a prediction lacks. Raises `NoPlanError`."""
     ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
-    best = ordered[0]
-    if best.peak > cap:
-        raise _no_plan(best, cap)
-    front = _front(ordered)
-    plans = (
-        plan_of(each, facts(each), "" if each is best else _reason(each, best, cap), on_front=id(each) in front)
-        for each in ordered
-    )
+    fastest = ordered[0]
+    if fastest.peak > cap:
+        raise _no_plan(fastest, cap)
+    close = (each for each in ordered if each.peak <= cap and rounded(each) <= _CLOSE * rounded(fastest))
+    best, front = min(close, key=lambda each: simplicity(each.setting)), _front(ordered)
+    reasons = {id(each): _reason(each, best, cap) for each in ordered} | {id(best): ""}
+    if rounded(fastest) < rounded(best):
+        slower = best.seconds.total / fastest.seconds.total - 1
+        reasons[id(best)] = f"best: slower by {slower:.1%} than the fastest, but {unlike(best.setting, fastest.setting)}"
+        reasons[id(fastest)] = f"the fastest, by {slower:.1%}, but {unlike(fastest.setting, best.setting)}"
+    ordered.sort(key=lambda each: each is not best)
+    plans = (plan_of(each, facts(each), reasons[id(each)], on_front=id(each) in front) for each in ordered)
     return TrainingPlans(tuple(plans), considered, int(cap) if cap < float("inf") else None)
 
 
@@ -201,8 +210,8 @@ def with_yours(plans: TrainingPlans | None, yours: TrainingPlan, notes: tuple[st
     if plans is None:
         over = f"{spell_bytes(yours.peak - cap)} over the cap" if yours.peak > cap else ""
         return TrainingPlans((replace(yours, reason=over),), 1, cap, replace(yours, reason=over), notes)
-    faster = 1 - yours.step_seconds / plans.best.step_seconds
-    reason = f"faster by {faster:.1%} than what the search found" if faster > 1e-9 else _reason(yours, plans.best, cap)
+    faster = 1 - yours.step_seconds / min(each.step_seconds for each in plans if each.peak <= cap)
+    reason = f"faster by {faster:.1%} than what the search found" if faster > _EQUAL else _reason(yours, plans.best, cap)
     return replace(plans, yours=replace(yours, reason=reason), notes=notes)
 
 
@@ -216,14 +225,18 @@ def _front(found: Sequence[Prediction]) -> set[int]:
 
 
 def _reason(each: Prediction | TrainingPlan, best: Prediction | TrainingPlan, cap: float) -> str:
-    """Why `each` is not the best: its excess bytes, or the part of the step in which it loses most."""
+    """Why `each` is not the best: its excess bytes, what makes it less simple, or where its step loses most."""
     if each.peak > cap:
         kind = max(each.memory, key=lambda name: each.memory[name] - best.memory.get(name, 0))
         return f"{spell_bytes(each.peak - int(cap))} over the cap, most of it {kind}"
-    slower = each.seconds.total / best.seconds.total - 1
-    if slower <= 1e-9:
+    slower, faster = each.seconds.total / best.seconds.total - 1, best.seconds.total / each.seconds.total - 1
+    less_simple = simplicity(each.setting) > simplicity(best.setting)
+    but = f", but {unlike(each.setting, best.setting)}" if less_simple else ""
+    if faster > _EQUAL:
+        return f"faster by {faster:.1%}{but}"
+    if slower <= _EQUAL:
         more = each.peak - best.peak
-        return f"as fast, with {spell_bytes(more)} more" if more > 0 else "as fast"
+        return f"as fast, with {spell_bytes(more)} more" if more > 0 else f"as fast{but}"
     lost = {item.name: getattr(each.seconds, item.name) - getattr(best.seconds, item.name) for item in fields(each.seconds)}
     name = max(lost, key=lambda each: lost[each])
     return f"slower by {slower:.1%}: {spell_time(lost[name], 's')} more {_LOST[name]}"

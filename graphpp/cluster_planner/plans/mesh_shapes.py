@@ -44,6 +44,11 @@ class MeshShape:
         """Ranks that shard a non-expert parameter."""
         return self.dp_shard * self.ep
 
+    @property
+    def widest(self) -> int:
+        """The most ranks of one collective."""
+        return max(self.dp_replicate, self.shards, self.cp, self.tp)
+
     def sizes(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 

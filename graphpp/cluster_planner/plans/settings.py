@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from graphpp.arguments import COUNT, INDEX, NUMBER, TEXT, Accepted, or_none, require
@@ -116,6 +116,29 @@ class PlanSetting:
 
 def _counted(number: int, noun: str, ending: str = "s") -> str:
     return f"{number} {noun}{ending * (number > 1)}"
+
+
+_COMPLICATIONS: Mapping[str, Callable[[PlanSetting], bool]] = {
+    "offload": lambda setting: setting.offload is not None,
+    "recomputation": lambda setting: setting.recompute is not None,
+    "an order of its own": lambda setting: setting.schedule.order is not None,
+    "a head in parts": lambda setting: setting.word_parts or setting.logits_tokens is not None,
+}
+
+
+def simplicity(setting: PlanSetting) -> tuple[int, ...]:
+    """A sort key, the simplest first: without offload, without recomputation, with a named schedule, with a whole head, and
+    then with fewer ranks in its largest collective."""
+    return *(has(setting) for has in _COMPLICATIONS.values()), setting.shape.widest
+
+
+def unlike(one: PlanSetting, other: PlanSetting) -> str:
+    """The first part of `simplicity` that differs, in words about `one`; "" if none does."""
+    for name, has in _COMPLICATIONS.items():
+        if has(one) != has(other):
+            return f"{'with' if has(one) else 'without'} {name}"
+    ranks = one.shape.widest, other.shape.widest
+    return f"with {ranks[0]} ranks in its largest collective, not {ranks[1]}" if ranks[0] != ranks[1] else ""
 
 
 _OF_ONE = ("1F1B", "ZB1P", "ZB2P")

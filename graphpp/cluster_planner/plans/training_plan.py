@@ -1,4 +1,4 @@
-"""One plan of a search as data: its setting, its predicted cost, and why it is not the best.
+"""One plan of a search as data: its setting, its predicted cost, and why it is or is not the best.
 
 Contract: a `TrainingPlan` contains only numbers and text. `to_json` and `from_json` are lossless. `graphpp.compile(model, loss,
 plan=plan)` trains by it.
@@ -16,6 +16,7 @@ import torch
 from graphpp.arguments import COUNT, INDEX, require
 from graphpp.cluster_planner.plans.prediction.read_tables import counts_of, read_table
 from graphpp.cluster_planner.plans.settings import PlanSetting
+from graphpp.devices import Goodput
 from graphpp.errors import GraphPPError
 from graphpp.from_json import document, read
 from graphpp.report.comparison import Numbers, PlanComparison
@@ -61,13 +62,13 @@ class TrainingPlan:
     backward as twice its forward; `hfu`: the FLOPs that run (0: unknown); both with half of the square of a causal attention.
     `dtype`: in which the model computes (None: its own). `peaks`: peak bytes of each pipeline rank; `memory`: by kind, the most
     bytes of the fullest rank. `sent`: bytes along each mesh dimension in a step, of the rank that sends most (expert shards
-    under `dp_shard`). `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and
-    less memory. `recomputed`: FQNs of the layers that `setting.recompute` covers, if not all. `float8`: the linear layers that
-    compute in float8, as text (None: none). `costs`: the seconds of its stages, by which `timeline` simulates a step (None:
-    unknown, in JSON of earlier versions). `error`: the 10th and 90th percentile of measured over predicted seconds in published
-    runs of the same kind (None: none are known for the device). `host`: bytes of offloaded values in a machine's memory. A plan
-    of measured costs has `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises `GraphPPError` for
-    inconsistent numbers.
+    under `dp_shard`). `reason`: why the plan is not the best, or is the best and not the fastest ("": the best and fastest).
+    `on_front`: no other plan has both less time and less memory. `recomputed`: FQNs of the layers that `setting.recompute`
+    covers, if not all. `float8`: the linear layers that compute in float8, as text (None: none). `costs`: the seconds of its
+    stages, by which `timeline` simulates a step (None: unknown, in JSON of earlier versions). `error`: the 10th and 90th
+    percentile of measured over predicted seconds in published runs of the same kind (None: none are known for the device).
+    `host`: bytes of offloaded values in a machine's memory. A plan of measured costs has `machines` "measured", `split` () (the
+    measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
     """
 
     machines: str
@@ -155,6 +156,11 @@ class TrainingPlan:
         found = read_table(setting.schedule, setting.shape.pp, counts_of(setting)[0], setting.keep, sharded)
         assert found is not None
         return simulate(found.schedule if costs.blocking else hoist_receives(found.schedule, costs.flow.ahead), costs)
+
+    def goodput(self, *, mtbf_hours: float, save_seconds: float, restart_seconds: float) -> Goodput:
+        """The share of the time that makes progress on GPUs that fail, and how often to save. `mtbf_hours`: mean hours between
+        failures of one GPU. Raises `ScheduleError` for negative numbers."""
+        return Goodput(self.step_seconds, self.setting.shape.ranks, mtbf_hours, save_seconds, restart_seconds)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -254,7 +260,7 @@ class TrainingPlan:
             f"  stages start at {starts}",
             *([f"  float8: {self.float8}"] if self.float8 else []),
         ]
-        return "\n".join([*lines, *([f"  not the best: {self.reason}"] if self.reason else [])])
+        return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
 
 
 def _bytes(sizes: Mapping[str, int]) -> str:

@@ -57,6 +57,12 @@ def test_a_batch_that_no_ranks_can_share_leaves_shapes_out() -> None:
     assert {shape.data_ranks for shape in mesh_shapes(8, 2, MeshLimits(8))} == {1, 2}
 
 
+def test_machines_that_are_filled_in_part_have_meshes() -> None:
+    found = set(mesh_shapes(60, 120, MeshLimits(32, tp=8)))
+    assert {MeshShape(pp=15, dp_shard=4), MeshShape(pp=5, dp_shard=3, tp=4), MeshShape(dp_shard=60)} <= found
+    assert all(shape.ranks == 60 and shape.tp in (1, 2, 4) for shape in found)
+
+
 def test_neighbours_along_inner_dimensions_are_near() -> None:
     shape = MeshShape(pp=2, dp_replicate=3, dp_shard=5, ep=7, cp=11, tp=13)
     assert shape.ranks == 2 * 3 * 5 * 7 * 11 * 13
