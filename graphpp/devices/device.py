@@ -39,16 +39,15 @@ class Link:
     contention: float = 0.2  # a collective's 24 blocks take a share of an H100's 132 multiprocessors
 
     def __post_init__(self) -> None:
-        require(ScheduleError, "latency", FROM_ZERO, self.latency)
-        require(ScheduleError, "bandwidth", PEAK, self.bandwidth)
-        require(ScheduleError, "share", SHARE, self.share)
-        require(ScheduleError, "contention", FROM_ZERO, self.contention)
+        for name, accepted in (("latency", FROM_ZERO), ("bandwidth", PEAK), ("share", SHARE), ("contention", FROM_ZERO)):
+            require(ScheduleError, name, accepted, getattr(self, name))
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for `nbytes` to pass, latency not counted."""
         return nbytes / (self.bandwidth * self.share)
 
 
+_LINK = one_of(Link, takes="a Link")
 # In published trainings on 4 GPUs, all computations together took 18.9 % longer beside their collectives, and the sum of both
 # 10.2 % longer than overlapped (arXiv 2507.03114, averages): 0.189 / (1.102 * 1.189 - 1) s per second of a collective.
 NVLINK, NIC = Link(3e-6, 450e9, contention=0.6), Link(8e-6, 50e9, 0.9)
@@ -83,11 +82,8 @@ class Device:
     def __post_init__(self) -> None:
         accepted = {
             "name": TEXT, "torch_type": one_word(*TORCH_TYPES), "flops": _FLOPS, "memory_bandwidth": PEAK, "memory": BYTES,
-            "launch": FROM_ZERO, "dispatch": FROM_ZERO, "spread": FROM_ZERO, "power": or_none(PEAK),
-            "limit": or_none(PEAK),
-            "efficiency": one_of(Efficiency, takes="an Efficiency"),
-            "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
-            "host": or_none(one_of(Link, takes="a Link")),
+            "launch": FROM_ZERO, "dispatch": FROM_ZERO, "spread": FROM_ZERO, "power": or_none(PEAK), "limit": or_none(PEAK),
+            "efficiency": one_of(Efficiency, takes="an Efficiency"), "inside": _LINK, "between": _LINK, "host": or_none(_LINK),
         }  # fmt: skip
         for name, each in accepted.items():
             require(ScheduleError, name, each, getattr(self, name))

@@ -89,7 +89,7 @@ def test_a_layout_of_ones_own_stands_beside_the_best(model: str, tmp_path: Path)
 
 
 def test_several_machines_and_batches_make_a_table(model: str) -> None:
-    asked = "plan", model, "--machines", "2xH100, 3xH100", "--batch", "12,24", "--work", "500", "--tensor-plan", "*.up=colwise"
+    asked = "plan", model, "--machines", "2xH100, 3xH100", "--batch", "12,24", "--work", "200", "--schedules", "1F1B,auto"
     money = "--tokens", "1e12", "--price", "2.5"
     text = run(*asked, *money).stdout
     assert text.count("3xH100_SXM") == 2 and "tokens/s" in text and "dollars" in text
@@ -106,6 +106,7 @@ def test_several_machines_and_batches_make_a_table(model: str) -> None:
     assert all(each["plan"] is None and "no plan fits" in each["message"] for each in nothing)
 
 
+@pytest.mark.exhaustive
 def test_each_length_is_captured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     captured, module = list[object](), import_module("graphpp.cluster_planner.costs.capture_costs")
     plain = module.capture_costs
@@ -119,7 +120,8 @@ def test_each_length_is_captured_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_failures_time_and_money_stand_below_the_best_plan(model: str) -> None:
-    asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--work", "500", "--tokens", "1e12", "--price", "2"
+    few = "--work", "200", "--schedules", "1F1B,auto", "--rows", "1"
+    asked = "plan", model, "--machines", "2xH100", "--batch", "8", *few, "--tokens", "1e12", "--price", "2"
     failing = "--mtbf", "50000", "--checkpoint", "30", "--restart", "600"
     plain, found = document(*asked)["training"], document(*asked, *failing)["training"]
     assert found["days"] == pytest.approx(plain["days"] / found["goodput"]) and found["hours_between_failures"] == 25_000
