@@ -120,7 +120,7 @@ def test_dimensions_and_schedules_can_be_given() -> None:
 def test_machines_need_not_be_full() -> None:
     found = plans("60xH100", batch=60, work=2_000, pp=5, schedules=["1F1B"])
     assert all(each.setting.shape.ranks == 60 for each in found) and {each.machines for each in found} == {"60xH100_SXM"}
-    own = plans("60xH100", batch=60, like="pp 5, dp_shard 3, tp 4", search=False).yours
+    own = plans("60xH100", batch=60, work=500, like="pp 5, dp_shard 3, tp 4, 1F1B", search=False).yours
     assert own is not None and own.mesh == {"pp": 5, "dp_shard": 3, "tp": 4}
 
 
