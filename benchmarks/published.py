@@ -200,7 +200,9 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 @cache
-def costs(model: Model, length: int, float8: str | None, *, attention: str, dropout: float) -> ModelCosts:
+def costs(
+    model: Model, length: int, float8: str | None, *, attention: str = "newest", dropout: float = 0.0
+) -> ModelCosts:
     """The costs of a model for rows of `length` tokens."""
     kernel = _attention(attention)
     transformers.AttentionInterface.register(kernel.__name__, kernel)
