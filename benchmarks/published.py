@@ -73,7 +73,7 @@ LATENT = {  # multi-head latent attention, which transformers' own plan does not
 
 @dataclass(frozen=True)
 class Case:
-    """What the planner is asked for one number of stages of a run; `usual`: its kernels and overlapped exchanges."""
+    """A run with one number of stages a rank, as the planner prices it; `usual`: its kernels and overlapped exchanges."""
 
     run: Run
     machines: Machines

@@ -219,8 +219,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What was published: tokens per second and GPU, seconds of a step, TFLOP/s of a GPU and MFU in percent under a convention
-    `flops`, peak memory of a GPU in `unit`; `fits`: False for a run that was out of memory."""
+    """The published figures: tokens per second and GPU, seconds of a step, TFLOP/s of a GPU and MFU in percent under a
+    convention `flops`, peak memory of a GPU in `unit`; `fits`: False for a run that was out of memory."""
 
     tokens: float | None = None
     seconds: float | None = None

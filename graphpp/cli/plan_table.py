@@ -1,4 +1,4 @@
-"""What `graphpp plan` says about a whole training, and its table for several machines, batches and lengths.
+"""Days, dollars and failures of a whole training by a plan, and the table of `graphpp plan` for several machines and batches.
 
 Contract: a model is captured once for each length and type of device. Each line of the table is the best plan of a search of
 its own, or says that no plan fits.
@@ -51,7 +51,7 @@ class Training:
             raise GraphPPError("--mtbf, --checkpoint, --restart: give all three, hours and twice seconds, or none")
 
     def numbers(self, plan: TrainingPlan) -> dict[str, float]:
-        """What was asked, by name: the share of the time that makes progress, `days` and `dollars`."""
+        """The numbers that were asked for, by name: the share of the time that makes progress, `days` and `dollars`."""
         found, share = dict[str, float](), 1.0
         if self.mtbf is not None and self.checkpoint is not None and self.restart is not None:
             failing = plan.goodput(mtbf_hours=self.mtbf, save_seconds=self.checkpoint, restart_seconds=self.restart)

@@ -34,15 +34,9 @@ _HOPPER = Efficiency(
     Curve(((1e6, 0.314), (1e7, 0.678), (1e8, 0.869), (1e9, 0.903))),
 )  # fmt: skip
 H100_SXM = Device(
-    "H100_SXM",
-    _flops(989e12, 1979e12, 494e12, 67e12),
-    3.35e12,
-    80 * GB,
-    _HOPPER,
-    2.1e-6,
-    power=700.0,
+    "H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, _HOPPER, 2.1e-6, power=700.0,
     host=Link(2.2e-6, 64e9, 0.86),
-)
+)  # fmt: skip
 # The H100 with HBM3e. Products as cuBLAS ran them in steps of a Llama in bfloat16 on one H200 (gpu_step of RESULTS.md):
 # 4096 x 2048 times 2048 x 512, x 2048, x 8192 and x 32768 at 547, 690, 781 and 740 TFLOP/s; all else as for an H100.
 H200 = replace(

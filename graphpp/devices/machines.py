@@ -3,9 +3,8 @@
 Collectives are priced as rings, with the latency of every hop. No network is shared: each rank has `between.bandwidth` for
 itself. Rank r is in machine r // per_machine; the last machine may be filled in part.
 
-On full machines, a group has equally many ranks on each of its machines: the largest divisor that has room. Where the last
-machine is filled in part, groups lie as in a mesh of all ranks, whose groups start at multiples of `ranks * stride` and up to
-`stride - 1` further. All are priced as the one with the fewest ranks on a machine: their links carry what the machine lacks.
+Groups lie as in a mesh of all ranks: they start at multiples of `ranks * stride` and up to `stride - 1` further. All are priced
+as the one with the fewest ranks on a machine, whose links carry what the machine lacks.
 """
 
 from __future__ import annotations
@@ -35,9 +34,16 @@ class _Spread(NamedTuple):
 
 
 @cache
-def _widest_spread(per_machine: int, ranks: int, stride: int, blocks: int) -> _Spread:
-    """Of all groups in so many blocks of `ranks * stride` ranks, the one with the fewest ranks on one machine."""
-    firsts = (block * ranks * stride + each for block in range(min(blocks, per_machine)) for each in range(stride))
+def _widest_spread(per_machine: int, ranks: int, stride: int, blocks: int, full: bool) -> _Spread:
+    """Of all groups in so many blocks of `ranks * stride` ranks, the one with the fewest ranks on one machine. `full`: the last
+    machine is full."""
+    block = ranks * stride
+    if full and (per_machine % block == 0 or (per_machine % stride == 0 and block % per_machine == 0)):
+        local = min(ranks, per_machine // stride)  # machines hold whole blocks, or blocks whole machines
+        return _Spread(local, local, ranks // local)
+    if stride >= per_machine:
+        return _Spread(1, 1, ranks)
+    firsts = (at * block + each for at in range(min(blocks, per_machine)) for each in range(stride))
     counts = (Counter((first + each * stride) // per_machine for each in range(ranks)).values() for first in firsts)
     return min((_Spread(min(each), max(each), len(each)) for each in counts), key=lambda each: (each.least, -each.machines))
 
@@ -172,8 +178,5 @@ class Machines:
         """How the group lies on machines."""
         require(ScheduleError, "ranks", COUNT, ranks)
         require(ScheduleError, "stride", COUNT, stride)
-        if self.gpus > self.per_machine and self.gpus % self.per_machine:
-            return _widest_spread(self.per_machine, ranks, stride, max(1, self.gpus // (ranks * stride)))
-        room = max(1, min(ranks, self.per_machine // stride))
-        local = next(each for each in range(room, 0, -1) if ranks % each == 0)
-        return _Spread(local, local, ranks // local)
+        full = self.gpus <= self.per_machine or self.gpus % self.per_machine == 0
+        return _widest_spread(self.per_machine, ranks, stride, max(1, self.gpus // (ranks * stride)), full)

@@ -109,7 +109,7 @@ def groups_of(gpus: int, ranks: int, stride: int) -> list[list[int]]:
     return mesh.tolist()
 
 
-@pytest.mark.parametrize(("gpus", "per_machine"), [(60, 8), (12, 8), (20, 6), (36, 8), (90, 72)])
+@pytest.mark.parametrize(("gpus", "per_machine"), [(60, 8), (12, 8), (20, 6), (36, 8), (90, 72), (24, 8), (48, 8), (6, 8)])
 def test_a_group_is_priced_where_its_ranks_are(gpus: int, per_machine: int) -> None:
     machines = replace(EVEN, gpus=gpus, per_machine=per_machine)
     divisors = [each for each in range(1, gpus + 1) if gpus % each == 0]
@@ -125,9 +125,10 @@ def test_a_group_is_priced_where_its_ranks_are(gpus: int, per_machine: int) -> N
 
 
 @pytest.mark.parametrize("gpus", [6, 8, 24, 64, 768])
-def test_groups_of_full_machines_have_equal_parts(gpus: int) -> None:
+def test_groups_that_fill_machines_or_parts_of_them_have_equal_parts(gpus: int) -> None:
     machines = replace(EVEN, gpus=gpus)
-    for ranks, stride in ((ranks, stride) for ranks in range(1, 65) for stride in (1, 2, 3, 4, 8, 12)):
+    sizes = [(2**ranks, 2**stride) for ranks in range(7) for stride in range(4)] + [(3, 8), (12, 8), (48, 4), (24, 1), (5, 16)]
+    for ranks, stride in sizes:
         local = max(each for each in range(1, ranks + 1) if ranks % each == 0 and each <= max(1, 8 // stride))
         across = machines.between.seconds(1000 / local * (1 - local / ranks))
         assert machines.all_gather(1000, ranks, stride) == machines.inside.seconds(1000 * (local - 1) / local) + across

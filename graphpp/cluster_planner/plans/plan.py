@@ -39,7 +39,6 @@ from graphpp.schedules.table.state_bytes import STATE, StateBytes
 from graphpp.units import spell_bytes
 
 _USABLE = 0.9  # of a GPU's memory; workspaces and the allocator take the rest
-BACKENDS = ("inductor", "eager")
 _DOUBLED = 6  # most doublings of the GPUs that are tried where no plan fits
 _TRIED = 10_000  # simulated computations of each
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
@@ -61,7 +60,7 @@ _RECOMPUTES = Accepted(
 @checked(
     ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
-    offload=FLAG, search=FLAG, backend=one_word(*BACKENDS), costs=or_none(COSTS), state=STATE, dp_shard=COUNT,
+    offload=FLAG, search=FLAG, backend=one_word("inductor", "eager"), costs=or_none(COSTS), state=STATE, dp_shard=COUNT,
     bandwidth=or_none(_SPEED),
 )  # fmt: skip
 @uncollected()  # a capture and its tables make hardly any garbage before the end

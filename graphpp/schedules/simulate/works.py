@@ -1,4 +1,4 @@
-"""What the actions of a table wait for: found once for each rank, stage and kind, for it is the same for all microbatches.
+"""The values for which the actions of a table wait, found once for each rank, stage and kind: all microbatches need the same.
 
 A work is the actions of one stage and kind. `Work.record[microbatch]` says that an action has run: a number that the caller
 chooses, 0 or more, and `PENDING` before. An action may run if each of its needs has an entry for its microbatch in one of the

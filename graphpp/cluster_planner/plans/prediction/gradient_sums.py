@@ -1,4 +1,4 @@
-"""What the parameters of each stage cost beside its computations: gathers, reductions, and sums of gradients.
+"""Seconds of parameters and gradients beside the computations of a stage: gathers, reductions, and sums.
 
 - A stage's gather, its reduction over the ranks that share its rows, and the average of whole gradients are actions of the
   table, which other stages hide.
@@ -35,7 +35,7 @@ class SharedSeconds:
 def shared_seconds(
     machines: Machines, setting: PlanSetting, state: Sequence[StateBytes], experts: Sequence[bool]
 ) -> SharedSeconds:
-    """`experts`: whether each piece of state belongs to experts."""
+    """The seconds of a step under a setting. `experts`: whether each piece of state belongs to experts."""
     shape, layers = setting.shape, setting.keep == 0
     late = 1.0 if layers else min(1.0, _LATE / setting.schedule.stages_per_rank)
     gathers, reductions, copies = ([0.0] * setting.stages for _ in range(3))
