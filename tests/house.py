@@ -125,7 +125,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 57_430,
+    "graphpp": 57_420,
     "graphpp/_torch": 2_760,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -135,7 +135,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/cli": 2_120,
     "graphpp/cluster_planner": 5_990,
     "graphpp/compiler": 2_350,
-    "graphpp/devices": 590,
+    "graphpp/devices": 580,
     "graphpp/integrations": 2_270,
     "graphpp/options": 1_040,
     "graphpp/ownership": 1_410,
@@ -147,7 +147,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_180,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 52_760,
+    "tests": 52_800,
 }
 MOST_FILES = 458  # Python files of graphpp/, `__init__.py` included
 

@@ -220,3 +220,17 @@ def test_heads_that_were_joined_with_the_rows_are_divided() -> None:
     example = graphpp.Microbatch((torch.randn(2, 6, 32),), target=torch.randn(2, 6, 32))
     found = capture_costs(Written(), torch.nn.functional.mse_loss, example, param_dtype=None, tensor_plan=plan)
     assert found.tensor_ranks == heads
+
+
+def test_model_flops_leave_out_scores_that_are_computed_again_and_recomputation() -> None:
+    costs, kinds = _costs("llama"), ("attention", "attention_backward")
+    plain, again = (priced(costs, FLAT, Deployment(rows=costs.rows, recompute=each)) for each in (None, "full"))
+    variant = costs.variants[None]
+    forward, backward = (
+        sum(count * sum(term[3] for term in one.flops) for number in variant.kind_of
+            for phase in variant.kinds[number].operations[:2] for one, count in phase if one.kind == kind)
+        for kind in kinds
+    )  # fmt: skip
+    assert backward == pytest.approx(2.5 * forward) and forward > 0
+    assert plain.executed - plain.flops == pytest.approx(backward - 2 * forward)
+    assert again.flops == plain.flops and again.executed > plain.executed + forward
