@@ -119,11 +119,13 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         mesh = planned_mesh(model, plan.mesh, ranks.device, ranks.start_timeout)
     elif plan is not None:
         check_planned(mesh, plan.mesh)
-    place = place_of(model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed)
+    place = place_of(
+        model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed, expert_mesh=ranks.expert_mesh
+    )
 
     with FailureBoard((place.everyone,), "compile", place.described).watching(), Round(place.agreement(place.everyone)) as r:
         check_arguments(model, loss, example)
-        check_meshes(model, place.tp_group, place.experts_group)
+        check_meshes(model, place)
         _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug, artifact)
         options.memory.caps(place.ranks)

@@ -1,7 +1,8 @@
 """Mixtures of experts over the ranks of a process group: tokens travel to the ranks of their experts, and answers back.
 
 - Each rank of the group has its own tokens, and an equal number of the experts, contiguous in rank order. `routed` sends every
-  token to the experts that a router chose for it, and adds up their answers, with gradients.
+  token to the experts that a router chose for it, and adds up their answers, with gradients. Ranks of a second group may share
+  each expert.
 - Shapes do not depend on the router's choices: each expert has `capacity` slots for the tokens of each rank, and an empty slot
   is a row of zeros. Without a capacity there is a slot for each token, and no token is dropped.
 - Ranks exchange values by differentiable collectives, so `routed` runs in eager, in a captured graph and under every schedule.
@@ -17,7 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.parallel.functional_collectives import all_to_all
+from graphpp._torch.parallel.functional_collectives import all_gather, all_to_all, reduce_scatter
 from graphpp.arguments import COUNT, FUNCTION, Accepted, checked, or_none, type_name
 from graphpp.errors import GraphPPError
 
@@ -35,6 +36,7 @@ _CHOICES = _MATRIX("a tensor [tokens, choices], as of topk")
     compute=FUNCTION,
     experts=COUNT,
     group=or_none(_GROUP),
+    tensor_group=or_none(_GROUP),
     capacity=or_none(COUNT),
 )
 def routed(
@@ -45,6 +47,7 @@ def routed(
     experts: int,
     group: dist.ProcessGroup | None = None,
     *,
+    tensor_group: dist.ProcessGroup | None = None,
     capacity: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the answers of each token's experts, [tokens, width of an answer], of the dtype of an answer.
@@ -53,8 +56,11 @@ def routed(
     `weights`: [tokens, choices]. `compute`: from [experts of this rank, slots, width] to [experts of this rank, slots, width of
     an answer]; slots are those of all ranks, in rank order. Parameters that only this rank's experts have must be `DTensor`s
     over the group: graphpp trains a plain parameter as one that all ranks share. `group`: the ranks with the experts (None: all
-    are here). `capacity`: the slots of an expert for each rank (Switch Transformers, arXiv 2101.03961); a rank's last tokens
-    beyond it get no answer of the expert. Two all-to-alls forward, two backward.
+    are here). `tensor_group`: the ranks that share each of these experts (expert tensor parallelism, `etp`), with tokens of
+    their own; `compute` then gets the slots of all of them, in rank order, and returns this rank's part of a sum over them.
+    `capacity`: the slots of an expert for each rank (Switch Transformers, arXiv 2101.03961); a rank's last tokens
+    beyond it get no answer of the expert. Two all-to-alls forward, two backward, and as many all-gathers and reduce-scatters
+    over `tensor_group`.
 
     Without `capacity`, a token that chooses an expert twice gets NaN if the slots do not suffice. Raises `GraphPPError` for
     other shapes and dtypes, if the ranks do not divide the number of experts, and in eager on the CPU for an expert that does
@@ -67,10 +73,14 @@ def routed(
     sent = tokens.new_zeros(experts * slots + 1, tokens.shape[1])  # the last row takes the tokens without a slot
     sent = sent.index_copy(0, slot, tokens.repeat_interleave(choices, 0))[:-1]
     received = _exchanged(sent, group).unflatten(0, (ranks, experts // ranks, slots)).transpose(0, 1).flatten(1, 2)
+    if tensor_group is not None:
+        received = all_gather(received, 1, tensor_group)
     answers = compute(received)
     if not isinstance(answers, torch.Tensor) or answers.shape[:2] != received.shape[:2] or answers.dim() != received.dim():
         made = list(answers.shape) if isinstance(answers, torch.Tensor) else type_name(answers)
         raise GraphPPError(f"compute: return {[*received.shape[:2], 'width']} for {list(received.shape)}, got {made}")
+    if tensor_group is not None:
+        answers = reduce_scatter(answers, 1, tensor_group)
     returned = _exchanged(answers.unflatten(1, (ranks, slots)).transpose(0, 1).flatten(0, 2), group)
     chosen_answers = torch.cat([returned, returned.new_zeros(1, returned.shape[1])]).index_select(0, slot)
     share = weights.reshape(-1) if capacity is not None else weights.reshape(-1).masked_fill(~found, math.nan)

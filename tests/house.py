@@ -125,31 +125,31 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 57_420,
-    "graphpp/_torch": 2_760,
+    "graphpp": 57_700,
+    "graphpp/_torch": 2_770,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
     "graphpp/cache": 300,
-    "graphpp/capture": 5_540,
+    "graphpp/capture": 5_560,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 2_120,
     "graphpp/cluster_planner": 5_990,
-    "graphpp/compiler": 2_350,
+    "graphpp/compiler": 2_380,
     "graphpp/devices": 580,
     "graphpp/integrations": 2_270,
-    "graphpp/options": 1_040,
-    "graphpp/ownership": 1_410,
-    "graphpp/parallel": 2_580,
+    "graphpp/options": 1_060,
+    "graphpp/ownership": 1_420,
+    "graphpp/parallel": 2_760,
     "graphpp/passes": 6_140,
-    "graphpp/pipeline": 3_470,
+    "graphpp/pipeline": 3_480,
     "graphpp/planner": 1_900,
     "graphpp/report": 910,
     "graphpp/runtime": 4_180,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 52_800,
+    "tests": 53_360,
 }
-MOST_FILES = 458  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 459  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

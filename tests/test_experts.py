@@ -101,4 +101,3 @@ def test_wrong_arguments_are_refused() -> None:
     run_ranks(refusals, 2)
 
 
-# ------------------------------------------------------------------------------------------------ models of transformers

@@ -129,10 +129,12 @@ def _difference(folder: Path, facts: Facts) -> str:
 
 def _place(place: RankPlace) -> list[Any]:
     """This rank's coordinates on the mesh dimensions whose ranks have different graphs."""
-    if place.mesh is None:
-        return []
-    at = zip(place.mesh.mesh_dim_names or (), place.mesh.mesh.shape, place.mesh.get_coordinate() or (), strict=True)
-    return [each for each in at if each[0] in ("tp", "cp", "ep")]
+    meshes = {id(mesh): mesh for mesh in (place.mesh, place.expert_mesh) if mesh is not None}
+    found = []
+    for mesh in meshes.values():
+        at = zip(mesh.mesh_dim_names or (), mesh.mesh.shape, mesh.get_coordinate() or (), strict=True)
+        found += [each for each in at if each[0] in ("tp", "cp", "ep", "etp")]
+    return found
 
 
 def _sources(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch.distributed as dist
-
 from graphpp.backends.choose_backend import compiler_of
 from graphpp.backends.record_programs import RecordedPrograms, recorder_for
 from graphpp.compiler.build import Lowered
@@ -37,14 +35,14 @@ class Assembly:
         if self.regions is not None:
             self.regions.keep_only(graphs)
 
-    def compile(self, lowered: Lowered, replicas: dist.ProcessGroup | None) -> None:
+    def compile(self, lowered: Lowered, *, averages: bool = True) -> None:
         """Compare the collectives of each of the model's process groups, then compile the regions of a call.
 
-        Raises `MismatchError` if the ranks' collectives differ, `GraphPPError` if the model exchanges values with ranks that
-        average its gradients.
+        `averages`: whether gradients are averaged over the replicas. Raises `MismatchError` if the ranks' collectives differ,
+        `GraphPPError` if the model exchanges values with ranks that average its gradients.
         """
         agree_on_collectives(lowered.collectives, self._place.agreement)
-        if replicas is not None:
+        if averages and self._place.replicas is not None:
             check_apart(lowered.groups_of_model, self._place)
         if self.regions is not None:
             self.regions.compile(lowered.region_calls)
@@ -52,16 +50,18 @@ class Assembly:
     def runner(
         self,
         lowered: Lowered,
-        replicas: dist.ProcessGroup | None,
         owners: Owners,
         sharded: ShardedParameters | None = None,
+        *,
+        averages: bool = True,
     ) -> GraphPPRunner:
         """The runner of a compiled call; `owners`: the ranks of each parameter; `sharded`: this rank's shards."""
         asked = self._options.backend.cudagraphs
         config = RunnerConfig(
             owners=owners,
             sum_dtype=self._options.gradients.dtype,
-            replicas=replicas,
+            replicas=self._place.replicas if averages else None,
+            experts=self._place.experts if averages else None,
             kernel=self._compiler.products if self._compiler is not None else None,
             woven=lowered.woven,
             offload=lowered.windows,

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
+import torch.distributed as dist
 from torch import fx
 
+from graphpp._torch.distributed import group_named
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import CaptureError
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.collectives import group_of, is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments, unlike_numbers
@@ -17,7 +22,7 @@ from graphpp.runtime.dtensors import is_spread_over
 from graphpp.runtime.program import BufferUpdate, Gradient, Loss, Parameter
 from graphpp.runtime.random_keys import seeded
 
-_GATHER, _ADD = "all_gather", "aten::add"
+_GATHER, _ALL_TO_ALL, _ADD = "all_gather", "all_to_all", "aten::add"
 _REMEDY = "Redistribute the values before, as the styles of torch.distributed.tensor.parallel do"
 _UNEQUAL: dict[type, str] = {
     Loss: "the loss is computed from values that are spread over the ranks of tp, so ranks would have other losses{}, at {}. "
@@ -34,9 +39,10 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     """Raise `CaptureError` if ranks along `tp` would continue with different values.
 
     That happens if random numbers are drawn for a sharded value (each rank would draw the first shard's numbers), or if the
-    loss, the gradient of a whole parameter or the update of a whole buffer is computed from sharded values.
+    loss, the gradient of a whole parameter or the update of a whole buffer is computed from sharded values. Ranks along `tp`
+    that send equal tokens to an expert would each add to its gradient.
     """
-    layers = request.place.tp_group
+    place, layers = request.place, request.place.tp_group
     if layers is None:
         return
     agreement, own = request.place.agreement(layers), plain_arguments(joint.graph)
@@ -45,8 +51,15 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     others = agreement.of_all(numbers)
     unlike = unlike_numbers(own, [[number for number in row if number >= 0] for row in others.tolist()])
     tensors = (*request.model.named_parameters(), *request.model.named_buffers())
+    folded = {fqn for fqn, tensor in tensors if place.folds_experts and is_spread_over(tensor, place.experts_group)}
     sharded = {fqn for fqn, tensor in tensors if is_spread_over(tensor, layers)}
-    differing = differing_values(joint.graph, sharded, unlike, request.place.name_along("tp"))
+    sharded |= folded if _peers(place.experts_group, layers) > 1 else set()
+    names = {group_of(node) for node in filter(is_collective, joint.graph.nodes)}
+    peers = {name: _peers(group_named(name), layers) for name in names}
+    several = {name: count == dist.get_world_size(layers) for name, count in peers.items() if count > 1}
+    differing = differing_values(joint.graph, sharded, unlike, several)
+    if place.tp_repeats_tokens:
+        _check_tokens(place, joint, differing)
     for node in joint.computed():
         if node.target is seeded and node in differing:
             raise CaptureError(
@@ -54,11 +67,29 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
                 "tp: each rank would draw the same numbers for its part, where one process draws others for every part. Draw "
                 "(dropout) where the values are whole, or set the probability to 0."
             )
-    fine = sharded | joint.partial.keys()  # the runtime sums partial gradients
+    fine = sharded | folded | joint.partial.keys()  # the runtime sums partial gradients, and those of equal experts
     for role, node in joint.outputs() if joint.training else ():
         whole = isinstance(role, Loss) or (isinstance(role, Gradient | BufferUpdate) and role.fqn not in fine)
         if whole and node in differing:
             raise CaptureError(_UNEQUAL[type(role)].format(getattr(role, "fqn", ""), describe_node(node)))
+
+
+def _check_tokens(place: RankPlace, joint: JointGraph, differing: Collection[fx.Node]) -> None:
+    """Raise `CaptureError` for an exchange with ranks of experts of values that ranks along `tp` have alike."""
+    for node in filter(is_collective, joint.graph.nodes):
+        sends = _ALL_TO_ALL in node.name and _peers(group_named(group_of(node)), place.experts_group) > 1
+        if sends and not any(source in differing for source in node.all_input_nodes):
+            raise CaptureError(
+                f"every rank along tp sends the same tokens to the experts, in {describe_node(node)}, and the gradients of all "
+                "these ranks are added up: shard the tokens over tp before (Shard(1) of a DTensor [batch, sequence, width], by "
+                "PrepareModuleInput), or give parallel.expert_mesh the dimension etp with the ranks of tp"
+            )
+
+
+def _peers(one: dist.ProcessGroup | None, other: dist.ProcessGroup | None) -> int:
+    """The number of ranks that two groups share."""
+    ranks = [set() if group is None else set(dist.get_process_group_ranks(group)) for group in (one, other)]
+    return len(ranks[0] & ranks[1])
 
 
 def check_gathered_experts(request: CompileRequest, joint: JointGraph) -> None:

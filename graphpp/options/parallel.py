@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp.arguments import INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
 from graphpp.errors import GraphPPError
@@ -16,6 +17,7 @@ ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
 SumOrder = Literal["ranks", "any"]
 NodeSeconds = Callable[[Any], float]  # node of a graph -> seconds
+_MESH = Accepted("a DeviceMesh", lambda form: isinstance(form, DeviceMesh))
 _TIMEOUT = Accepted("a positive number of seconds below 1e9", lambda form: NUMBER.accepts(form) and 0 < form < 1e9)  # type: ignore[operator]
 
 
@@ -101,6 +103,16 @@ class Parallel(Group):
         about='In which order the gradients of data ranks are added. "ranks": that of the ranks, in float32 or wider, so that '
         'gradients have the bits of a loop over the ranks. "any": the order that the backend takes, in the dtype in which '
         "gradients are sent: a rank receives its sum (of NCCL's ring, tree or switch) in place of one part from each rank.",
+    )
+    expert_mesh: Option[DeviceMesh | None, DeviceMesh | None] = Option(
+        None,
+        read=or_none(_MESH),
+        describe=None,  # ranks compare the mesh beside `mesh=`
+        takes="a DeviceMesh",
+        about="Where the experts are, if not in a dimension `ep` of `mesh=`: a mesh of the same ranks with the dimensions "
+        "`pp`, `dp_replicate`, `dp_shard`, `ep` and `etp` (ranks that share each expert). Experts are then spread over ranks "
+        "that share layers (`tp`) or sequences (`cp`) too, and each rank sends its own tokens. Experts are `DTensor`s over "
+        '`expert_mesh["ep"]`, or over `expert_mesh["ep", "etp"]` if it has both.',
     )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",

@@ -75,7 +75,10 @@ class InitialValues:
             "where each rank has another part)"
         )
         tensors = {fqn: self._state.tensor(fqn) for fqn in sorted(self._ownership.local)}
-        whole = {fqn: each for fqn, each in tensors.items() if not is_spread_over(each, self._place.tp_group)}
+        apart = self._ownership.experts if self._place.folds_experts else ()  # `finish` compares equal ones
+        whole = {
+            fqn: each for fqn, each in tensors.items() if fqn not in apart and not is_spread_over(each, self._place.tp_group)
+        }
         return Facts(_lines({fqn: checksum(local_tensor(each)) for fqn, each in whole.items()}, advice))
 
     def _checksums(self, fqns: Set[str]) -> Mapping[str, Sequence[str]]:

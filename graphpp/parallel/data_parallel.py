@@ -81,13 +81,13 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup | None, sums: Sums, experts: SpreadExperts | None = None) -> None:
         """`group`: all replicas. `sums`: adds over ranks. `experts`: where experts are spread."""
-        self._group = group
+        self._group, self._number = group, 1 if group is None else dist.get_world_size(group)
         self._sums, self._same_experts = sums, None if experts is None else experts.replicas
         self._in_flight: deque[tuple[torch.Tensor, PendingSums]] = deque()
 
     @property
     def several(self) -> bool:
-        return self._group is not None
+        return self._group is not None or self._same_experts is not None
 
     def start(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str]) -> None:
         """Start to average some of the sums, which move into merged memory."""
@@ -99,7 +99,7 @@ class Replicas:
             self._start(sums, fqns, self._same_experts)
             return
         for fqn in fqns:
-            sums[fqn].div_(dist.get_world_size(self._group))
+            sums[fqn].div_(self._number)
 
     def _start(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str], group: dist.ProcessGroup) -> None:
         for flat in merged(sums, fqns):
@@ -109,7 +109,7 @@ class Replicas:
         while self._in_flight:
             flat, pending = self._in_flight.popleft()  # frees the parts of this bundle before the next one is added
             (summed,) = pending()
-            torch.div(summed, dist.get_world_size(self._group), out=flat)
+            torch.div(summed, self._number, out=flat)
 
     def drop(self) -> None:
         self._in_flight.clear()

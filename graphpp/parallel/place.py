@@ -30,7 +30,7 @@ from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.groups import group_among
 from graphpp.parallel.lost_rank import FailureBoard
-from graphpp.parallel.mesh import described, dimensions, pipeline_size, place_in, shard_size
+from graphpp.parallel.mesh import described, dimensions, folded, pipeline_size, place_in, shard_size
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.rank_tree import RankTree
 
@@ -46,13 +46,17 @@ def place_of(
     timeout: float | None = None,
     *,
     shards_alone: bool = False,
+    expert_mesh: DeviceMesh | None = None,
 ) -> RankPlace:
     """The place of this rank. Raises `GraphPPError`.
 
     `timeout`: seconds, of a world group made here. `shards_alone`: a single rank along `dp_shard` too has a shard, of all rows.
+    `expert_mesh`: the same ranks in other dimensions, over which the experts are spread.
     """
     if isinstance(mesh, DeviceMesh):
-        return _in_mesh(model, mesh, device, 1 if shards_alone else 2)
+        return _in_mesh(model, mesh, device, 1 if shards_alone else 2, expert_mesh)
+    if expert_mesh is not None:
+        raise GraphPPError("parallel.expert_mesh: it places experts on the ranks of a mesh: give mesh= a DeviceMesh too")
     _check_group(mesh)
     found = usable_device(device if device is not None else _default_device(model))
     given = mesh if mesh is not None else _world(found, timeout)
@@ -133,7 +137,9 @@ def shard_ranks(mesh: MeshLike) -> int | None:
     return ranks if ranks > 1 else None
 
 
-def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least_shards: int) -> RankPlace:
+def _in_mesh(
+    model: object, mesh: DeviceMesh, device: torch.device | None, least_shards: int, expert_mesh: DeviceMesh | None
+) -> RankPlace:
     """All ranks compare the mesh before groups are made: with different meshes the ranks would hang in different groups."""
     if mesh.get_coordinate() is None:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the mesh: call compile on the ranks of the mesh only")
@@ -142,8 +148,11 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
     with FailureBoard((everyone,), "mesh").watching():
         with Round(Agreement(everyone, torch.device(mesh.device_type))) as r:
             found = _device_on(model, mesh, device)
-            r.compare(Facts({"mesh=": [described(mesh)]}))
-        return place_in(mesh, everyone, found, least_shards)
+            if expert_mesh is not None:
+                folded(mesh, expert_mesh)
+            meshes = {"mesh=": mesh, "parallel.expert_mesh": expert_mesh}
+            r.compare(Facts({name: ["none" if each is None else described(each)] for name, each in meshes.items()}))
+        return place_in(mesh, everyone, found, least_shards, expert_mesh)
 
 
 def _everyone(ranks: Sequence[int], given: dist.ProcessGroup | None) -> RankTree | None:

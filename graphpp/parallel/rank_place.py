@@ -10,11 +10,14 @@ None stands for a group in which this rank would be alone. On a mesh, a group's 
                              ep, cp                    experts.sharding.copies  dp_replicate, cp
     whole_model (ranks)      pp, tp, dp_shard, ep      everyone (tree)          all
     same_parameters          replicas, or the copies of a sharding
+
+With `parallel.expert_mesh` the groups of `experts` are along dimensions of that mesh: `experts.group` along ep and etp,
+`experts.replicas` along dp_replicate and dp_shard. `expert_layout.py` has `cp_ep_group`, `same_parameters` and `whole_model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,11 +62,13 @@ class Sharding:
 class SpreadExperts:
     """The ranks over which the experts of each layer are spread (expert parallelism); each trains on other data.
 
-    `group`: these ranks. `replicas`: the ranks with the same experts and other data (None: none). `sharding`: the ranks among
+    `group`: these ranks. `along`: the ranks along a dimension (`ep`, `etp`), by its position in the mesh of an expert; without
+    dimensions of one rank. `replicas`: the ranks with the same experts and other data (None: none). `sharding`: the ranks among
     which these experts are sharded (None: experts are whole).
     """
 
     group: dist.ProcessGroup
+    along: Mapping[int, dist.ProcessGroup]
     replicas: dist.ProcessGroup | None
     sharding: Sharding | None
 
@@ -76,9 +81,11 @@ class RankPlace:
     `cp_ep_group`: of the replicas with which the model itself may exchange values (None: none). `tp_group`: of the ranks that
     share the layers of its stages (None: none), `pp_tp_group`: of all ranks of their pipelines, which compute the same
     microbatches (None: `group`). `experts`: None if no other rank has other experts. `sharding`: of parameters that are no
-    experts (None: not sharded). `parts`: the world ranks that together have one copy of the model, where parameters are sharded
-    or experts spread (None: `model_parallel`). `mesh`: the caller's, or None. `everyone`: all ranks that compile the model
-    together (None: one process). `parts` and `everyone` may be all ranks of the job, and have no process group.
+    experts (None: not sharded). `same_parameters`: the ranks with the same parameters (None: none). `parts`: the world ranks
+    that together have one copy of the model, where parameters are sharded or experts spread (None: `model_parallel`). `mesh`:
+    the caller's, or None. `expert_mesh`: the one with `ep`. `tp_repeats_tokens`: whether ranks along `tp` add to the gradient
+    of the same expert. `everyone`: all ranks that compile the model together (None: one process). `parts` and `everyone` may be
+    all ranks of the job, and have no process group.
     """
 
     device: torch.device
@@ -89,8 +96,11 @@ class RankPlace:
     pp_tp_group: dist.ProcessGroup | None = None
     experts: SpreadExperts | None = None
     sharding: Sharding | None = None
+    same_parameters: dist.ProcessGroup | None = None
     parts: Sequence[int] | None = None
     mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+    tp_repeats_tokens: bool = False
     everyone: RankTree | None = None
 
     def agreement(self, ranks: Ranks) -> Agreement:
@@ -117,9 +127,15 @@ class RankPlace:
         return [0] if self.model_parallel is None else dist.get_process_group_ranks(self.model_parallel)
 
     def name_along(self, dimension: str) -> str:
-        """The name of the mesh's process group along a dimension, for the model's own collectives."""
-        assert self.mesh is not None, "only a mesh has dimensions"
-        return self.mesh.get_group(dimension).group_name
+        """The name of a mesh's process group along a dimension, for the model's own collectives."""
+        mesh = self.expert_mesh if dimension == "ep" else self.mesh
+        assert mesh is not None, "only a mesh has dimensions"
+        return mesh.get_group(dimension).group_name
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts are spread over another factorisation of the ranks than all other parameters."""
+        return self.expert_mesh is not self.mesh and self.experts is not None
 
     @property
     def experts_group(self) -> dist.ProcessGroup | None:
@@ -147,13 +163,6 @@ class RankPlace:
         return None if self.sharding is None else self.sharding.ranks
 
     @property
-    def same_parameters(self) -> dist.ProcessGroup | None:
-        """The ranks with the same parameters as this one; None without other ranks."""
-        if self.sharding is not None:
-            return self.sharding.copies
-        return self.replicas if self.experts is None else self.experts.replicas
-
-    @property
     def writes_files(self) -> bool:
         """Whether this rank writes files for the ranks with the same parameters."""
         return self.same_parameters is None or dist.get_rank(self.same_parameters) == 0
@@ -165,7 +174,8 @@ class RankPlace:
     @property
     def first_of_stage(self) -> bool:
         """Whether this rank has the first parts of the parameters of its stages."""
-        several = (self.tp_group, self.experts_group, None if self.sharding is None else self.sharding.group)
+        shards = [None if each is None else each.group for each in (self.sharding, self.experts and self.experts.sharding)]
+        several = (self.tp_group, self.experts_group, *shards)
         return all(group is None or dist.get_rank(group) == 0 for group in several)
 
     @property

@@ -4,7 +4,7 @@ Contract:
 - A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
   is computed from them as in `torch.nn.utils.clip_grad_norm_`: bit-equal to torch's on the whole model, where no parameter is
   spread over ranks. A parameter on several ranks counts once. Every rank returns the same norm.
-- Of a parameter spread by `dp_shard`, `tp` or both, or over the pipeline (`memory.word_parts`), a rank computes the norm of
+- Of a parameter spread by `dp_shard`, `tp` or `ep`, or over the pipeline (`memory.word_parts`), a rank computes the norm of
   its part. The ranks exchange these norms, first along `dp_shard`, and join them in one order, so the total is equal on all
   ranks, for every split and schedule of one mesh.
 - The ranks exchange which parameters have gradients, and the dtypes (`RankGradients.codes`), without waiting for the GPU.
@@ -13,7 +13,7 @@ Contract:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.dtensors import is_over_stages, is_spread_over, local_tensor
+from graphpp.runtime.dtensors import is_cut_along, is_over_stages, is_spread_over, local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
@@ -34,10 +34,12 @@ _NO_GRADIENT = 0
 
 
 class Parts(NamedTuple):
-    """The ranks that hold other parts of the parameters, and the positions of the parameters that every rank holds whole."""
+    """The ranks that hold other parts of the parameters, the positions of the parameters that every rank holds whole, and of
+    those of which these ranks do not hold the parts of one whole: a rank keeps its own norms of them."""
 
     group: dist.ProcessGroup
     whole: tuple[int, ...]
+    apart: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,8 @@ class RankGradients:
 
         The first of a parameter's `owners` counts its norm.
         """
-        parts: list[Parts] = []
-        pairs, parameters = [(order[fqn], each) for fqn, each in held.items()], list(held.values())
-        if place.sharding is not None:
-            parts.append(Parts(place.sharding.group, tuple(at for at, each in pairs if not each.dim())))
-        elif place.experts is not None:
-            parts.append(_parts(pairs, place.experts.group))
-        if place.tp_group is not None:
-            parts.append(_parts(pairs, place.tp_group))
+        parts = list(_parts({order[fqn]: each for fqn, each in held.items()}, place))
+        parameters = list(held.values())
         if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
         over_stages = {order[fqn] for fqn, each in held.items() if is_over_stages(each)}
@@ -162,12 +158,25 @@ def _over_parts(table: torch.Tensor, parts: Parts, norm_type: float) -> torch.Te
     found = table.new_empty((dist.get_world_size(parts.group), len(table)))
     all_gather_many([found], [table], parts.group).wait()
     joined = torch.linalg.vector_norm(found, norm_type, dim=0) if norm_type else found.sum(0)
-    whole = _places(parts.whole, table.device)
-    return joined.index_copy_(0, whole, found[0][whole])
+    for positions, values in ((parts.whole, found[0]), (parts.apart, table)):
+        places = _places(positions, table.device)
+        joined.index_copy_(0, places, values[places])
+    return joined
 
 
-def _parts(parameters: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup) -> Parts:
-    return Parts(group, tuple(at for at, each in parameters if not is_spread_over(each, group)))
+def _parts(parameters: Mapping[int, torch.Tensor], place: RankPlace) -> Iterator[Parts]:
+    """The parts of this rank's parameters, by position: first of those that are no experts, then of experts."""
+    experts = tuple(at for at, each in parameters.items() if is_spread_over(each, place.experts_group))
+    others = tuple(at for at in parameters if at not in experts)
+    if place.sharding is not None:
+        yield Parts(place.sharding.group, tuple(at for at in others if not parameters[at].dim()), experts)
+    if place.tp_group is not None:
+        yield Parts(place.tp_group, tuple(at for at in others if not is_spread_over(parameters[at], place.tp_group)), experts)
+    if place.experts is not None and place.experts.sharding is not None:
+        yield Parts(place.experts.sharding.group, (), others)
+    along = {} if place.experts is None else place.experts.along
+    for dim, group in sorted(along.items(), reverse=True):
+        yield Parts(group, tuple(at for at in experts if not is_cut_along(parameters[at], dim)), others)
 
 
 def _part_of(parameter: torch.Tensor) -> torch.Tensor:

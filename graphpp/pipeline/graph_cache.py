@@ -194,10 +194,10 @@ class GraphCache:
             raise
         self._keep(graphs, call)
         with Round(*self._groups):
-            self._assembly.compile(made, place.replicas)
+            self._assembly.compile(made)
         local = set[str]().union(*(each.parameters(place.rank) | each.buffers(place.rank) for each in graphs.values()))
         self._state.move(local, place.device)
-        runner = self._assembly.runner(made, place.replicas, self.ownership.holders, self.ownership.sharded)
+        runner = self._assembly.runner(made, self.ownership.holders, self.ownership.sharded)
         self._prepared.keep(call.key, PreparedStep(made, runner, self._facts(call, _PREPARED)))
         self._forget_all_but(call.key)
         self._assembly.keep_only(self._all_kept())
@@ -210,8 +210,8 @@ class GraphCache:
             made = lowered(self._request, step.lowered.graphs, table, self._assembly.regions)
             r.compare(made.facts)
         with Round(*self._groups):
-            self._assembly.compile(made, None)
-        return PreparedStep(made, self._assembly.runner(made, None, owned.holders, owned.sharded))
+            self._assembly.compile(made, averages=False)
+        return PreparedStep(made, self._assembly.runner(made, owned.holders, owned.sharded, averages=False))
 
     def _check_shared_layers(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
         """Raise `CaptureError` on all ranks if a new graph has values that differ along `tp` and must be equal."""

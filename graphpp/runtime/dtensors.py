@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks as `DTensor`s: by the model itself over `tp` or `ep`, or by FSDP over `dp_shard`.
+"""Tensors that are spread over ranks as `DTensor`s: by the model itself over `tp`, `ep` or `etp`, or by FSDP over `dp_shard`.
 
 - After `parallelize_module` the parameters and buffers of a model are `DTensor`s. A rank computes with the local tensor, and
   the graphs of a pipeline have local tensors in place of the model's `DTensor`s (`spread_tensor`).
@@ -122,6 +122,12 @@ def is_spread_over(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> boo
     if part is None or part.is_whole or group is None:
         return False
     return part.spread.mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(group)
+
+
+def is_cut_along(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether the model gives each rank along a dimension of the tensor's mesh another part."""
+    part = spread_tensor(tensor)
+    return part is not None and bool(part.spread.placements[dim].is_shard())
 
 
 def keep_part(stand_in: torch.Tensor, tensor: torch.Tensor) -> None:

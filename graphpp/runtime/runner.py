@@ -25,7 +25,7 @@ from graphpp._torch.autograd import finds_nan, with_gradient_hooks
 from graphpp._torch.parallel.sharded_tensor import are_plain
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.parallel.rank_place import RankPlace
+from graphpp.parallel.rank_place import RankPlace, SpreadExperts
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.bind_actions import ActionBinder
 from graphpp.runtime.dtensors import is_spread_over, value_of
@@ -58,15 +58,17 @@ class RunnerConfig:
     """The optional parts of a runner; the defaults suit one process.
 
     `owners`: the ranks with each parameter, by FQN (None: the ranks of the stages that use it). `sum_dtype`: the dtype for
-    sums of narrower gradients. `replicas`: the ranks among which gradients are averaged. `kernel` multiplies the gradients of
-    fused programs (None: torch does). `woven`: the programs of overlapped actions. `offload`: when saved values are in
-    the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded parameters (None: whole ones).
-    `sums` adds gradients over ranks. `graphs` records and replays the tasks (None: they run).
+    sums of narrower gradients. `replicas`: the ranks among which gradients are averaged; `experts`: where experts are spread
+    (None: no averages). `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the programs of
+    overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: they stay). `sharded`:
+    the rank's sharded parameters (None: whole ones). `sums` adds gradients over ranks. `graphs` records and replays the tasks
+    (None: they run).
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
     sum_dtype: torch.dtype | None = None
     replicas: dist.ProcessGroup | None = None
+    experts: SpreadExperts | None = None
     kernel: MatmulKernel | None = None
     woven: Sequence[WovenProgram] = ()
     offload: Sequence[OffloadWindow] = ()
@@ -122,7 +124,8 @@ class GraphPPRunner:
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
         self.offloader = Offloader(config.offload, self.stages, config.mover)
-        here = place.ranks == 1 and config.replicas is None and config.sharded is None and not self.program.partial
+        here = place.ranks == 1 and config.replicas is None and config.experts is None and config.sharded is None
+        here = here and not self.program.partial
         numbers = any(stage.reads_numbers for stage in self.stages.values())
         # Whether a step exchanges values with no other rank, with no other stream and not with the host.
         self._alone = here and not (config.woven or self.offloader.evicts or self.random or numbers)
@@ -142,10 +145,9 @@ class GraphPPRunner:
         stages, sum_dtype = {index: stage.gradients for index, stage in self.stages.items()}, config.sum_dtype
         partial = PartialSums(self.program.partial, self.place.tp_group)
         if config.sharded is None:
-            spread = self.place.experts if config.replicas is not None else None
-            names = {fqn for stage in stages.values() for fqn in stage.fqns} if spread is not None else ()
+            names = {fqn for stage in stages.values() for fqn in stage.fqns} if config.experts is not None else ()
             experts = [fqn for fqn in names if is_spread_over(self.state.tensor(fqn), self.place.experts_group)]
-            replicas = Replicas(config.replicas, config.sums, spread)
+            replicas = Replicas(config.replicas, config.sums, config.experts)
             return WholeGradients(stages, tied, replicas, self.state.tensor, sum_dtype, experts, partial)
         number = 1 if config.replicas is None else dist.get_world_size(config.replicas)
         parts = stages, tied, config.sharded, number, sum_dtype, config.sums, partial

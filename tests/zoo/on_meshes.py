@@ -162,7 +162,11 @@ def _trained(made: DeviceMesh, mesh: Mesh, replica: int, case: Case) -> Trained:
         SPREADS[case.by](model, made["tp"])
     options = {"microbatches": MICROBATCHES, **case.options}
     pipe = graphpp.compile(model, loss, example=example(part(batch(0), context)), mesh=made, **options)
-    optimizer, found = optimizer_of(pipe.parameters(), case.optimizer), Trained()
+    return trained(pipe, replica, context, case.optimizer)
+
+
+def trained(pipe: graphpp.Pipeline, replica: int, context: dist.ProcessGroup | None, kind: str) -> Trained:
+    optimizer, found = optimizer_of(pipe.parameters(), kind), Trained()
     for number in range(STEPS):
         kwargs, target = part(batch(100 * number + replica), context)
         pipe.step(target=target, **kwargs)
@@ -175,7 +179,11 @@ def _trained(made: DeviceMesh, mesh: Mesh, replica: int, case: Case) -> Trained:
 
 def train_alone(replicas: int, name: str = "llama", kind: str = "sgd") -> Trained:
     """The same training by autograd and a loop over the microbatches of all replicas, without graphpp."""
-    model, found = language_model(name), Trained()
+    return trained_alone(language_model(name), replicas, kind)
+
+
+def trained_alone(model: nn.Module, replicas: int, kind: str) -> Trained:
+    found = Trained()
     optimizer = optimizer_of(model.parameters(), kind)
     for number in range(STEPS):
         for replica in range(replicas):

@@ -6,43 +6,53 @@ import torch.distributed as dist
 from torch import nn
 
 from graphpp.errors import CaptureError
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.dtensors import spread_tensor
 
 
-def check_meshes(model: nn.Module, layers: dist.ProcessGroup | None, experts: dist.ProcessGroup | None) -> None:
-    """Raise `CaptureError` for a `DTensor` over other ranks than `tp` or `ep` of `mesh=`.
+def check_meshes(model: nn.Module, place: RankPlace) -> None:
+    """Raise `CaptureError` for a `DTensor` over other ranks than `tp` or `ep` of `mesh=` (or `ep`, `etp` of the expert mesh).
 
-    `layers`, `experts`: the groups along `tp` and `ep`; None: this rank alone. Also refuses `Partial` placements, and
-    tensors that are replicated over `ep`.
+    Also refuses `Partial` placements, and tensors that are replicated over `ep`.
     """
-    along = {"tp": _ranks(layers), "ep": _ranks(experts)}
+    along = {"tp": _ranks(place.tp_group), "ep": _ranks(place.experts_group)}
+    dims = () if place.expert_mesh is None else place.expert_mesh.mesh_dim_names or ()
+    names = [name for name in dims if name in ("ep", "etp")]
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         part = spread_tensor(tensor)
         if part is None:
             continue
         mesh, placements = part.spread.mesh, part.spread.placements
         ranks = mesh.mesh.flatten().tolist()
-        if mesh.ndim != 1 or ranks not in along.values():
-            known = [name for name, group in (("tp", layers), ("ep", experts)) if group is not None]
-            has = " and ".join(f"has the ranks {along[name]} along {name}" for name in known)
-            has = has or "has no dimension tp or ep of several ranks"
-            if mesh.ndim > 1:
+        if mesh.ndim == max(1, len(names)) and ranks == along["ep"] and (mesh.ndim > 1 or ranks != along["tp"]):
+            if placements[0].is_replicate() and len(ranks) > 1:
                 raise CaptureError(
-                    f"{fqn} is a DTensor over {mesh}, of {mesh.ndim} dimensions: spread a parameter over tp or over ep alone"
+                    f"{fqn} is a DTensor that all ranks along ep have whole, and each of them computes a gradient from its own "
+                    "data: leave it a plain parameter, whose gradients are averaged over ep"
                 )
-            raise CaptureError(
-                f"{fqn} is a DTensor over {mesh}, and mesh= of graphpp.compile {has}. Give mesh= a dimension "
-                "tp (or ep, for experts), and parallelize_module this dimension of the same mesh: parallelize_module(model, "
-                'mesh["tp"], plan). Parameters that are sharded over data ranks (fully_shard) are given whole: a dimension '
-                "dp_shard of mesh= shards them."
-            )
-        if part.is_whole and len(ranks) > 1 and ranks == along["ep"]:
-            raise CaptureError(
-                f"{fqn} is a DTensor that all ranks along ep have whole, and each of them computes a gradient from its own "
-                "data: leave it a plain parameter, whose gradients are averaged over ep"
-            )
+        elif mesh.ndim != 1 or ranks != along["tp"]:
+            raise CaptureError(f"{fqn} is a DTensor over {mesh}, {_remedy(place, along, mesh.ndim, names)}")
         if any(placement.is_partial() for placement in placements):
             raise CaptureError(f"{fqn} is a DTensor with placements {placements}: redistribute the values before")
+
+
+def _remedy(place: RankPlace, along: dict[str, list[int]], ndim: int, names: list[str]) -> str:
+    """Why a `DTensor` is over the wrong ranks. `ndim`: of its mesh; `names`: the dimensions over which experts are spread."""
+    if len(names) > 1:
+        return (
+            "and experts on this parallel.expert_mesh are spread over ep and etp together: distribute the parameter over "
+            'expert_mesh["ep", "etp"], with the placement Replicate() along etp if these ranks have it whole'
+        )
+    if ndim > 1:
+        return f"of {ndim} dimensions: spread a parameter over tp or over ep alone"
+    known = [name for name, group in (("tp", place.tp_group), ("ep", place.experts_group)) if group is not None]
+    has = " and ".join(f"has the ranks {along[name]} along {name}" for name in known)
+    return (
+        f"and mesh= of graphpp.compile {has or 'has no dimension tp or ep of several ranks'}. Give mesh= a dimension "
+        "tp (or ep, for experts), and parallelize_module this dimension of the same mesh: parallelize_module(model, "
+        'mesh["tp"], plan). Parameters that are sharded over data ranks (fully_shard) are given whole: a dimension '
+        "dp_shard of mesh= shards them."
+    )
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -183,8 +183,9 @@ class Watch:
         """The submodules by `id`, and which names share a tensor; replacing a parameter changes neither."""
         children = tuple(id(child) for module in self.modules for child in module._modules.values())
         first: dict[int, int] = {}
-        tensors = (t for module in self.modules for store in (module._parameters, module._buffers) for t in store.values())
-        ties = tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors) if tensor is not None)
+        stores = (store for module in self.modules for store in (module._parameters, module._buffers))
+        tensors = (tensor for store in stores for tensor in store.values() if tensor is not None)
+        ties = tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
         return children, ties
 
 

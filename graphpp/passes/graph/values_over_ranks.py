@@ -2,13 +2,14 @@
 
 Contract: ranks compute equal values if they run one operator with equal arguments. A value differs if it is a sharded
 parameter, is computed from a differing value, or by an operator whose plain arguments differ between ranks, such as the index
-of a chunk (ranks compare `plain_arguments`). An all-reduce or all-gather over the ranks makes values equal.
+of a chunk (ranks compare `plain_arguments`). An all-reduce or all-gather over the ranks makes values equal. Other collectives
+over some of the ranks, such as an all-to-all, give each rank other values.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -38,17 +39,22 @@ def unlike_numbers(own: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> set
     return unlike
 
 
-def differing_values(graph: fx.Graph, sharded: Collection[str], unlike: Collection[int], group: str) -> set[fx.Node]:
-    """The nodes whose values differ between the ranks of a process group.
+def differing_values(
+    graph: fx.Graph, sharded: Collection[str], unlike: Collection[int], groups: Mapping[str, bool]
+) -> set[fx.Node]:
+    """The nodes whose values differ between some ranks.
 
     `sharded`: FQNs of the parameters and buffers that differ between ranks. `unlike`: the indices of the nodes whose plain
-    arguments differ. `group`: the name of the process group.
+    arguments differ. `groups`: the names of the process groups that have several of the ranks, and whether they have all.
     """
     found: set[fx.Node] = set()
     for index, node in enumerate(graph.nodes):
         role = node.meta.get("role")
         spread = isinstance(role, Parameter | Buffer) and role.fqn in sharded
-        inherited = any(source in found for source in _sources(node)) and not _makes_equal(node, group)
+        all_of_them = groups.get(group_of(node)) if is_collective(node) else None
+        inherited = any(source in found for source in _sources(node))
+        if all_of_them is not None:
+            inherited = not _makes_equal(node) or (inherited and not all_of_them)
         if spread or inherited or index in unlike:
             found.add(node)
     return found
@@ -59,9 +65,8 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes[-1:] if node.target is torch.ops.aten.copy.default else node.all_input_nodes
 
 
-def _makes_equal(node: fx.Node, group: str) -> bool:
-    name = str(getattr(node.target, "_opname", ""))
-    return is_collective(node) and group_of(node) == group and name.startswith(_EQUAL_AFTER)
+def _makes_equal(node: fx.Node) -> bool:
+    return str(getattr(node.target, "_opname", "")).startswith(_EQUAL_AFTER)
 
 
 def _number(node: fx.Node) -> int:
