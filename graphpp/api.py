@@ -125,7 +125,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
 
     with FailureBoard((place.everyone,), "compile", place.described).watching(), Round(place.agreement(place.everyone)) as r:
         check_arguments(model, loss, example)
-        check_meshes(model, place)
+        check_meshes(model, place.tp_group, place.experts_group, place.expert_dims)
         _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug, artifact)
         options.memory.caps(place.ranks)

@@ -138,6 +138,12 @@ class RankPlace:
         return self.expert_mesh is not self.mesh and self.experts is not None
 
     @property
+    def expert_dims(self) -> tuple[str, ...]:
+        """The dimensions over which experts are spread, in order: `ep`, or `ep` and `etp`."""
+        names = () if self.expert_mesh is None else self.expert_mesh.mesh_dim_names or ()
+        return tuple(name for name in names if name in ("ep", "etp")) or ("ep",)
+
+    @property
     def experts_group(self) -> dist.ProcessGroup | None:
         """The ranks over which experts are spread; None without other ranks."""
         return None if self.experts is None else self.experts.group
