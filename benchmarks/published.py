@@ -127,10 +127,13 @@ def _machines(fleet: Fleet, attention: str) -> Machines:
 
 
 def _shape(it: Settings) -> MeshShape:
-    """Whatever ZeRO shards, the planner's weights are sharded too: between steps, or between layers with `keep=0`."""
+    """Whatever ZeRO shards, the planner's weights are sharded too: between steps, or between layers with `keep=0`. Experts that
+    `etp` leaves whole are spread over `cp` and `tp` too."""
     shard = 1 if it.zero == 0 else (it.shard or it.dp)
-    sharded = max(1, shard // it.ep)
-    return MeshShape(it.pp, it.dp // (sharded * it.ep), sharded, it.ep, it.cp, it.tp)
+    folded = it.etp == 1 and it.cp * it.tp > 1 and it.ep % (it.cp * it.tp) == 0
+    ep = it.ep // (it.cp * it.tp) if folded else it.ep
+    sharded = max(1, shard // ep)
+    return MeshShape(it.pp, it.dp // (sharded * ep), sharded, ep, it.cp, it.tp, folded)
 
 
 def _schedule(name: str, stages: int) -> ScheduleChoice:

@@ -33,6 +33,7 @@ from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.place import (
     MeshLike,
     check_planned,
+    check_planned_experts,
     pipeline_ranks,
     place_of,
     planned_mesh,
@@ -119,6 +120,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         mesh = planned_mesh(model, plan.mesh, ranks.device, ranks.start_timeout)
     elif plan is not None:
         check_planned(mesh, plan.mesh)
+        check_planned_experts(ranks.expert_mesh, plan.expert_mesh)
     place = place_of(
         model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed, expert_mesh=ranks.expert_mesh
     )

@@ -110,6 +110,15 @@ def check_planned(mesh: MeshLike, sizes: Mapping[str, int]) -> None:
         raise GraphPPError(f"mesh: it is {_shape(found)}, and plan= is for {_shape(sizes)}: give a mesh of these sizes")
 
 
+def check_planned_experts(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None) -> None:
+    """Raise `GraphPPError` if a plan has a mesh of experts, and the given one is another."""
+    found = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    own, planned = ({name: size for name, size in (each or {}).items() if size > 1} for each in (found, sizes))
+    if own != planned:
+        wanted = "none" if sizes is None else f"parallel=graphpp.Parallel(expert_mesh=..) of {_shape(sizes)}"
+        raise GraphPPError(f"parallel.expert_mesh: it is {_shape(found) if found else 'not given'}, and plan= takes {wanted}")
+
+
 def _shape(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 

@@ -16,8 +16,8 @@ _OVERLAPPED = Accepted(
     'a tuple of "tp" and "ep"', lambda value: isinstance(value, tuple) and all(each in ("tp", "ep") for each in value)
 )
 _ACCEPTED = {
-    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "sequence": FLAG, "compiled": FLAG,
-    "overlapped": _OVERLAPPED, "chosen": or_none(COUNT),
+    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "folded": FLAG, "recompute": _RECOMPUTE, "sequence": FLAG,
+    "compiled": FLAG, "overlapped": _OVERLAPPED, "chosen": or_none(COUNT),
 }  # fmt: skip
 
 
@@ -25,7 +25,8 @@ _ACCEPTED = {
 class Deployment:
     """The choices on which a price depends.
 
-    `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
+    `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism; `folded`: experts are spread over all three, and none is
+    divided (`parallel.expert_mesh`). `recompute`: a fraction is of the bytes saved without
     recomputation; its price interpolates between the three kinds (an estimate). `sequence`: with `tp`, work on tokens that the
     plan does not shard also divides by `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for
     float32 parameters. `compiled`: pointwise operators, reductions and look-ups run in fused kernels, as Inductor makes them;
@@ -39,6 +40,7 @@ class Deployment:
     tp: int = 1
     ep: int = 1
     cp: int = 1
+    folded: bool = False
     recompute: str | float | None = None
     sequence: bool = True
     optimizer: str | float = "adamw"
@@ -55,7 +57,10 @@ def check_degrees(costs: ModelCosts, deployment: Deployment) -> None:
     """Raise `ScheduleError` for degrees that the model does not admit."""
     if deployment.cp > 1 and not costs.attentions:
         raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
-    tensor, experts = ("tp", deployment.tp, costs.tensor_ranks), ("ep", deployment.ep, costs.expert_ranks)
+    if deployment.folded and deployment.tp > 1 and not deployment.sequence:
+        raise ScheduleError("folded: ranks along tp send other tokens to the experts: leave sequence=False out")
+    ranks = deployment.ep * (deployment.cp * deployment.tp if deployment.folded else 1)
+    tensor, experts = ("tp", deployment.tp, costs.tensor_ranks), ("ep", ranks, costs.expert_ranks)
     for (name, ranks, most), plan in ((tensor, "tensor_plan"), (experts, "expert_plan")):
         if ranks > 1 and not most:
             raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")

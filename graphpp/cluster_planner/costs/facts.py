@@ -1,14 +1,15 @@
 """Annotate each node of a joint graph: how its value scales with rows and ranks, and which exchanges it takes part in.
 
 Metas: `rows`, `sharded`: powers of the value's dimensions (`dims.py`); `experts`: 1 if the value is computed from expert
-parameters alone, or is their gradient; `work`: FLOPs as a term of `operations.py`; `exchanges`: (kind, size) of each exchange.
+parameters alone, or is their gradient; `work`: FLOPs as a term of `operations.py`; `exchanges`: (kind, size, when) of each
+exchange (`Operation.when`).
 Each rank has some of the experts, and receives as many tokens as it sends. So the tokens of a group of experts are exchanged
 twice in the forward and twice in the backward, and expert parallelism divides only parameters.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 
@@ -52,12 +53,19 @@ def note_facts(joint: JointGraph, larger: JointGraph, sharded: ShardedParameters
             node.meta["work"] = (power_of(work, flops(other)), sharding.flops.get(node, 0), 0, work)
     if not any(isinstance(role, program.Input) and grows(node.meta["rows"]) for role, node in joint.inputs().items()):
         raise CaptureError("cluster costs: the model reads no tensor of the example whose first dimension are the rows")
-    exchanges: Exchanges = sharding.exchanges
-    if merged:
-        _merge_sums(joint, exchanges)
-    _note_experts(joint, {parameters[fqn]: group for fqn, group in sharded.experts.items() if fqn in parameters}, exchanges)
-    for node, found in exchanges.items():
-        node.meta["exchanges"] = tuple(_exchange(kind, each) for kind, each in found)
+    experts = {parameters[fqn]: group for fqn, group in sharded.experts.items() if fqn in parameters}
+    others = {node: each for node, each in dims.items() if node not in experts}
+    both = [sharding.exchanges, (sharding if len(others) == len(dims) else Sharding(joint, others, gathered)).exchanges]
+    for exchanges in both:
+        if merged:
+            _merge_sums(joint, exchanges)
+    to_experts = _note_experts(joint, experts)
+    for node in joint.computed():
+        shared, folded = (Counter(each.get(node, ())) for each in both)
+        parts = ("", shared & folded), ("shared", shared - folded), ("folded", folded - shared), ("", Counter(to_experts[node]))
+        found = [(*_exchange(*each), when) for when, several in parts for each in several.elements()]
+        if found:
+            node.meta["exchanges"] = tuple(found)
     _note_context(joint)
 
 
@@ -116,7 +124,9 @@ def _reduced_alone(node: fx.Node, exchanges: Exchanges) -> fx.Node | None:
 # ------------------------------------------------------------------------------------------------- experts
 
 
-def _note_experts(joint: JointGraph, groups: Mapping[fx.Node, str], exchanges: Exchanges) -> None:
+def _note_experts(joint: JointGraph, groups: Mapping[fx.Node, str]) -> Exchanges:
+    """Annotate values of experts; returns the exchanges of their tokens."""
+    exchanges: Exchanges = defaultdict(list)
     own = dict(groups)
     for node in joint.computed():
         sources = node.all_input_nodes
@@ -137,6 +147,7 @@ def _note_experts(joint: JointGraph, groups: Mapping[fx.Node, str], exchanges: E
         (first, tokens_in), (last, _) = products[0], products[-1]
         exchanges[first].append(("all_to_all", tokens_in))
         exchanges[last].append(("all_to_all", last))
+    return exchanges
 
 
 def _note_gradient(node: fx.Node) -> None:
@@ -162,4 +173,4 @@ def _note_context(joint: JointGraph) -> None:
             key, value = args[1:3] if packet in ATTENTION else args[2:4]
             sizes = tuple(term for each in (key, value) for term in size_of(each))
             times = 1 if packet in ATTENTION else 2
-            node.meta["exchanges"] = (*node.meta.get("exchanges", ()), *[("context", sizes)] * times)
+            node.meta["exchanges"] = (*node.meta.get("exchanges", ()), *[("context", sizes, "")] * times)

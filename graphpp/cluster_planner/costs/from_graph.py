@@ -125,7 +125,7 @@ def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParamet
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return not node.meta["backward"] and any(kind == "context" for kind, _ in node.meta.get("exchanges", ()))
+    return not node.meta["backward"] and any(kind == "context" for kind, *_ in node.meta.get("exchanges", ()))
 
 
 def _staged(

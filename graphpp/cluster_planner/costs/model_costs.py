@@ -19,19 +19,30 @@ PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
 
 @dataclass(frozen=True)
 class Degrees:
-    """`factor`: rows of a microbatch over captured rows; `tp`, `ep`, `cp`: tensor-, expert- and context-parallel ranks."""
+    """`factor`: rows of a microbatch over captured rows; `tp`, `ep`, `cp`: tensor-, expert- and context-parallel ranks;
+    `folded`: experts are spread over all of these ranks, and none is divided."""
 
     factor: float
     tp: int = 1
     ep: int = 1
     cp: int = 1
     sequence: bool = True
+    folded: bool = False
+
+    @property
+    def expert_ranks(self) -> int:
+        return self.ep * (self.cp * self.tp if self.folded else 1)
+
+    def parts(self, sharded: int, experts: int) -> int:
+        """The ranks that divide a parameter; powers of the tensor- and expert-parallel ranks."""
+        found: int = self.expert_ranks**experts if self.folded and experts else self.tp**sharded * self.ep**experts
+        return found
 
     def amount(self, size: Size, whole: bool = False) -> float:
         """Bytes or FLOPs of one rank; `whole`: not divided by `tp` through sequence parallelism."""
         total = 0.0
         for rows, sharded, experts, captured in size:
-            ranks = self.tp**sharded * self.ep**experts
+            ranks = self.parts(sharded, experts)
             if rows:
                 ranks *= self.cp * (self.tp if self.sequence and not sharded and not whole else 1)
             total += captured * self.factor**rows / ranks

@@ -60,8 +60,9 @@ class Operation:
     `kind`: "product", "attention", "attention_backward", "memory"; an exchange: "all_reduce", "all_gather" (tensor
     parallelism), "all_to_all" (experts), "context" (keys and values, or their gradients). `nbytes`: read and written, or of the
     whole exchanged value; `sides`: m, n and k of a product; `grouped`: a product of experts, whose rows come from all
-    expert-parallel ranks. `parts`: of a fused kernel, the bytes that each of its operators reads and writes as a kernel of its
-    own, which it is without a compiler; empty for other operations.
+    expert-parallel ranks. `when`: of an exchange that takes place only where experts are "folded", or only where tensor
+    parallelism divides them ("shared"). `parts`: of a fused kernel, the bytes that each of its operators reads and writes as a
+    kernel of its own, which it is without a compiler; empty for other operations.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Operation:
     nbytes: Size = ()
     sides: tuple[Size, ...] = ()
     grouped: bool = False
+    when: str = ""
     parts: tuple[Size, ...] = ()
 
 
@@ -102,7 +104,7 @@ def operations_of(graph: fx.Graph) -> Counted:
     found = Counter[Operation]()
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     for node in nodes:
-        found.update(Operation(kind, nbytes=size) for kind, size in node.meta.get("exchanges", ()))
+        found.update(Operation(kind, nbytes=size, when=when) for kind, size, when in node.meta.get("exchanges", ()))
         if _is_kernel(node) and not _is_fused(node):
             found[_alone(node)] += 1
     found.update(_kernels([node for node in nodes if _is_kernel(node) and _is_fused(node)], graph))

@@ -2,14 +2,14 @@
 
 All figures are of one rank. A kernel takes the launch plus the longer of its arithmetic and its memory traffic, each at the
 share of the peak that the device's curves give, on the slowest of all devices. Exchanges are added in full, unless the
-deployment says that they overlap with computations. Tensor-parallel ranks are neighbours; context- and expert-parallel ranks
-are `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
+deployment says that they overlap with computations. Tensor-parallel ranks are neighbours, and so are ranks with folded experts;
+context- and expert-parallel ranks are `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -85,7 +85,7 @@ def priced(
     state takes most of the time. Raises `ScheduleError` for degrees that the model does not admit."""
     check_degrees(costs, deployment)
     tp, ep, cp = deployment.tp, deployment.ep, deployment.cp
-    degrees = Degrees(deployment.rows / costs.rows, tp, ep, cp, deployment.sequence)
+    degrees = Degrees(deployment.rows / costs.rows, tp, ep, cp, deployment.sequence, deployment.folded)
     pricing = _Pricing(machines, degrees, deployment)
     mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
@@ -226,7 +226,9 @@ class _Pricing:
         return device.seconds(work, nbytes, each.dtype, side=self._smallest_side(each))
 
     def _smallest_side(self, each: Operation) -> float | None:
-        sides = [self._degrees.amount(side) for side in each.sides]
+        degrees, folded = self._degrees, each.grouped and self._degrees.folded
+        whole = replace(degrees, tp=1, cp=1) if folded else degrees  # a folded expert is whole, and has tokens of all ranks
+        sides = [whole.amount(side) for side in each.sides]
         if each.grouped and sides:
             ragged = 0 if any(term[0] for term in each.sides[0]) else 2  # the side of the rows, which come from all ranks
             sides[ragged] *= self._degrees.ep
@@ -235,7 +237,9 @@ class _Pricing:
     def _exchange(self, each: Operation) -> _Exchange:
         degrees, machines, along = self._degrees, self._machines, _ALONG[each.kind]
         ranks, stride = getattr(degrees, along), 1 if along == "tp" else degrees.tp
-        if ranks == 1:
+        if along == "ep" and degrees.folded:
+            ranks, stride = degrees.expert_ranks, 1
+        if ranks == 1 or each.when == ("shared" if degrees.folded else "folded"):
             return _Exchange(0.0, 0.0)
         nbytes = degrees.amount(each.nbytes, whole=along == "tp") * (ranks if along == "cp" else 1)
         times, seconds = (2 if each.kind == "all_reduce" else 1), machines.all_gather

@@ -22,7 +22,7 @@ def state_of_segments(costs: ModelCosts, degrees: Degrees, memory: Memory) -> tu
     elements: dict[_Key, int] = {}
     for each in costs.parameters:
         key = _Key(each.readers, each.makers, each.expert, each.itemsize)
-        ranks = (degrees.tp if each.sharded else 1) * (degrees.ep if each.expert else 1)
+        ranks = degrees.parts(each.sharded, each.expert)
         elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
     mixed = costs.param_dtype is not None
     state = [_piece(key, count, _MASTER if mixed else key.itemsize, memory) for key, count in elements.items()]

@@ -184,7 +184,7 @@ def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
 
 def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[PlanSetting]:
     fixed = space.fixed
-    for shape in mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes):
+    for shape in filter(fixed.admits, mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes)):
         if any(getattr(shape, name) not in sizes for name, sizes in space.sizes.items()):
             continue
         for rows, microbatches in rows_of(request, shape, space):

@@ -79,8 +79,10 @@ def _choices(setting: PlanSetting) -> Iterator[Cell]:
         "microbatches": setting.microbatches, "rows": setting.rows, "keep": all_kept if setting.keep is None else setting.keep,
         "recompute": str(setting.recompute or "-"), "layers": layers, "offload": setting.offload or 0, "head": head,
     }  # fmt: skip
-    texts = {"keep": "all" if setting.keep is None else str(setting.keep), "layers": str(layers or "-")}
+    shape, texts = setting.shape, {"keep": "all" if setting.keep is None else str(setting.keep), "layers": str(layers or "-")}
     texts["offload"] = "-" if setting.offload is None else f"{setting.offload:g}"
+    if shape.folded:
+        values["ep"], texts["ep"] = shape.expert_ranks, f"{shape.ep} x {shape.cp * shape.tp}"
     return (Cell(name, value, texts.get(name, str(value))) for name, value in values.items())
 
 

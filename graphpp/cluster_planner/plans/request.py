@@ -113,8 +113,9 @@ class PlanRequest:
         """The segment costs for one microbatch on one rank, without messages between stages."""
         key = _key(shape, rows, recompute)
         if key not in self._priced:
-            degrees = shape.tp, shape.ep, shape.cp
-            deployment = replace(self.usual, rows=rows, tp=shape.tp, ep=shape.ep, cp=shape.cp, recompute=recompute)
+            degrees = shape.tp, shape.ep, shape.cp, shape.folded
+            tp, ep, cp, folded = degrees
+            deployment = replace(self.usual, rows=rows, tp=tp, ep=ep, cp=cp, folded=folded, recompute=recompute)
             self._priced[key] = priced(self.costs, self.machines, deployment, self._alike.get(degrees))
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]
@@ -142,7 +143,7 @@ def overlap_of(priced: PricedModel, keep: int | None) -> float:
 
 
 def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
-    return shape.tp, shape.ep, shape.cp, rows, recompute
+    return shape.tp, shape.ep, shape.cp, shape.folded, rows, recompute
 
 
 def _cut(priced: PricedModel, stages: int, totals: ModelTotals, fixed: tuple[int, int]) -> CutStages:

@@ -117,6 +117,11 @@ class TrainingPlan:
         return self.setting.shape.needed(sharded=self.dtype is not None)
 
     @property
+    def expert_mesh(self) -> dict[str, int] | None:
+        """The sizes of `parallel.expert_mesh`, if experts are spread over `cp` or `tp` too; else None."""
+        return self.setting.shape.of_experts(sharded=self.dtype is not None)
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of a step."""
         return self.seconds.total

@@ -111,6 +111,20 @@ def test_experts_are_divided_and_their_tokens_exchanged() -> None:
     assert four.segments.costs.stages[layer].saved_bytes == one.segments.costs.stages[layer].saved_bytes
 
 
+def test_folded_experts_take_no_part_in_tensor_parallelism() -> None:
+    costs = _costs("mixtral")
+    shared, folded = (priced(costs, FLAT, Deployment(rows=2, tp=2, ep=2, folded=each)) for each in (False, True))
+    assert _of_experts(shared, "weights") == _of_experts(folded, "weights")
+    assert folded.executed == shared.executed
+    layer, routed = costs.layers[0], 2 * 16 * 2 * 32  # rows, tokens, choices, width
+    without = priced(costs, FLAT, Deployment(rows=2, tp=2))
+    attention = folded.exchanges[layer][0] - 2 * FLAT.all_to_all(routed * 2 / 2, 4)  # of half of the tokens, over tp x ep
+    assert 0 < attention < without.exchanges[layer][0], "an expert's sum over tp is left out"
+    assert folded.sent[layer]["tp"] < shared.sent[layer]["tp"]
+    over_context = priced(costs, FLAT, Deployment(rows=2, cp=2, ep=4, folded=True))
+    assert _of_experts(over_context, "weights") == _of_experts(folded, "weights") // 2
+
+
 def test_context_parallelism_divides_activations_and_exchanges_keys() -> None:
     costs = _costs("llama")
     one, two = priced(costs, FLAT), priced(costs, FLAT, Deployment(cp=2))
@@ -170,6 +184,8 @@ def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
         ("convolutions", {"tp": 2}, "tp: the costs were made without tensor_plan="),
         ("llama", {"tp": 4}, "tp: take a divisor of 2, got 4"),  # heads of keys
         ("mixtral", {"ep": 16}, "ep: take a divisor of 8, got 16"),
+        ("mixtral", {"ep": 8, "tp": 2, "folded": True}, "ep: take a divisor of 8, got 16"),
+        ("mixtral", {"tp": 2, "folded": True, "sequence": False}, "folded: ranks along tp send other tokens"),
     ],
 )
 def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[str, int], message: str) -> None:

@@ -186,7 +186,7 @@ REFUSED: list[tuple[Any, str]] = [
     (f"{MEGATRON} --seq-length 64", "tokens: the layout has 64, the search 32"),
     ("--fp16", "dtype: the layout has float16, the search bfloat16: give param_dtype=torch.float16"),
     ("--pipeline-model-parallel-size two", "--pipeline-model-parallel-size: take an integer from 1, got 'two'"),
-    (f"{MEGATRON} --expert-model-parallel-size 8", "graphpp places experts on data ranks alone, 2 here"),
+    (f"{MEGATRON} --expert-model-parallel-size 8", "there are 2 data ranks for experts"),
     (f"{MEGATRON} --num-layers 12", "the model has 8 layers"),
     (f"{MEGATRON} --num-virtual-stages-per-pipeline-rank 3", "8 layers do not divide among 4 pipeline ranks"),
     ("[parallelism]\ntensor_parallel_degree = 3", "tp 3 makes 3 ranks"),

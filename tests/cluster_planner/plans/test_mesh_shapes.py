@@ -13,7 +13,8 @@ from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mes
 def _all(gpus: int, batch: int, limits: MeshLimits) -> set[MeshShape]:
     """By trying all sizes."""
     sizes = range(1, gpus + 1)
-    shapes = (MeshShape(*each) for each in product(sizes, repeat=6) if _product(each) == gpus)
+    kinds = product(product(sizes, repeat=6), (False, True))
+    shapes = (MeshShape(*each, folded=folded) for each, folded in kinds if _product(each) == gpus)
     return {shape for shape in shapes if _fits(shape, batch, limits)}
 
 
@@ -31,7 +32,8 @@ def _fits(shape: MeshShape, batch: int, limits: MeshLimits) -> bool:
         and limits.tp % shape.tp == 0
         and shape.tp <= limits.domain
         and shape.cp <= limits.cp
-        and max(limits.experts, 1) % shape.ep == 0
+        and max(limits.experts, 1) % shape.expert_ranks == 0
+        and (not shape.folded or (shape.cp * shape.tp > 1 and limits.experts > 0))
         and all(size in (1, 2, 4, 8) for size in (shape.tp, shape.cp))
         and (shape.dp_shard == 1 or shape.dp_replicate == 1 or _within_a_machine(shape, limits))
     )

@@ -14,7 +14,7 @@ from typing import Any
 from graphpp.arguments import COUNT, FLAG, INDEX, TEXT, Accepted, one_word, or_none, require
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.plans import settings
-from graphpp.cluster_planner.plans.mesh_shapes import SIZES
+from graphpp.cluster_planner.plans.mesh_shapes import SIZES, MeshShape
 from graphpp.cluster_planner.plans.prediction.single_layers import layers_of_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
@@ -33,6 +33,7 @@ _SPLIT = Accepted("the FQNs at which stages start, the layers of each stage, or 
     lambda value: TEXT.accepts(value) or _all(TEXT, value) or _all(INDEX, value))  # fmt: skip
 CHOICES: Mapping[str, Accepted] = {
     **dict.fromkeys((*SIZES, "rows", "microbatches", "stages", "stages_per_rank"), COUNT),
+    "folded": FLAG,
     "schedule": one_word(*(name for name in SCHEDULES if name != "ForwardOnly"), settings.ORDER),
     "group": or_none(COUNT), "order": or_none(TEXT), "keep": or_none(INDEX),
     "split": _SPLIT, "recompute": _WORD, "recomputed": _COUNTS, "offload": or_none(settings.FRACTION), "word_parts": FLAG,
@@ -75,6 +76,9 @@ class Fixed:
     def among(self, name: str, usual: Sequence[Any]) -> Sequence[Any]:
         """The fixed value, or those that the search tries."""
         return (self.values[name],) if name in self.values else usual
+
+    def admits(self, shape: MeshShape) -> bool:
+        return self.values.get("folded", shape.folded) is shape.folded
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -84,10 +84,27 @@ def data_ranks(gpus: int, **sizes: int) -> int:
     return gpus // ranks
 
 
-def _without_experts(data: int, ep: int) -> int:
-    if data % ep:
-        raise ScheduleError(f"like: ep {ep}: graphpp places experts on data ranks alone, {data} here: take a divisor")
-    return data // ep
+class _Experts(NamedTuple):
+    """`ep`: of the data ranks; `folded`: whether experts are spread over `cp` and `tp` too; `rest`: data ranks but for `ep`."""
+
+    ep: int
+    folded: bool
+    rest: int
+
+
+def _experts(data: int, ep: int, *, tp: int, cp: int, divided: bool) -> _Experts:
+    """Experts over `ep` ranks. `divided`: ranks along `tp` divide each expert; otherwise these have other experts."""
+    inside = tp * cp
+    if ep == 1 or inside == 1 or (divided and data % ep == 0):
+        if data % ep:
+            raise ScheduleError(f"like: ep {ep}: there are {data} data ranks for experts: take a divisor")
+        return _Experts(ep, False, data // ep)
+    over = f"like: ep {ep}: experts are spread over"
+    if divided and tp > 1:
+        raise ScheduleError(f"{over} data ranks where tp divides each, {data} here: take a divisor, or whole experts")
+    if ep % inside or data % (ep // inside):
+        raise ScheduleError(f"{over} tp x cp = {inside} ranks and a divisor of {data} data ranks together: take such a product")
+    return _Experts(ep // inside, True, data // (ep // inside))
 
 
 def read_megatron(text: str, context: Context) -> Layout:
@@ -97,11 +114,16 @@ def read_megatron(text: str, context: Context) -> Layout:
     cp, ep = given.count("context-parallel-size"), given.count("expert-model-parallel-size")
     if given.count("num-layers", context.layers) != context.layers:
         raise ScheduleError(f"like: --num-layers {given.get('num-layers')}: the model has {context.layers} layers")
-    rest, zero = _without_experts(data_ranks(context.gpus, pp=pp, tp=tp, cp=cp), ep), given.get("use-distributed-optimizer")
+    etp, data = given.count("expert-tensor-parallel-size", tp), data_ranks(context.gpus, pp=pp, tp=tp, cp=cp)
+    if etp not in (1, tp):
+        raise ScheduleError(f"like: --expert-tensor-parallel-size {etp}: priced are 1 and that of attention, {tp}: take one")
+    ep, folded, rest = _experts(data, ep, tp=tp, cp=cp, divided=etp == tp)
+    zero = given.get("use-distributed-optimizer")
     notes = [_ZERO[1]] if zero else []
     choices = {
-        **WHOLE, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp_shard": rest if zero else 1, "dp_replicate": 1 if zero else rest,
-        "keep": None, "recompute": given.one("recompute-granularity", None, None, "full", "selective"),
+        **WHOLE, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "folded": folded,
+        "dp_shard": rest if zero else 1, "dp_replicate": 1 if zero else rest, "keep": None,
+        "recompute": given.one("recompute-granularity", None, None, "full", "selective"),
         **_megatron_stages(given, pp, context.layers),
     }  # fmt: skip
     if choices["recompute"] == "full" and given.one("recompute-method", "uniform", "uniform", "block") == "block":
@@ -164,13 +186,16 @@ def read_torchtitan(text: str, context: Context) -> Layout:
     if shards * copies != data:
         remedy = "give data_parallel_shard_degree = -1, or other machines"
         raise ScheduleError(f"like: {shards} x {copies} data ranks of {data} that {context.gpus} GPUs leave: {remedy}")
+    divided = mesh.count("expert_tensor_parallel_degree", 1) == tp
+    ep, folded, shards_of_experts = _experts(shards, ep, tp=tp, cp=cp, divided=divided)
     policy = mesh.one("fsdp_reshard_after_forward", "default", "default", "always", "never")
     layers = shards > 1 and (policy == "always" or (policy == "default" and pp == 1))
     local = training.count("local_batch_size", 8)
     batch = training.count_if("global_batch_size", -1) or local * data
     notes = [f"{batch // (local * data)} accumulated batches are priced as one step."] if batch > local * data else []
     choices = {
-        **WHOLE, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp_replicate": copies, "dp_shard": _without_experts(shards, ep),
+        **WHOLE, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "folded": folded,
+        "dp_replicate": copies, "dp_shard": shards_of_experts,
         "keep": 0 if layers else None, "rows": mesh.count("pipeline_parallel_microbatch_size") if pp > 1 else local,
         **_titan_stages(mesh, pp, context.layers),
         **_titan_recompute(_Entries(given.get("activation_checkpoint", {}), "activation_checkpoint."), notes),
@@ -224,8 +249,9 @@ def read_deepspeed(document: Mapping[str, Any], context: Context) -> Layout:
         batch = rows * many * data
     counts = {name: each for name, each in (("rows", rows), ("microbatches", many)) if each}
     choices = {
-        "pp": 1, "tp": 1, "ep": 1, "cp": 1, "dp_shard": data if stage else 1, "dp_replicate": 1 if stage else data,
-        **WHOLE, "keep": 0 if stage == 3 and data > 1 else None, "schedule": "auto", "stages_per_rank": 1, **counts,
+        "pp": 1, "tp": 1, "ep": 1, "cp": 1, "folded": False,
+        "dp_shard": data if stage else 1, "dp_replicate": 1 if stage else data, **WHOLE,
+        "keep": 0 if stage == 3 and data > 1 else None, "schedule": "auto", "stages_per_rank": 1, **counts,
     }  # fmt: skip
     del choices["recompute"]
     notes = (

@@ -35,6 +35,7 @@ def _split(names: list[str]) -> dict[str, Any]:
 
 _FORMS: Mapping[str, Callable[..., dict[str, Any]]] = {
     rf"({'|'.join(SIZES)}) (\d+)": lambda name, size: {name: int(size)},
+    r"experts over (?:cp|tp|cp and tp) too": lambda: {"folded": True},
     r"(\d+) stages? (?:a|per) rank": lambda count: {"stages_per_rank": int(count)},
     r"(\d+) stages?": lambda count: {"stages": int(count)},
     r"(\d+) microbatch(?:es)?": lambda count: {"microbatches": int(count)},
@@ -68,7 +69,7 @@ def read_own_words(text: str) -> Layout:
     if "number" in found:  # stages a rank, or the group where these are given
         found["group" if {"stages", "stages_per_rank"} & found.keys() else "stages_per_rank"] = found.pop("number")
     if {"microbatches", "rows", "stages"} <= found.keys():
-        found = {**dict.fromkeys(SIZES, 1), "keep": None, "group": None, **WHOLE, **found}
+        found = {**dict.fromkeys(SIZES, 1), "folded": False, "keep": None, "group": None, **WHOLE, **found}
     note = "The order of actions is not in the words: a named schedule is priced; the plan's JSON has the order."
     return Layout(found, (note,) if _ORDERS.search(text) else ())
 

@@ -99,7 +99,7 @@ def price_layout(request: PlanRequest, limits: MeshLimits, cap: int, space: Sear
         space, fixed=fixed, sizes={name: each for name, each in space.sizes.items() if name not in fixed.values},
         recompute=fixed.among("recompute", space.recompute), offload=space.offload and "offload" not in fixed.values,
     )  # fmt: skip
-    shapes = list(mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes))
+    shapes = [each for each in mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes) if fixed.admits(each)]
     _check_rows(request, shapes, own)
     try:
         found = list(searched(request, limits, cap, own).found.values())
@@ -132,8 +132,12 @@ def _check_sizes(request: PlanRequest, limits: MeshLimits, fixed: Fixed) -> None
     left = data_ranks(machines.gpus, **sizes)
     if left > 1 and len(sizes) == len(SIZES):
         said = f"{machines.gpus // left} ranks of {machines.gpus} GPUs"
-        raise ScheduleError(f"like: {MeshShape(**sizes)} makes {said}: take {left} times as many ranks, or fewer GPUs")
-    check_degrees(request.costs, Deployment(tp=sizes.get("tp", 1), ep=sizes.get("ep", 1), cp=sizes.get("cp", 1)))
+        shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise ScheduleError(f"like: {shape} makes {said}: take {left} times as many ranks, or fewer GPUs")
+    tp, ep, cp = (sizes.get(name, 1) for name in ("tp", "ep", "cp"))
+    check_degrees(request.costs, Deployment(tp=tp, ep=ep, cp=cp, folded=values.get("folded", False)))
+    if values.get("folded") and {"cp", "tp"} <= sizes.keys() and sizes["cp"] * sizes["tp"] == 1:
+        raise ScheduleError("like: experts are spread over cp and tp too where one of these has several ranks: leave it out")
     if values.get("offload") is not None and machines.host is None:
         raise ScheduleError(f"like: offload: {machines.device.name} has no link to the host: give Device(host=Link(..))")
     pp = sizes.get("pp", 1)

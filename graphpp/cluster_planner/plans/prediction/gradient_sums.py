@@ -47,7 +47,8 @@ def shared_seconds(
         gather = machines.all_gather(one.weights, ranks, stride) if shared else 0.0
         reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
         parts = [(len(one.readers) * gather + len(one.makers) * reduce, ranks, stride)]
-        for size, apart in ((getattr(shape, name), shape.stride(name)) for name in ("dp_replicate", "cp")):
+        over = shape.copies_of_experts if expert else ("dp_replicate", "cp")
+        for size, apart in ((getattr(shape, name), shape.stride(name)) for name in over):
             over_copies = machines.all_reduce(sent // ranks, size, apart) if size > 1 else 0.0
             shown = late * over_copies if ranks > 1 else 0.0
             reduce += over_copies - shown
