@@ -6,10 +6,11 @@
 #   make test-all                 all cases of every kind, with 2,000 random programs in place of 8
 #   make lint | types             ruff | mypy
 #   make house                    print the packages, their imports, upward arrows and circles
-#   make models                   run the models of tests/zoo and write docs/models.md
+#   make models                   run the models of tests/zoo, and write benchmarks/tried and the pages of models
 #   make docs                     build the site of docs/ into site/; a warning or a dead link is an error
 #   make options                  write docs/options.md and docs/options/ from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
+#   make release                  build wheel and sdist into dist/, check them, print their hashes; publishes nothing
 #   make clean                    remove the files that these targets made
 #
 # Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), JOBS (2), DEMO_ARGS, PYTEST_ARGS.
@@ -23,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo quick test test-all house models options docs lint types compat clean help setup
+.PHONY: demo quick test test-all house models options docs lint types compat release clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -59,6 +60,7 @@ house: $(READY)
 
 models: $(READY)
 	@$(PY) -m tests.zoo
+	PYTHONPATH=. $(PY) benchmarks/model_pages.py
 
 options: $(READY)
 	@$(PY) -m graphpp.options.document docs
@@ -75,6 +77,9 @@ types: $(READY)
 
 compat:
 	@$(MAKE) --no-print-directory test VENV=.venv-$(TORCH) EXACT=1
+
+release:
+	@bash .ci/release "$(PYTHON)"
 
 clean:
 	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

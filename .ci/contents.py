@@ -12,7 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "tests", "website")
-FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "pyproject.toml")
+FILES = (
+    "CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md",
+    "pyproject.toml",
+)  # fmt: skip
+
+ECHARTS = ("LICENSE", "LICENSE-d3", "LICENSE-zrender", "NOTICE")
 
 
 def tree(*folders: str) -> set[str]:
@@ -28,7 +33,7 @@ def check_wheel(wheel: str) -> int:
     code = {name for name in names if ".dist-info/" not in name}
     assert code == tree("graphpp"), f"the wheel and graphpp/ differ by {sorted(code ^ tree('graphpp'))}"
     assert "graphpp/py.typed" in code, "the wheel lacks graphpp/py.typed"
-    for name in ("LICENSE", *(f"graphpp/report/assets/echarts/{each}" for each in ("LICENSE", "LICENSE-zrender", "NOTICE"))):
+    for name in ("LICENSE", *(f"graphpp/report/assets/echarts/{each}" for each in ECHARTS)):
         assert any(each.endswith(f".dist-info/licenses/{name}") for each in names), f"the wheel lacks the license {name}"
     return len(names)
 

@@ -3,25 +3,21 @@
     RUNS = read_runs()  # all runs of benchmarks/published/*.json, by file and in the order of the files
     RUNS[0].tokens  # tokens per second and GPU, from whichever figure was published
 
-`models.json` has the models by name. Every other file is a group of runs with one source: `{"source": .., "common": ..,
-"runs": [..]}`; the objects in `common` are completed by those of each run. A file with an unknown field, a mesh that does not
-have the run's GPUs, or a batch that its ranks cannot share raises `GraphPPError` that names the entry.
+The files and the fields that these runs share with the models tried are those of `run_files.py`. A file with an unknown
+field, a mesh that does not have the run's GPUs, or a batch that its ranks cannot share raises `GraphPPError` that names the
+entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from graphpp.errors import GraphPPError
-from graphpp.from_json import document, read
+from run_files import AnyRun, Layout, read_folder, require
 
 FOLDER = Path(__file__).parent / "published"
 FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
-SEEN = ("page", "transcription", "issue", "earlier", "memory")
 KERNELS = ("eager", "partly", "compile", "fused")
 DISPATCHES = ("experts", "machines")
 ATTENTIONS = ("unfused", "flash 1", "flash 2", "newest")
@@ -29,11 +25,6 @@ PRECISIONS = ("bfloat16", "float8 tensorwise", "float8 rowwise")
 SCHEDULES = ("loop", "1F1B", "interleaved", "ZB1P", "ZB2P", "DualPipeV")
 DEVICES = {"A100": 312e12, "A100 40 GB": 312e12, "H100": 989e12, "H100 96 GB": 989e12, "H800": 989e12, "H200": 989e12}
 """The devices of the runs, and their dense FLOP/s in bfloat16, of which an MFU is a fraction."""
-
-
-def _require(fine: object, problem: str) -> None:
-    if not fine:
-        raise GraphPPError(problem)
 
 
 @dataclass(frozen=True)
@@ -52,20 +43,6 @@ CONVENTIONS = {
     "full, all parameters": Flops(1.0, embedding=True),
     "full, recomputed": Flops(1.0, blocks=4),
 }
-
-
-@dataclass(frozen=True)
-class Source:
-    """`where`: a URL or arXiv number. `seen`: how the figures were read: the page itself; a transcription of its table on
-    other pages; the list of the project's issue "The oracle"; an earlier version of benchmarks/published.py; or from memory."""
-
-    title: str
-    where: str
-    date: str
-    seen: str
-
-    def __post_init__(self) -> None:
-        _require(self.seen in SEEN, f"seen: take {', '.join(SEEN)}, got {self.seen!r}")
 
 
 @dataclass(frozen=True)
@@ -104,9 +81,9 @@ class Model:
     latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        _require(self.family in FAMILIES, f"family: take {', '.join(FAMILIES)}, got {self.family!r}")
-        _require(self.heads % self.kv_heads == 0, f"kv_heads: {self.kv_heads} do not divide {self.heads} heads")
-        _require(self.per_token <= self.experts, f"per_token: {self.per_token} of {self.experts} experts")
+        require(self.family in FAMILIES, f"family: take {', '.join(FAMILIES)}, got {self.family!r}")
+        require(self.heads % self.kv_heads == 0, f"kv_heads: {self.kv_heads} do not divide {self.heads} heads")
+        require(self.per_token <= self.experts, f"per_token: {self.per_token} of {self.experts} experts")
 
     @property
     def attention_weights(self) -> int:
@@ -158,63 +135,51 @@ class Fleet:
     network: float | None = None
 
     def __post_init__(self) -> None:
-        _require(self.device in DEVICES, f"device: take {', '.join(DEVICES)}, got {self.device!r}")
-        _require(self.gpus % min(self.gpus, self.per_machine) == 0, f"gpus: {self.gpus} do not fill machines")
+        require(self.device in DEVICES, f"device: take {', '.join(DEVICES)}, got {self.device!r}")
+        require(self.gpus % min(self.gpus, self.per_machine) == 0, f"gpus: {self.gpus} do not fill machines")
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(Layout):
     """How a run was set. `dp`: ranks with rows of their own, in groups of `shard` (None: all) that share one copy of what ZeRO
     `zero` shards (3: FSDP; 0: nothing). `ep` divides `dp`, or with `etp` (None: not said; ranks that divide one expert) all
-    ranks of a stage. `stages`: of a rank; several: not said, and the fastest counts. `rows`: of a microbatch; `batch`: rows of
-    a step. `recompute`: "none", "selective", "full", a fraction of the layers, or words that name what. `attention`: its
-    kernel; `kernels`: of other operators ("partly": some are fused by hand, as in Megatron before 2024). `overlap`: names.
-    `dispatch`: how often a token travels: once to each of its experts, or to each of their machines."""
+    ranks of a stage. Several `stages`: not said, and the fastest counts. `recompute`: "none", "selective", "full", a fraction
+    of the layers, or words that name what. `attention`: its kernel; `kernels`: of other operators ("partly": some are fused
+    by hand, as in Megatron before 2024). `overlap`: names. `dispatch`: how often a token travels: once to each of its
+    experts, or to each of their machines."""
 
-    dp: int
-    rows: int
-    batch: int
     length: int
-    schedule: str
     attention: str
     dropout: float = 0.0
     tp: int = 1
-    pp: int = 1
     cp: int = 1
     ep: int = 1
     etp: int | None = None
-    stages: tuple[int, ...] = (1,)
     shard: int | None = None
     zero: int = 3
     sequence_parallel: bool | None = None
-    precision: str = "bfloat16"
     recompute: str | float | None = "none"
     kernels: str = "fused"
     overlap: tuple[str, ...] = ()
     dispatch: str = "experts"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         words = {
             "schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS, "dispatch": DISPATCHES,
         }  # fmt: skip
         for name, known in words.items():
-            _require((value := getattr(self, name)) in known, f"{name}: take {', '.join(known)}, got {value!r}")
-        numbers = self.dp, self.rows, self.batch, self.length, self.tp, self.pp, self.cp, self.ep, *self.stages
-        _require(self.stages and min(numbers) > 0, "dp, rows, batch, length, tp, pp, cp, ep, stages: numbers from 1")
-        _require(self.zero in range(4), f"zero: take 0 to 3, got {self.zero}")
-        _require((self.pp == 1) == (self.schedule == "loop"), f"schedule: {self.schedule} with pp {self.pp}")
-        _require(self.dp % (self.shard or 1) == 0, f"shard: {self.shard} does not divide dp {self.dp}")
-        _require(self.batch % (self.dp * self.rows) == 0, f"batch: {self.batch} rows for dp {self.dp} x {self.rows} rows")
+            require((value := getattr(self, name)) in known, f"{name}: take {', '.join(known)}, got {value!r}")
+        require(min(self.length, self.tp, self.cp, self.ep) > 0, "length, tp, cp, ep: numbers from 1")
+        require(self.zero in range(4), f"zero: take 0 to 3, got {self.zero}")
+        require((self.pp == 1) == (self.schedule == "loop"), f"schedule: {self.schedule} with pp {self.pp}")
+        require(self.dp % (self.shard or 1) == 0, f"shard: {self.shard} does not divide dp {self.dp}")
         inside, within = (self.dp, self.ep) if self.etp is None else (self.tp * self.cp * self.dp, self.ep * self.etp)
-        _require(inside % within == 0, f"ep: {self.ep} x etp {self.etp} does not divide {inside} ranks")
+        require(inside % within == 0, f"ep: {self.ep} x etp {self.etp} does not divide {inside} ranks")
 
     @property
     def ranks(self) -> int:
         return prod((self.dp, self.tp, self.pp, self.cp))
-
-    @property
-    def microbatches(self) -> int:
-        return self.batch // (self.dp * self.rows)
 
 
 @dataclass(frozen=True)
@@ -233,22 +198,18 @@ class Result:
 
     def __post_init__(self) -> None:
         given = [each for each in (self.tokens, self.seconds, self.tflops, self.mfu, self.memory) if each is not None]
-        _require(bool(given) == self.fits and all(each > 0 for each in given), "result: positive figures, or fits: false")
+        require(bool(given) == self.fits and all(each > 0 for each in given), "result: positive figures, or fits: false")
         named = self.flops in CONVENTIONS if self.tflops or self.mfu else self.flops is None
-        _require(named, f"flops: take {', '.join(CONVENTIONS)} with tflops or mfu, and only then; got {self.flops!r}")
-        _require(self.unit in ("GB", "GiB"), f"unit: take GB or GiB, got {self.unit!r}")
+        require(named, f"flops: take {', '.join(CONVENTIONS)} with tflops or mfu, and only then; got {self.flops!r}")
+        require(self.unit in ("GB", "GiB"), f"unit: take GB or GiB, got {self.unit!r}")
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Run(AnyRun):
     """A published run. `table`: where in the source; `assumed`: what the source does not say; `cannot`: why the planner cannot
     express it (None: it can); `documented`: whether docs/planner/published.md has it; `unverified`: from memory alone."""
 
-    name: str
-    group: str
-    source: Source
     table: str
-    model: str
     architecture: Model
     machines: Fleet
     settings: Settings
@@ -260,10 +221,10 @@ class Run:
 
     def __post_init__(self) -> None:
         ranks, gpus = self.settings.ranks, self.machines.gpus
-        _require(ranks == gpus, f"settings: dp x tp x pp x cp is {ranks}, machines have {gpus} GPUs")
-        _require(self.settings.ep == 1 or self.architecture.experts % self.settings.ep == 0, f"settings.ep: {self.settings.ep}")
-        _require(self.architecture.kv_heads % self.settings.tp == 0 or self.cannot, f"settings.tp: {self.settings.tp}")
-        _require(self.unverified == (self.source.seen == "memory"), "unverified: true for a source from memory, and only then")
+        require(ranks == gpus, f"settings: dp x tp x pp x cp is {ranks}, machines have {gpus} GPUs")
+        require(self.settings.ep == 1 or self.architecture.experts % self.settings.ep == 0, f"settings.ep: {self.settings.ep}")
+        require(self.architecture.kv_heads % self.settings.tp == 0 or self.cannot, f"settings.tp: {self.settings.tp}")
+        require(self.unverified == (self.source.seen == "memory"), "unverified: true for a source from memory, and only then")
 
     def rates(self) -> dict[str, float]:
         """Tokens per second and GPU by each published figure."""
@@ -285,38 +246,4 @@ class Run:
 
 def read_runs(folder: Path = FOLDER) -> tuple[Run, ...]:
     """The runs of all files of a folder. Raises `GraphPPError` for a file that is not valid, and for a name given twice."""
-    known = document(folder / "models.json", "models.json")
-    models = {name: read(Model, each, f"models.json: {name}") for name, each in known.items()}
-    found = [run for file in sorted(folder.glob("*.json")) if file.stem != "models" for run in _group(file, models)]
-    names = [run.name for run in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    _require(not twice, f"{folder}: names given twice: {twice}")
-    return tuple(found)
-
-
-def _group(file: Path, models: Mapping[str, Model]) -> list[Run]:
-    given = document(file, file.name)
-    _require(set(given) == {"source", "common", "runs"}, f"{file.name}: take source, common and runs, got {sorted(given)}")
-    return [_run(file, at, _merged(given["common"], each), given["source"], models) for at, each in enumerate(given["runs"])]
-
-
-def _run(file: Path, at: int, given: dict[str, Any], source: object, models: Mapping[str, Model]) -> Run:
-    path = f"{file.name}: runs[{at}] {given.get('name')!r}"
-    _require(given.get("model") in models, f"{path}: model: take a name of models.json, got {given.get('model')!r}")
-    own = {"group": file.stem, "source": given.get("source", source), "architecture": models[given["model"]]}
-    run: Run = read(Run, {**given, **own}, path)
-    return run
-
-
-def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, with the values of `own` for the same names; objects are joined, and lists put one after the other."""
-    both: dict[str, Any] = dict(common)
-    for name, value in own.items():
-        known = both.get(name)
-        if isinstance(known, dict) and isinstance(value, dict):
-            both[name] = known | value
-        elif name == "assumed" and known is not None:
-            both[name] = [*known, *value]
-        else:
-            both[name] = value
-    return both
+    return read_folder(folder, Run, Model)

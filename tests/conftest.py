@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+from hypothesis.internal.entropy import deterministic_PRNG
 
 from tests.distributed import COLLECTED, PRELOADED, close_workers
 from tests.exhaustive import examples, mark_further_cases
@@ -24,7 +25,8 @@ torch.set_num_threads(1)
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests and would walk over its modules in each collection
     for name in PRELOADED:
         importlib.import_module(name)
-gc.collect()
+with deterministic_PRNG():  # Hypothesis looks for referrers of its own generator, and finds none that are frozen
+    gc.collect()
 gc.freeze()  # before tests are imported, whose own objects captures search
 gc.set_threshold(*COLLECTED)
 # Random tests draw the same in every run, however busy the machine is. Hypothesis would also draw the numbers that it finds in

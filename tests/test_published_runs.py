@@ -1,11 +1,14 @@
-"""The published runs of benchmarks/published: valid, with figures that agree, and expressible by the planner."""
+"""The published runs of benchmarks/published: valid, with figures that agree, and expressible by the planner; the cards of
+benchmarks/tried, which share their schema; the pages of both."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from types import ModuleType
 from typing import Any
 
@@ -86,6 +89,33 @@ def test_a_wrong_run_is_refused(case: str, published: ModuleType, tmp_path: Path
     (tmp_path / "a.json").write_text(json.dumps({**group, "runs": [change]}))
     with pytest.raises(GraphPPError, match=message):
         published.read_runs(tmp_path)
+
+
+WRONG_CARDS: dict[str, tuple[dict[str, Any], str]] = {
+    "an error beyond the tolerance": ({"result": {"eager": 1e-5}}, "eager: 1e-05, tolerance 1e-06"),
+    "a difference without a reason": ({"model": "Mamba", "result": {"eager": 1e-7}}, "Mamba: models.json: why"),
+    "a split that is not the stages": ({"settings": {"split": 3}}, "split: 3 for 2 stages"),
+    "no version of torch": ({"torch": None}, "take torch"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CARDS)
+def test_a_wrong_card_is_refused(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried, (change, message) = sibling("model_cards", monkeypatch), WRONG_CARDS[case]
+    file = Path(copytree(tried.FOLDER, tmp_path / "tried")) / "zoo.json"
+    group = json.loads(file.read_text())
+    for key, value in change.items():
+        group["runs"][0][key] = {**group["runs"][0][key], **value} if isinstance(value, dict) else value
+    file.write_text(json.dumps(group))
+    with pytest.raises(GraphPPError, match=message):
+        tried.read_cards(file.parent)
+
+
+def test_the_pages_show_the_data_with_a_card_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = sibling("model_pages", monkeypatch)
+    titles = re.findall(r'Entry\(\s*"([^"]+)"', (ROOT / "tests/zoo/models.py").read_text())
+    assert list(dict.fromkeys(card.model for card in pages.read_cards())) == titles
+    assert {path: (ROOT / "docs" / path).read_text() for path in pages.pages()} == pages.pages()
 
 
 def test_each_run_is_a_case_of_the_planner_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

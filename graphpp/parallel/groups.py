@@ -140,7 +140,7 @@ def _await(ranks: Sequence[int], like: dist.ProcessGroup, store: Store, name: st
         store.set(f"{name}/all", "")
     while not _is_set(store, f"{name}/all", min(_BETWEEN_PROBES, timeout)):
         for peer, rank in enumerate(dist.get_process_group_ranks(like) if has_gloo(like) else ()):
-            if rank in ranks and not reaches(like, peer):
+            if rank in ranks and rank != dist.get_rank() and not reaches(like, peer):  # gloo has no connection to itself
                 raise PeerLost(None, "Connection closed by peer")
         if time.monotonic() > until:
             missing = next((rank for rank in ranks if not store.check([f"{name}/{rank}"])), None)

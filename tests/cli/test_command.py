@@ -48,7 +48,8 @@ def test_every_command_has_the_common_options_and_help(path: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("words", [("schedule", "show"), ("schedule", "compare"), ("verify",), ("report",)], ids=" ".join)
 def test_a_name_that_no_file_can_have_is_refused(words: tuple[str, ...]) -> None:
-    assert "File name too long" in refusal(*words, "a" * 256)
+    found = refusal(*words, "a" * 256)
+    assert any(each in found for each in ("File name too long", "no such file", "no file of this name"))  # from 3.14 on, none
 
 
 def invoke(function: Callable[..., Answer | None], *arguments: str) -> Result:

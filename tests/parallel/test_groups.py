@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp._torch.distributed import open_groups
+from graphpp.parallel import groups
 from graphpp.parallel.groups import group_among
 from tests.distributed import run_ranks
 from tests.other_thread import elsewhere
@@ -34,6 +37,21 @@ def overlapping_groups(rank: int) -> list[float]:
 
 def test_groups_of_some_ranks_may_overlap() -> None:
     assert run_ranks(overlapping_groups, 4) == [[1, 2, 6, 1], [1, 6, 1], [2, 5, 6], [5, 6]]
+
+
+def late_rank(rank: int) -> float:
+    """Rank 0 makes the group of both three seconds later than rank 1, which probes its connections meanwhile."""
+    assert dist.group.WORLD is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_BETWEEN_PROBES", timedelta(milliseconds=50))
+        time.sleep(3 * (1 - rank))
+        total = torch.tensor(1.0)
+        dist.all_reduce(total, group=group_among((0, 1), dist.group.WORLD))
+    return total.item()
+
+
+def test_a_rank_that_comes_late_is_not_lost() -> None:
+    assert run_ranks(late_rank, 2) == [2, 2]
 
 
 class TiedTwice(nn.Module):

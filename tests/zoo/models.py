@@ -279,11 +279,6 @@ def captioned_images(generator: torch.Generator) -> Inputs:
 
 # ------------------------------------------------------------------------------------------------------------ register
 
-GROUPED_HEADS = (
-    "without a cache, transformers looks in the position ids for packed sequences, and under a trace, where they have no data, "
-    "assumes that there may be some: it writes out the causal mask and repeats grouped key/value heads, both of which eager "
-    "leaves to the attention kernel"
-)
 UPSAMPLING = (
     "torch.export decomposes nearest upsampling into indexing, whose gradient is contiguous; that of eager's kernel is "
     "channels-last, and the bias gradient of a 1x1 convolution further down is summed in the order of the memory"
@@ -291,13 +286,13 @@ UPSAMPLING = (
 
 ZOO: dict[str, Entry] = {
     "llama": Entry(
-        "Llama", llama, text, logits_loss, words, inexact=GROUPED_HEADS, dropout=True,
+        "Llama", llama, text, logits_loss, words, dropout=True,
         cuts=[
             ["model.layers.0.self_attn.k_proj"],
             ["model.layers.0.mlp", "model.layers.2.post_attention_layernorm", "lm_head"],
         ],
     ),
-    "qwen3": Entry("Qwen3", qwen3, labelled_text, inexact=GROUPED_HEADS, cuts=[["model.layers.1.self_attn.k_norm"]]),
+    "qwen3": Entry("Qwen3", qwen3, labelled_text, cuts=[["model.layers.1.self_attn.k_norm"]]),
     "gemma": Entry("Gemma (tied)", gemma, padded_text, cuts=[["model.norm"]]),
     "gpt2": Entry(
         "GPT-2 (tied)", gpt2, labelled_text, dropout=True,
@@ -305,7 +300,7 @@ ZOO: dict[str, Entry] = {
     ),
     "mistral": Entry("Mistral", mistral, labelled_text),
     "mixtral": Entry(
-        "Mixtral (router loss)", mixtral, labelled_text, inexact=GROUPED_HEADS,
+        "Mixtral (router loss)", mixtral, labelled_text,
         cuts=[["model.layers.1.mlp", "model.layers.2.self_attn.o_proj", "model.norm"]],
     ),
     "bert": Entry("BERT, masked LM", bert, masked_text, dropout=True, cuts=[["bert.encoder.layer.1.attention.self.value"]]),
@@ -326,7 +321,7 @@ ZOO: dict[str, Entry] = {
     ),
     "clip": Entry("CLIP", clip, captioned_images, cuts=[["text_model.final_layer_norm"]]),
     "lora_llama": Entry(
-        "PEFT-LoRA Llama", lora_llama, labelled_text, inexact=GROUPED_HEADS,
+        "PEFT-LoRA Llama", lora_llama, labelled_text,
         cuts=[["base_model.model.model.layers.1.self_attn.q_proj.lora_B.default"]],
     ),
     "mamba": Entry("Mamba", mamba, labelled_text, cuts=[["backbone.layers.2.mixer.out_proj"]]),
