@@ -1,0 +1,2 @@
+# load_adapters.py
+from lora import batch

@@ -1,0 +1,91 @@
+"""The pages of docs/tutorials/, their scripts in examples/tutorials/, and the output of their commands.
+
+Contract
+--------
+- A page is the source. Its `python` blocks, in order, are its scripts: a block that begins with `# NAME.py` begins that script.
+- A line `$ COMMAND` of a `console` block is run by bash, all commands of a page in order in one folder with its scripts. The
+  lines below it are the end of its standard output; `...` as the first of them says that more stands before.
+- `same` compares an output with the page's: numbers with a point agree to two units of their last digit, for another processor
+  rounds in another way, and numbers with a unit of time or after "about" are measurements, which are not compared.
+- `python -m tests.tutorials [PAGE..]` writes the scripts, and the outputs into the pages.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+SCRIPTS = ROOT / "examples" / "tutorials"
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+MEASURED = re.compile(r"about [\d.,]+ ?\S*|\b[\d.,]+ ?(?:us|ms|s|seconds|minutes)\b")
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
+
+
+def scripts(page: str) -> dict[str, str]:
+    """The scripts of a page by their names."""
+    found: dict[str, list[str]] = {}
+    for kind, source in BLOCK.findall(page):
+        if kind == "python":
+            if named := re.match(r"# (\w+\.py)\n", source):
+                found[named[1]] = []
+            found[list(found)[-1]].append(source)
+    return {name: "\n".join(blocks) for name, blocks in found.items()}
+
+
+def commands(page: str) -> list[tuple[str, str]]:
+    """The commands of a page, and the output that it shows of each."""
+    return [pair for kind, text in BLOCK.findall(page) if kind == "console" for pair in COMMAND.findall(text)]
+
+
+def run(command: str, folder: Path, python: Path = Path(sys.executable), path: str = str(ROOT)) -> str:
+    """The standard output of a command, with the programs beside `python` and the modules of `path`."""
+    own = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    line = ["bash", "-euo", "pipefail", "-c", command]
+    done = subprocess.run(line, cwd=folder, env={**os.environ, **own, **quiet}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def follow(page: str, folder: Path) -> list[str]:
+    """The outputs of a page's commands, run in the folder."""
+    for name, source in scripts(page).items():
+        (folder / name).write_text(source)
+    return [run(command, folder) for command, _ in commands(page)]
+
+
+def as_shown(shown: str, found: str) -> str:
+    """The part of an output that a page shows: all, or as many lines at its end as stand below `...`."""
+    lines = len(shown.splitlines())
+    return "...\n" + "".join(found.splitlines(keepends=True)[1 - lines :]) if shown.startswith("...\n") else found
+
+
+def same(shown: str, found: str) -> bool:
+    """Whether an output is the page's, but for rounding and measurements."""
+    texts = [MEASURED.sub("TIME", each) for each in (shown, as_shown(shown, found))]
+    numbers = [NUMBER.findall(each) for each in texts]
+    close = (abs(float(a) - float(b)) <= 2.001 * last_digit(a) for a, b in zip(*numbers, strict=False))
+    return NUMBER.sub("NUMBER", texts[0]) == NUMBER.sub("NUMBER", texts[1]) and all(close)
+
+
+def last_digit(number: str) -> float:
+    digits, _, exponent = number.partition("e")
+    return 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+
+
+def written(page: str, folder: Path) -> str:
+    """The page with the outputs of its commands."""
+    outputs = iter(follow(page, folder))
+
+    def block(found: re.Match[str]) -> str:
+        if found[1] != "console":
+            return found[0]
+        parts = (f"$ {command}\n{as_shown(shown, next(outputs))}" for command, shown in COMMAND.findall(found[2]))
+        return f"```console\n{''.join(parts)}```"
+
+    return BLOCK.sub(block, page)
