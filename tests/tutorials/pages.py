@@ -6,7 +6,8 @@ Contract
 - A line `$ COMMAND` of a `console` block is run by bash, all commands of a page in order in one folder with its scripts. The
   lines below it are the end of its standard output; `...` as the first of them says that more stands before.
 - `same` compares an output with the page's: numbers with a point agree to two units of their last digit, for another processor
-  rounds in another way, and numbers with a unit of time or after "about" are measurements, which are not compared.
+  rounds in another way, and numbers with a unit of time or after "about", and the rates that Trainer prints, are measurements,
+  which are not compared.
 - `python -m tests.tutorials [PAGE..]` writes the scripts, and the outputs into the pages.
 """
 
@@ -21,7 +22,7 @@ PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SCRIPTS = ROOT / "examples" / "tutorials"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
-MEASURED = re.compile(r"about [\d.,]+ ?\S*|\b[\d.,]+ ?(?:us|ms|s|seconds|minutes)\b")
+MEASURED = re.compile(r"about [\d.,]+|\b[\d.,]+ ?(?:µs|ms|s)\b|(?<=_runtime': ')[\d.]+|(?<=_per_second': ')[\d.]+")
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
 
 
@@ -49,7 +50,7 @@ def run(command: str, folder: Path, python: Path = Path(sys.executable), path: s
     done = subprocess.run(line, cwd=folder, env={**os.environ, **own, **quiet}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{command}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
+    return done.stdout.replace(f"{folder}/", "")
 
 
 def follow(page: str, folder: Path) -> list[str]:
