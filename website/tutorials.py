@@ -4,17 +4,19 @@ Contract
 --------
 - A page is the source. Its `python` blocks, in order, are its scripts: a block that begins with `# NAME.py` begins that script.
 - A line `$ COMMAND` of a `console` block is run by bash, all commands of a page in order in one folder with its scripts. The
-  lines below it are the end of its standard output; `...` as the first of them says that more stands before.
+  lines below it are its standard output.
 - `same` compares an output with the page's: numbers with a point agree to two units of their last digit, for another processor
   rounds in another way, and numbers with a unit of time or after "about", and the rates that Trainer prints, are measurements,
   which are not compared.
-- `python website/tutorials.py [PAGE..]` (`make tutorials`) writes the scripts, and the outputs into the pages.
+- `python website/tutorials.py [PAGE..]` (`make tutorials`) writes the scripts, the outputs into the pages, and pictures beside
+  them.
 
 Measured times on a page are those of the machine that wrote it last.
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,15 +66,9 @@ def follow(page: str, folder: Path) -> list[str]:
     return [run(command, folder) for command, _ in commands(page)]
 
 
-def as_shown(shown: str, found: str) -> str:
-    """The part of an output that a page shows: all, or as many lines at its end as stand below `...`."""
-    lines = len(shown.splitlines())
-    return "...\n" + "".join(found.splitlines(keepends=True)[1 - lines :]) if shown.startswith("...\n") else found
-
-
 def same(shown: str, found: str) -> bool:
     """Whether an output is the page's, but for rounding and measurements."""
-    texts = [re.sub(" +", " ", MEASURED.sub("TIME", each)) for each in (shown, as_shown(shown, found))]
+    texts = [re.sub(" +", " ", MEASURED.sub("TIME", each)) for each in (shown, found)]
     numbers = [NUMBER.findall(each) for each in texts]
     close = (abs(float(a) - float(b)) <= 2.001 * last_digit(a) for a, b in zip(*numbers, strict=False))
     return NUMBER.sub("NUMBER", texts[0]) == NUMBER.sub("NUMBER", texts[1]) and all(close)
@@ -90,7 +86,7 @@ def written(page: str, folder: Path) -> str:
     def block(found: re.Match[str]) -> str:
         if found[1] != "console":
             return found[0]
-        parts = (f"$ {command}\n{as_shown(shown, next(outputs))}" for command, shown in COMMAND.findall(found[2]))
+        parts = (f"$ {command}\n{next(outputs)}" for command, _ in COMMAND.findall(found[2]))
         return f"```console\n{''.join(parts)}```"
 
     return BLOCK.sub(block, page)
@@ -102,6 +98,8 @@ def main() -> None:
             (SCRIPTS / name).write_text(source)
         with TemporaryDirectory() as folder:
             page.write_text(written(page.read_text(), Path(folder)))
+            for picture in Path(folder).glob("*.svg"):
+                shutil.copy(picture, page.parent)
         print(f"wrote {page.name}")
 
 

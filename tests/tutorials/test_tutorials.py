@@ -33,10 +33,8 @@ def test_a_tutorial_prints_what_its_page_shows(name: str, tmp_path: Path) -> Non
 
 def test_outputs_are_the_same_up_to_rounding_and_times() -> None:
     assert same("step 1: loss 2.4198, 3.1 ms\n", "step 1:  loss 2.4199, 12 s\n")
-    assert same("...\nb 2\n", "a 1\nb 2\n")
     for other in ("step 1: loss 2.4298", "step 2: loss 2.4198", "step 1: loss 2.4198\nmore", "step 1: loss -2.4198"):
         assert not same("step 1: loss 2.4198", other)
-    assert not same("...\nb 2\n", "b 2\na 1\n")
 
 
 @pytest.mark.exhaustive
