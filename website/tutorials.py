@@ -50,7 +50,7 @@ def commands(page: str) -> list[tuple[str, str]]:
 def run(command: str, folder: Path, python: Path = Path(sys.executable), path: str = str(ROOT)) -> str:
     """The standard output of a command, with the programs beside `python` and the modules of `path`."""
     own = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     line = ["bash", "-euo", "pipefail", "-c", command]
     environment = {**os.environ, **own, **quiet}
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
