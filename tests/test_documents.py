@@ -1,7 +1,8 @@
 """Every ```python block of the documents runs: README.md, docs/ and examples/*.md.
 
 `make test` runs the blocks of README.md, without Inductor, whose compilation takes most of their time, and the examples of the
-reference, but for those that start processes or trainers. Every public name has an example there.
+reference, but for those that start processes or trainers. Every public name has an example there. The pages of docs/tutorials/
+run in tests/tutorials.
 
 The blocks of one file run in order, in one namespace and in an empty folder. A traceback shows the document's own line.
 A picture that a block writes equals the picture of that name in docs/; `GOLDEN_UPDATE=1` writes the picture in docs/.
@@ -54,7 +55,7 @@ def run(document: Path, namespace: dict[str, Any], backend: str = "inductor") ->
     [
         (ROOT / "README.md", "eager"),
         *((page, "eager") for page in REFERENCE if page.stem not in COSTLY),
-        *further(*((document, "inductor") for document in DOCUMENTS if document.parent.name != "reference")),
+        *further(*((each, "inductor") for each in DOCUMENTS if each.parent.name not in ("reference", "tutorials"))),
         *further(*((page, "eager") for page in REFERENCE if page.stem in COSTLY)),
     ],
     ids=lambda value: str(value.relative_to(ROOT)) if isinstance(value, Path) else value,

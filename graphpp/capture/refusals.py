@@ -228,8 +228,8 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if is_user_file(caller().co_filename):
         raise CaptureError(
             f"the forward assigns to .data at {user_line()}: the captured graph would not see it. Copy into a buffer "
-            "(buffer.copy_(new)), or assign the buffer itself. Of a library's layers use others: bitsandbytes' Linear4bit "
-            "trains where its Linear8bitLt assigns to .data."
+            "(buffer.copy_(new)), or assign the buffer itself. bitsandbytes: take Linear4bit, and on CPUs "
+            "where it packs weights in eval mode, set its support_avx512bf16_for_cpu to False."
         )
     _DATA.__set__(tensor, value)
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -101,6 +102,13 @@ def test_linear_layers_of_bitsandbytes(tmp_path: Path) -> None:
 
     with patch.dict(QUANTISED, {"bitsandbytes nf4": bitsandbytes_nf4}):
         test_one_process("bitsandbytes nf4", tmp_path)
+        packed = pytest.raises(graphpp.CaptureError, match="set its support_avx512bf16_for_cpu to False")
+        for packs, expected in ((True, packed), (False, nullcontext())):
+            model, (x, target) = adapted("bitsandbytes nf4"), batch()
+            for layer in (each for each in model.modules() if isinstance(each, bitsandbytes.nn.Linear4bit)):
+                layer.support_avx512bf16_for_cpu = packs
+            with expected:
+                graphpp.compile(model, F.mse_loss, split=["2"], microbatches=MICROBATCHES).eval(x, target=target)
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def run_example(
         for old, new in changes.items():
             assert old in text, old
             text = text.replace(old, new)
-        path = output.parent / script
+        path = output.parent / Path(script).name
         path.write_text(text)
     if not launched:
         return str(run_ranks(_run, ranks, ranks, path, [str(output), *more])[0])

@@ -29,16 +29,17 @@ TIMES = ("runtime", "per_second", "preparation_time")
 
 
 ONE_LENGTH = {"20 + at % 9": "28", "layers=4": "layers=2"}  # a capture whose rows vary in length takes several times as long
+FEW = {"max_steps=40": "max_steps=4", "_steps=20": "_steps=2", "logging_steps=10": "logging_steps=1"}
 PLAIN = {
-    "graphpp.integrations.transformers import (\n    PipelineTrainer as": "transformers import (",
+    "graphpp.integrations.transformers import PipelineTrainer as": "transformers import",
     ', pipeline={"schedule": "1F1B"}': "",
 }
 
 
 def example(output: Path, *more: str, plain: bool = False, ranks: int = 2, whole: bool) -> None:
     """Run the example, or with `plain` its form for one process. `whole`: as it stands, by torchrun."""
-    changes = {**({} if whole else ONE_LENGTH), **(PLAIN if plain else {})}
-    run_example("hf_trainer.py", output, *more, ranks=1 if plain else ranks, changes=changes, launched=whole)
+    changes = {**FEW, **({} if whole else ONE_LENGTH), **(PLAIN if plain else {})}
+    run_example("tutorials/trainer.py", output, *more, ranks=1 if plain else ranks, changes=changes, launched=whole)
 
 
 def logs(folder: Path) -> list[dict[str, float]]:
