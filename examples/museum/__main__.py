@@ -1,0 +1,182 @@
+"""`python examples/museum`: run all cases, print their outcomes, and write the pages with `--write` (`make museum`).
+
+`python examples/museum numbers hangs/fewer_microbatches` runs a part. Each case is a process of its own, at most `--jobs` at a
+time. Exits with 1 if graphpp's outcome of a case is not as claimed.
+"""
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parents[1] / "docs"
+GROUPS = {  # folder -> the title of its page, and what its complaints are about
+    "numbers": ("Numbers", "Losses and gradients that differ from one process, mostly without an error."),
+    "hangs": ("Hangs", "Steps that never end, and ranks that wait for ranks that are gone."),
+    "memory": ("Memory", "Bytes that a rank should not hold."),
+    "compile": ("Models and compilers", "Models that a tracer or a compiler refuses."),
+    "checkpoints": ("Checkpoints", "State that cannot be saved, loaded, or carried to another layout."),
+    "shapes": ("Shapes and arguments", "Batches, sizes and arguments that a pipeline does not take."),
+}
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "torchtitan")
+_SECONDS = 300  # that a case may take, on a busy machine
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file of the museum, from its docstring."""
+
+    path: Path
+    title: str
+    url: str
+    situation: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.stem}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case printed."""
+
+    case: Case
+    theirs: str
+    ours: str
+    passed: bool
+    errors: str
+
+
+def cases(names: Iterable[str] = ()) -> list[Case]:
+    """All cases in order, or those of the groups and cases with these names."""
+    paths = [path for group in GROUPS for path in sorted((HERE / group).glob("*.py")) if path.name != "museum.py"]
+    found = [_read(path) for path in paths]
+    wanted = {name.removesuffix(".py") for name in names}
+    unknown = wanted - {case.name for case in found} - GROUPS.keys()
+    if unknown:
+        raise SystemExit(f"no such group or case: {', '.join(sorted(unknown))}")
+    return [case for case in found if not wanted or {case.name, case.path.parent.name} & wanted]
+
+
+def _read(path: Path) -> Case:
+    title, url, *situation = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
+    return Case(path, title.strip(), url.strip(), " ".join("\n\n".join(situation).split()))
+
+
+def run(case: Case) -> Outcome:
+    """Run a case in a process of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, str(case.path)], capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(case, "", f"no end within {_SECONDS} s", False, "")
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(("theirs: ", "ours: ")))
+    passed = done.returncode == 0 and len(lines) == 2
+    return Outcome(case, lines.get("theirs", ""), lines.get("ours", ""), passed, done.stdout + done.stderr)
+
+
+def pages(outcomes: list[Outcome]) -> Iterator[tuple[Path, str]]:
+    """The pages of the museum: one with the groups, and one for each group."""
+    yield DOCS / "museum.md", _overview(outcomes)
+    for group, (title, about) in GROUPS.items():
+        rows = [_row(each) for each in outcomes if each.case.path.parent.name == group]
+        head = f"# Museum: {title.lower()}\n\n{about} [The museum](../museum.md) says how these outcomes were measured.\n"
+        table = "\n".join(["| situation | theirs | graphpp |", "|---|---|---|", *rows])
+        yield DOCS / "museum" / f"{group}.md", f"{head}\n{table}\n"
+
+
+def _row(outcome: Outcome) -> str:
+    case = outcome.case
+    source = f"../../examples/museum/{case.name}.py"
+    thread = "#".join(case.url.removeprefix("https://github.com/").replace("/pull/", "/issues/").rsplit("/issues/", 1))
+    situation = f"[{case.title}]({source}) [{thread}]({case.url})"
+    return f"| {situation} | {_plain(outcome.theirs)} | {_plain(outcome.ours)} |"
+
+
+def _plain(text: str) -> str:
+    """Text of an error, safe in a cell of a table."""
+    return text.replace("|", "/").replace("<", "‹").replace(">", "›").replace("[", "\\[").replace("*", "\\*").replace("_", "\\_")
+
+
+def _overview(outcomes: list[Outcome]) -> str:
+    groups = []
+    for group, (title, about) in GROUPS.items():
+        own = [each for each in outcomes if each.case.path.parent.name == group]
+        refusals = sum(each.ours.startswith("refused") for each in own)
+        groups.append(f"| [{title}](museum/{group}.md) | {about} | {len(own)} | {refusals or ''} |")
+    count = len(outcomes)
+    return _OVERVIEW.format(
+        date=f"{datetime.now(UTC):%Y-%m-%d}", versions=", ".join(_versions()), count=count, groups="\n".join(groups)
+    )
+
+
+def _versions() -> Iterator[str]:
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+
+
+_OVERVIEW = """# Museum of complaints
+
+Written by `make museum` on {date} with {versions}; CPU, gloo.
+
+The museum holds {count} public complaints about pipeline parallelism. Each case is a file of at most 60 lines in
+`examples/museum/`: it states the situation and its thread, runs the way of the complaint where that package is installed, and
+runs graphpp. The outcome of the other package is measured. graphpp's outcome is asserted, against plain gradient
+accumulation in one process wherever numbers count.
+
+```bash
+python examples/museum/numbers/tied_weights.py  # one case
+make museum                                     # all cases; a failure of graphpp's is an error
+```
+
+| group | complaints about | cases | refused by graphpp |
+|---|---|---|---|
+{groups}
+
+- The column "theirs" of a group's page says what happened with the versions above. "no longer fails" is an outcome of a package that
+  has been mended since the thread was opened.
+- "not run" means that the package is not installed, or needs a GPU. The thread says what happened there.
+- "refused" means that graphpp cannot do it either. The error names a remedy, and the case asserts that.
+- A thread that asks for a feature counts as a complaint. Threads that are closed are marked by GitHub, not here.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the cases of the museum.")
+    parser.add_argument("names", nargs="*", help="groups, or cases such as numbers/tied_weights; none: all")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (2)")
+    parser.add_argument("--write", action="store_true", help="write docs/museum.md and docs/museum/")
+    arguments = parser.parse_args()
+    chosen = cases(arguments.names)
+    outcomes = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for outcome in pool.map(run, chosen):
+            outcomes.append(outcome)
+            print(f"{outcome.case.name}\n  theirs: {outcome.theirs}\n  ours:   {outcome.ours}", flush=True)
+            if not outcome.passed:
+                print(outcome.errors, flush=True)
+    failed = [each.case.name for each in outcomes if not each.passed]
+    print(f"{len(outcomes)} cases, {len(failed)} not as claimed{': ' if failed else ''}{', '.join(failed)}")
+    if arguments.write and not arguments.names and not failed:
+        for page, text in pages(outcomes):
+            page.parent.mkdir(exist_ok=True)
+            page.write_text(text)
+            print(f"wrote {page.relative_to(DOCS.parent)}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
