@@ -62,7 +62,7 @@ def _measured(theirs: Callable[[], str]) -> str:
         outcome = theirs()
     except Exception as error:
         return f"raises {said(error)}"
-    return f"no longer fails: {outcome}" if outcome.startswith("right") else outcome
+    return f"no longer fails: {outcome.removeprefix('right: ')}" if outcome.startswith("right") else outcome
 
 
 def said(error: BaseException | str) -> str:
@@ -144,6 +144,23 @@ def _equal(distance: float) -> str:
     return "equal to eager, bit for bit" if distance == 0.0 else f"within {distance:.1g} of eager"
 
 
+def mlp(layers: int = 4, width: int = 8) -> nn.Sequential:
+    """The model of many cases; a stage may start at every layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
+
+
+def batch(rows: int = 8, width: int = 8) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of `mlp`."""
+    drawn = torch.Generator().manual_seed(1)
+    return torch.randn(rows, width, generator=drawn), torch.randn(rows, width, generator=drawn)
+
+
+def own(pipe: graphpp.Pipeline) -> Gradients:
+    """The gradients of this rank's parameters."""
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in pipe.named_parameters()}
+
+
 # ----------------------------------------------------------------------------------------------- torch's pipeline
 
 
@@ -170,7 +187,7 @@ def torch_step(
     pipeline, mine = torch_pipeline(parts, loss, microbatches, schedule, **options)
     losses: list[Tensor] = []
     last = len(parts) - 1 in mine
-    pipeline.step(*((x,) if 0 in mine else ()), **({"target": y, "losses": losses} if last else {}))
+    pipeline.step(*((x,) if 0 in mine else ()), return_outputs=False, **({"target": y, "losses": losses} if last else {}))
     return losses, mine
 
 
