@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -48,9 +49,9 @@ def show(theirs: Callable[[], str], ours: Callable[[], str]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    print("theirs:", _measured(theirs), flush=True)
+    print("theirs:", _one_line(_measured(theirs)), flush=True)
     try:
-        print("ours:", ours(), flush=True)
+        print("ours:", _one_line(ours()), flush=True)
     except Exception as error:
         traceback.print_exc()
         print("ours: NOT AS CLAIMED:", said(error), flush=True)
@@ -66,10 +67,14 @@ def _measured(theirs: Callable[[], str]) -> str:
 
 
 def said(error: BaseException | str) -> str:
-    """An error in one line: its type and the start of its message."""
+    """An error in one line: its type and the start of its message, without the folders of files."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    line = " ".join(text.split()).replace("|", "/")
-    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]}…"
+    return _one_line(text, _MOST_SHOWN)
+
+
+def _one_line(text: str, most: int = 260) -> str:
+    line = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(text.split()))
+    return line if len(line) <= most else f"{line[:most]}…"
 
 
 def not_run(package: str, why: str = "this case does not run it") -> str:

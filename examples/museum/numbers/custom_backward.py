@@ -57,8 +57,8 @@ def ours():
     pipe.prepare(x, target=y)
     calls.clear()
     pipe.step(x, target=y)
-    assert len(calls) <= 16
-    return f"{equal(gradients(model), expected)}; {len(calls)} calls of the backward"
+    assert len(calls) < 16
+    return f"{equal(gradients(model), expected)}; the operations of the backward are in the graph, each in one half"
 
 
 if __name__ == "__main__":
