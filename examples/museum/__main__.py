@@ -6,9 +6,13 @@ time. Exits with 1 if graphpp's outcome of a case is not as claimed.
 
 import argparse
 import ast
+import multiprocessing
 import os
-import subprocess
+import runpy
+import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +20,15 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import networkx
+import torch
+import torch._functorch.aot_autograd
+import torch.distributed.pipelining
+import torch.export._trace
+
+import graphpp
+
+IMPORTED = (networkx, torch, graphpp)  # by this process, so that no case spends seconds on it
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 GROUPS = {  # folder -> the title of its page, and what its complaints are about
@@ -27,6 +40,7 @@ GROUPS = {  # folder -> the title of its page, and what its complaints are about
     "shapes": ("Shapes and arguments", "Batches, sizes and arguments that a pipeline does not take."),
 }
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "torchtitan")
+_CHILD = multiprocessing.get_context("fork")
 _SECONDS = 300  # that a case may take, on a busy machine
 
 
@@ -72,17 +86,40 @@ def _read(path: Path) -> Case:
 
 
 def run(case: Case) -> Outcome:
-    """Run a case in a process of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    """Run a case in a process of its own, which starts with what this process has imported."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = _CHILD.Process(target=_run, args=(case.path, output.fileno()))
+        process.start()
+        process.join(_SECONDS)
+        late = process.is_alive()
+        if late:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        output.seek(0)
+        text = output.read()
+    lines = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("theirs: ", "ours: ")))
+    passed = process.exitcode == 0 and len(lines) == 2
+    ours = f"no end within {_SECONDS} s" if late else lines.get("ours", "")
+    return Outcome(case, lines.get("theirs", ""), ours, passed, text)
+
+
+def _run(path: Path, output: int) -> None:
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.path.insert(0, str(path.parent))
+    code = 0
     try:
-        done = subprocess.run(
-            [sys.executable, str(case.path)], capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(case, "", f"no end within {_SECONDS} s", False, "")
-    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(("theirs: ", "ours: ")))
-    passed = done.returncode == 0 and len(lines) == 2
-    return Outcome(case, lines.get("theirs", ""), lines.get("ours", ""), passed, done.stdout + done.stderr)
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # what this process has inherited is not its own to end
 
 
 def pages(outcomes: list[Outcome]) -> Iterator[tuple[Path, str]]:
@@ -160,6 +197,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (2)")
     parser.add_argument("--write", action="store_true", help="write docs/museum.md and docs/museum/")
     arguments = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    torch.set_num_threads(1)
     chosen = cases(arguments.names)
     outcomes = []
     with ThreadPoolExecutor(arguments.jobs) as pool:

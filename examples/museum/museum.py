@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import multiprocessing
 import os
-import pickle
 import re
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from multiprocessing import connection
+from pickle import dumps, loads
 from typing import Any
 
 import torch
@@ -33,11 +33,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 import graphpp
 
-os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the processes that start ranks
 Loss = Callable[[Any, Any], Tensor]
 Gradients = dict[str, Tensor | None]
-_RANKS = multiprocessing.get_context("forkserver")
-_RANKS.set_forkserver_preload(["graphpp.api", "torch.distributed.pipelining", "torch.export._trace", "networkx"])
+_RANKS = multiprocessing.get_context("fork")  # on the CPU; a rank need not import torch again
 _MOST_SHOWN = 150  # characters of an error
 
 
@@ -227,6 +225,8 @@ def ranks(fn: Callable[..., Any], count: int, *args: Any, seconds: float = 120.0
 
 def outcomes(fn: Callable[..., Any], count: int, *args: Any, seconds: float = 120.0) -> list[Any]:
     """What `fn(rank, *args)` gave on each of `count` ranks: its value, or a `Failure`. Ranks that are late are killed."""
+    if dist.is_initialized():  # by a pipeline in this process
+        dist.destroy_process_group()
     with tempfile.TemporaryDirectory() as folder:
         started = [_start(fn, rank, count, f"{folder}/store", args) for rank in range(count)]
         values = _collect(started, seconds)
@@ -252,7 +252,7 @@ def _collect(started: list[tuple[Any, Any]], seconds: float) -> list[Any]:
     while waiting and (left := end - time.monotonic()) > 0:
         for pipe in connection.wait(list(waiting), left):
             try:
-                value = pickle.loads(pipe.recv_bytes())
+                value = loads(pipe.recv_bytes())
             except EOFError:
                 value = Failure("died")
             if not (isinstance(value, str) and value == "ready"):
@@ -270,10 +270,10 @@ def _run(pipe: Any, fn: Callable[..., Any], rank: int, count: int, store: str, a
     limit = timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=limit)
     dist.barrier()  # a rank that fails at once must not end while another one still connects
-    pipe.send_bytes(pickle.dumps("ready"))
+    pipe.send_bytes(dumps("ready"))
     try:
         value = fn(rank, *args)
     except Exception as error:
         value = Failure(f"raises {said(error)}")
-    pipe.send_bytes(pickle.dumps(value))
+    pipe.send_bytes(dumps(value))
     os._exit(0)  # without the destructors of process groups whose peers may be gone

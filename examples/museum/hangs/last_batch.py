@@ -5,7 +5,6 @@ https://github.com/awslabs/slapo/pull/19
 DeepSpeed's pipeline hangs at the end of an epoch, where the batch has fewer rows, so the script drops that batch.
 """
 
-import torch
 from museum import batch, equal, gradients, mlp, named, outcomes, ranks, show, torch_pipeline
 from torch.nn.functional import mse_loss
 
@@ -44,5 +43,4 @@ def ours():
 
 
 if __name__ == "__main__":
-    assert torch.isfinite(x).all()
     show(theirs, ours)
