@@ -12,13 +12,16 @@ import runpy
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 
 import networkx
 import torch
@@ -85,22 +88,51 @@ def _read(path: Path) -> Case:
     return Case(path, title.strip(), url.strip(), " ".join("\n\n".join(situation).split()))
 
 
-def run(case: Case) -> Outcome:
-    """Run a case in a process of its own, which starts with what this process has imported."""
-    with tempfile.TemporaryFile("w+") as output:
+@dataclass(frozen=True)
+class Running:
+    """A case's process, which starts with what this process has imported, and the file with its output."""
+
+    case: Case
+    process: BaseProcess
+    output: IO[str]
+    started: float
+
+    @classmethod
+    def start(cls, case: Case) -> "Running":
+        output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `outcome`
         process = _CHILD.Process(target=_run, args=(case.path, output.fileno()))
         process.start()
-        process.join(_SECONDS)
-        late = process.is_alive()
-        if late:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-        output.seek(0)
-        text = output.read()
-    lines = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("theirs: ", "ours: ")))
-    passed = process.exitcode == 0 and len(lines) == 2
-    ours = f"no end within {_SECONDS} s" if late else lines.get("ours", "")
-    return Outcome(case, lines.get("theirs", ""), ours, passed, text)
+        return cls(case, process, output, time.monotonic())
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() - self.started > _SECONDS
+
+    def outcome(self) -> Outcome:
+        """The outcome of a case that has ended, or is late and is killed."""
+        alive = self.process.is_alive()
+        if alive:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join()
+        with self.output:
+            self.output.seek(0)
+            text = self.output.read()
+        lines = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("theirs: ", "ours: ")))
+        passed = self.process.exitcode == 0 and len(lines) == 2
+        ours = f"no end within {_SECONDS} s" if alive else lines.get("ours", "")
+        return Outcome(self.case, lines.get("theirs", ""), ours, passed, text)
+
+
+def run(chosen: Iterable[Case], jobs: int) -> Iterator[Outcome]:
+    """The outcomes of cases, as they end; `jobs` at a time."""
+    waiting, running = list(chosen), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(Running.start(waiting.pop(0)))
+        connection.wait([each.process.sentinel for each in running], 1)
+        ended = [each for each in running if each.late or not each.process.is_alive()]
+        running = [each for each in running if each not in ended]
+        yield from (each.outcome() for each in ended)
 
 
 def _run(path: Path, output: int) -> None:
@@ -201,12 +233,12 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = cases(arguments.names)
     outcomes = []
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for outcome in pool.map(run, chosen):
-            outcomes.append(outcome)
-            print(f"{outcome.case.name}\n  theirs: {outcome.theirs}\n  ours:   {outcome.ours}", flush=True)
-            if not outcome.passed:
-                print(outcome.errors, flush=True)
+    for outcome in run(chosen, arguments.jobs):
+        outcomes.append(outcome)
+        print(f"{outcome.case.name}\n  theirs: {outcome.theirs}\n  ours:   {outcome.ours}", flush=True)
+        if not outcome.passed:
+            print(*outcome.errors.splitlines()[-12:], sep="\n", flush=True)
+    outcomes.sort(key=lambda outcome: chosen.index(outcome.case))
     failed = [each.case.name for each in outcomes if not each.passed]
     print(f"{len(outcomes)} cases, {len(failed)} not as claimed{': ' if failed else ''}{', '.join(failed)}")
     if arguments.write and not arguments.names and not failed:

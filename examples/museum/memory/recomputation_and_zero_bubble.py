@@ -10,21 +10,21 @@ import torch
 from museum import batch, eager, equal, gradients, show, torch_step
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import graphpp
 
-runs = [0]
 
+class Products(TorchDispatchMode):
+    """Counts the forwards of the layers' first products; the results have 32 columns."""
 
-@torch.library.custom_op("museum::counted", mutates_args=())
-def counted(x: torch.Tensor) -> torch.Tensor:
-    runs[0] += 1
-    return x.clone()
+    count = 0
 
-
-counted.register_fake(lambda x: torch.empty_like(x))
-counted.register_autograd(lambda ctx, gradient: gradient)
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self.count += operator is torch.ops.aten.addmm.default and result.shape == (2, 32)
+        return result
 
 
 class Layer(nn.Module):
@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x):
-        return x + self.down(counted(self.up(x)).tanh())
+        return x + self.down(self.up(x).tanh())
 
 
 class Checkpointed(nn.Sequential):
@@ -49,19 +49,19 @@ expected = eager(model, mse_loss, x, y, 4)
 def theirs():
     found = []
     for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
-        runs[0] = 0
-        torch_step([Checkpointed(layer) for layer in model], mse_loss, x, y, 4, schedule)
-        found.append(f"{(runs[0] - 1) / 8:.1f} under {schedule}")
+        with Products() as products:
+            torch_step([Checkpointed(layer) for layer in model], mse_loss, x, y, 4, schedule)
+        found.append(f"{products.count / 8:.2f} under {schedule}")
         model.zero_grad()
-    return f"forwards of a layer for each microbatch: {', '.join(found)}"
+    return f"forwards of a layer for each microbatch, those of a trial run included: {', '.join(found)}"
 
 
 def ours():
     pipe = graphpp.compile(model, mse_loss, split=["1"], schedule="ZBVZeroBubble", microbatches=4, memory="full")
     pipe.prepare(x, target=y)
-    runs[0] = 0
-    pipe.step(x, target=y)
-    assert runs[0] == 16
+    with Products() as products:
+        pipe.step(x, target=y)
+    assert products.count == 16, products.count
     return f"{equal(gradients(model), expected)}; 2 forwards of a layer for each microbatch under ZBVZeroBubble"
 
 

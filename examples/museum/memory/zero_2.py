@@ -24,7 +24,7 @@ def our_rank(rank):
         torch.manual_seed(0)
         copy = mlp(layers=4, width=32)
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
-        options = {"split": ["1", "2", "3"], "schedule": "LoopedBFS", "microbatches": 4, "mesh": mesh}
+        options = {"split": ["1", "2", "3"], "schedule": "Interleaved1F1B", "microbatches": 4, "mesh": mesh}
         pipe = graphpp.compile(copy, mse_loss, parallel=graphpp.Parallel(keep=keep), **options)
         pipe.step(x[8 * rank : 8 * rank + 8], target=y[8 * rank : 8 * rank + 8])
         gradients = {name: parameter.grad.full_tensor() for name, parameter in pipe.named_parameters()}
