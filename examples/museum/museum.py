@@ -59,6 +59,8 @@ def show(theirs: Callable[[], str], ours: Callable[[], str]) -> None:
 def _measured(theirs: Callable[[], str]) -> str:
     try:
         outcome = theirs()
+    except RankError as error:
+        return str(error)
     except Exception as error:
         return f"raises {said(error)}"
     return f"no longer fails: {outcome.removeprefix('right: ')}" if outcome.startswith("right") else outcome
@@ -214,12 +216,17 @@ class Failure:
     hangs: bool = False
 
 
+class RankError(RuntimeError):
+    """A rank returned nothing; the message says what became of it."""
+
+
 def ranks(fn: Callable[..., Any], count: int, *args: Any, seconds: float = 120.0) -> list[Any]:
     """The values of `fn(rank, *args)` on `count` ranks joined by gloo; raises if a rank failed."""
     values = outcomes(fn, count, *args, seconds=seconds)
     failed = [value for value in values if isinstance(value, Failure)]
     if failed:
-        raise RuntimeError(next((each.text for each in failed if not each.hangs), failed[0].text))
+        causes = sorted(failed, key=lambda failure: failure.hangs + ("peer" in failure.text))  # a lost peer is a consequence
+        raise RankError(causes[0].text)
     return values
 
 

@@ -5,12 +5,11 @@ https://github.com/huggingface/accelerate/issues/3468
 accelerate cuts models for inference alone. The thread asks for a pipeline as a first-class feature.
 """
 
-from copy import deepcopy
+import os
 
-import torch
 from accelerate import Accelerator
 from accelerate.inference import prepare_pippy
-from museum import batch, eager, equal, mlp, named, show, torch_step
+from museum import batch, eager, equal, mlp, named, ranks, show
 from torch.nn.functional import mse_loss
 
 import graphpp
@@ -19,11 +18,14 @@ model, (x, y) = mlp(2), batch()
 expected = eager(model, mse_loss, x, y, 4)
 
 
+def accelerate_rank(rank):
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    cut = prepare_pippy(model, split_points=["1"], example_args=(x[:2],), num_chunks=2, gather_output=True)
+    return cut(x[:4]).requires_grad
+
+
 def theirs():
-    torch_step(list(deepcopy(model)), mse_loss, x, y, 4)  # makes the process group of one rank
-    cut = prepare_pippy(deepcopy(model), split_points=["1"], example_args=(x[:2],), num_chunks=1)
-    output = cut(x[:2])
-    trainable = torch.is_tensor(output) and output.requires_grad
+    trainable = ranks(accelerate_rank, 2, seconds=20)[1]
     return "right: the output has a gradient" if trainable else "the output of `prepare_pippy` has no gradient"
 
 

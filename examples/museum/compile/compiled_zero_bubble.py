@@ -7,6 +7,7 @@ ZBVZeroBubble and DualPipeV fail in the backward of a model that went through `t
 
 from copy import deepcopy
 
+import torch
 from museum import batch, compare, eager, equal, gradients, mlp, named, show, torch_step
 from torch.nn.functional import mse_loss
 
@@ -18,9 +19,7 @@ expected = eager(model, mse_loss, x, y, 4)
 
 def theirs():
     copy = deepcopy(model)
-    for layer in copy:
-        layer.compile(backend="aot_eager")
-    torch_step(list(copy), mse_loss, x, y, 4, "ZBVZeroBubble")
+    torch_step([torch.compile(layer, backend="aot_eager") for layer in copy], mse_loss, x, y, 4, "ZBVZeroBubble")
     return compare(named(copy), expected)
 
 

@@ -1,0 +1,47 @@
+"""Microbatches of different lengths in one step.
+
+https://github.com/pytorch/torchtitan/issues/431
+
+Fine-tuning data without padding gives each microbatch a length of its own. torch's stages expect one shape.
+"""
+
+import torch
+from museum import compare, equal, gradients, named, show, torch_pipeline
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import graphpp
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+lengths = (12, 3, 7, 5)
+packed = [torch.randint(0, 20, (1, length)) for length in lengths]
+
+
+def loss(logits, labels):
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / sum(lengths)
+
+
+for tokens in packed:
+    loss(model(tokens), tokens).backward()
+expected = gradients(model)
+model.zero_grad()
+
+
+def theirs():
+    schedule, _ = torch_pipeline(list(model), loss, 4, "Interleaved1F1B", scale_grads=False)
+    schedule._step_microbatches([(tokens,) for tokens in packed], [{}] * 4, packed, [])
+    outcome = compare(named(model), expected)
+    model.zero_grad()
+    return outcome
+
+
+def ours():
+    model.zero_grad()
+    pipe = graphpp.compile(model, loss, split=["1"], gradients="sum")
+    pipe.step_microbatches([graphpp.Microbatch((tokens,), target=tokens) for tokens in packed])
+    return f"{equal(gradients(model), expected)}, for microbatches of 12, 3, 7 and 5 tokens"
+
+
+if __name__ == "__main__":
+    show(theirs, ours)
