@@ -8,6 +8,7 @@ import argparse
 import ast
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -174,7 +175,7 @@ def _row(outcome: Outcome) -> str:
 
 def _plain(text: str) -> str:
     """Text of an error, safe in a cell of a table."""
-    return text.replace("|", "/").replace("<", "‹").replace(">", "›").replace("[", "\\[").replace("*", "\\*").replace("_", "\\_")
+    return re.sub(r"([\\[*_<])", r"\\\1", text.replace("|", "/"))
 
 
 def _overview(outcomes: list[Outcome]) -> str:
@@ -215,8 +216,8 @@ make museum                                     # all cases; a failure of graphp
 |---|---|---|---|
 {groups}
 
-- The column "theirs" of a group's page says what happened with the versions above. "no longer fails" is an outcome of a package that
-  has been mended since the thread was opened.
+- The column "theirs" of a group's page says what happened with the versions above. "no longer fails" says that this case does
+  not fail with them.
 - "not run" means that the package is not installed, or needs a GPU. The thread says what happened there.
 - "refused" means that graphpp cannot do it either. The error names a remedy, and the case asserts that.
 - A thread that asks for a feature counts as a complaint. Threads that are closed are marked by GitHub, not here.

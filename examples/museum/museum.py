@@ -186,10 +186,10 @@ def torch_pipeline(
 
 
 def torch_step(
-    parts: Sequence[nn.Module], loss: Loss, x: Tensor, y: Any, microbatches: int, schedule: str = "Interleaved1F1B", **options: Any
+    parts: Sequence[nn.Module], loss: Loss, x: Tensor, y: Any, microbatches: int, schedule: str = "Interleaved1F1B"
 ) -> tuple[list[Tensor], list[int]]:
     """One training step of torch's pipeline on this rank: its losses, where the last stage is, and its stages' indices."""
-    pipeline, mine = torch_pipeline(parts, loss, microbatches, schedule, **options)
+    pipeline, mine = torch_pipeline(parts, loss, microbatches, schedule)
     losses: list[Tensor] = []
     last = len(parts) - 1 in mine
     pipeline.step(*((x,) if 0 in mine else ()), return_outputs=False, **({"target": y, "losses": losses} if last else {}))
@@ -261,7 +261,7 @@ def _collect(started: list[tuple[Any, Any]], seconds: float) -> list[Any]:
             try:
                 value = loads(pipe.recv_bytes())
             except EOFError:
-                value = Failure("died")
+                value = Failure("the process of a rank dies")
             if not (isinstance(value, str) and value == "ready"):
                 values[waiting.pop(pipe)] = value
     return values
@@ -270,6 +270,7 @@ def _collect(started: list[tuple[Any, Any]], seconds: float) -> list[Any]:
 def _run(pipe: Any, fn: Callable[..., Any], rank: int, count: int, store: str, args: tuple[Any, ...]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # accelerate reads them; the file connects the ranks
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

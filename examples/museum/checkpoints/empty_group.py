@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/143828
 
-Norms without decay form a group of their own. A stage without norms has an empty group, and after loading the groups lack their
-options, so the next step fails.
+Norms without decay form a group of their own. A stage without norms has an empty group, and after loading the groups lack
+their options, so the next step fails.
 """
 
 import tempfile
@@ -31,8 +31,7 @@ def grouped(named):
 
 
 def theirs():
-    stage = made()[0]
-    optimizer = grouped(stage.named_parameters())
+    optimizer = grouped((stage := made()[0]).named_parameters())
     stage(x).sum().backward()
     optimizer.step()
     set_optimizer_state_dict(stage, optimizer, get_optimizer_state_dict(stage, optimizer))
@@ -45,8 +44,8 @@ def our_rank(rank, folder):
     pipe.step(x, target=y)
     optimizer = grouped(pipe.named_parameters())
     optimizer.step()
-    pipe.checkpoint(optimizer).save(folder)
-    pipe.checkpoint(optimizer).load(folder)
+    for act in ("save", "load"):
+        getattr(pipe.checkpoint(optimizer), act)(folder)
     optimizer.step()
     return [len(group["params"]) for group in optimizer.param_groups], [g["weight_decay"] for g in optimizer.param_groups]
 
@@ -58,5 +57,4 @@ def ours():
     return "saved, loaded and stepped with an empty group on rank 0"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

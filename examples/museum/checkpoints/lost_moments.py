@@ -2,8 +2,8 @@
 
 https://github.com/KempnerInstitute/KempnerForge/pull/115
 
-`dcp.load` fills the tensors that it is given. A new optimizer has no moments yet, so its `state_dict()` has no place for them, and they are
-dropped without a word.
+`dcp.load` fills the tensors that it is given. A new optimizer has no moments yet, so its `state_dict()` has no place for
+them, and they are dropped without a word.
 """
 
 import tempfile
@@ -50,5 +50,4 @@ def ours():
     return "the moments of all 4 parameters, bit for bit, in a new optimizer"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/192224
 
-A layer that was frozen in the first run is trained in the second. Loading a flattened state dict ends with "float() argument must be a
-string or a real number, not 'dict'".
+A layer that was frozen in the first run is trained in the second. Loading a flattened state dict ends with "float() argument
+must be a string or a real number, not 'dict'".
 """
 
 import tempfile
@@ -44,5 +44,4 @@ def ours():
         return refused(lambda: later.checkpoint(second).load(f"{folder}/run"), "1.0.")
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

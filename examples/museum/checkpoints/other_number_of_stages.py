@@ -51,5 +51,4 @@ def ours():
     return "saved by 2 ranks of 1F1B, resumed by 4 stages of Interleaved1F1B in one process: the same bits"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

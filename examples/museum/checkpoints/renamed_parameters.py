@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/torchtitan/pull/4248
 
-A stage that keeps some layers of a `ModuleList` renumbers them. The names of two stages collide in the checkpoint: the last writer
-wins, and the layers of one stage are lost without an error.
+A stage that keeps some layers of a `ModuleList` renumbers them. The names of two stages collide in the checkpoint: the last
+writer wins, and the layers of one stage are lost without an error.
 """
 
 import tempfile
@@ -50,5 +50,4 @@ def ours():
     return "all 8 tensors, under the names of the model"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

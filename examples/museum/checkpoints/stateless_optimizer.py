@@ -21,7 +21,8 @@ def theirs():
     model = mlp(2)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    set_optimizer_state_dict(model, optimizers[1], get_optimizer_state_dict(model, optimizers[0], options=options), options=options)
+    saved = get_optimizer_state_dict(model, optimizers[0], options=options)
+    set_optimizer_state_dict(model, optimizers[1], saved, options=options)
     count = len(optimizers[1].state_dict()["state"])
     return f"{count} entries of state after loading" if count else "right: no state after loading"
 
@@ -40,5 +41,4 @@ def ours():
     return "no state after loading, and the saved learning rate"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -48,5 +48,4 @@ def ours():
     return "loaded by 3 ranks, evaluated, saved, and read by `from_pretrained`: the same bits"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -5,9 +5,7 @@ https://github.com/huggingface/accelerate/issues/3468
 accelerate cuts models for inference alone. The thread asks for a pipeline as a first-class feature.
 """
 
-import os
-
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.inference import prepare_pippy
 from museum import batch, eager, equal, mlp, named, ranks, show
 from torch.nn.functional import mse_loss
@@ -19,8 +17,8 @@ expected = eager(model, mse_loss, x, y, 4)
 
 
 def accelerate_rank(rank):
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    cut = prepare_pippy(model, split_points=["1"], example_args=(x[:2],), num_chunks=2, gather_output=True)
+    PartialState(cpu=True)
+    cut = prepare_pippy(model, split_points=["1"], example_args=(x[:2],), num_chunks=2)
     return cut(x[:4]).requires_grad
 
 
@@ -38,5 +36,4 @@ def ours():
     return f"the loop stays: `loss = module(..).loss`, `accelerator.backward(loss)`; gradients {equal(named(model), expected)}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/torchtitan/issues/3584
 
-A `BlockMask` goes to every stage as an argument. Schedules that split the backward walk over all arguments for their gradients, and
-fail: 'BlockMask' object has no attribute 'requires_grad'.
+A `BlockMask` goes to every stage as an argument. Schedules that split the backward walk over all arguments for their
+gradients, and fail: 'BlockMask' object has no attribute 'requires_grad'.
 """
 
 import torch
@@ -29,18 +29,14 @@ class Layer(nn.Module):
         return self.inner(x + seen).tanh() + self.bias
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-
+class Model(nn.ModuleList):
     def forward(self, x, mask):
-        for layer in self.layers:
+        for layer in self:
             x = layer(x, mask)
         return x
 
 
-model, x, y = Model(), torch.randn(B, L, W), torch.randn(B, L, W)
+model, x, y = Model(Layer() for _ in range(2)), torch.randn(B, L, W), torch.randn(B, L, W)
 mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, L, L, device="cpu")
 for rows in (slice(0, 2), slice(2, 4)):
     (mse_loss(model(x[rows], mask), y[rows]) / 2).backward()
@@ -49,17 +45,16 @@ model.zero_grad()
 
 
 def theirs():
-    schedule, _ = torch_pipeline(list(model.layers), mse_loss, 2, "ZBVZeroBubble")
+    schedule, _ = torch_pipeline(list(model), mse_loss, 2, "ZBVZeroBubble")
     schedule.step(x, target=y, losses=[], return_outputs=False, mask=mask)
     return "right: a step with a BlockMask ends"
 
 
 def ours():
     model.zero_grad()
-    pipe = graphpp.compile(model, mse_loss, split=["layers.1"], schedule="ZBVZeroBubble", microbatches=2)
+    pipe = graphpp.compile(model, mse_loss, split=["1"], schedule="ZBVZeroBubble", microbatches=2)
     pipe.step(x, mask=mask, target=y)
     return equal(gradients(model), expected, close=1e-6)
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -38,5 +38,4 @@ def ours():
     return f"{said}, with compiled regions under both schedules"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

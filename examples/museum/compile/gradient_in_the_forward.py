@@ -39,5 +39,4 @@ def ours():
     return refused(lambda: graphpp.compile(Physics(), mse_loss, split=["last"], microbatches=4).step(x, target=y), "gradient")
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -40,5 +40,4 @@ def ours():
     return equal(gradients(model), expected, close=1e-6)
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/tdrussell/qlora-pipe/issues/56
 
-Training with one stage works. With two stages it fails: element 1 of tensors does not require grad and does not have a grad_fn. The
-values that a stage passes on include some without a gradient.
+Training with one stage works. With two stages it fails: element 1 of tensors does not require grad and does not have a
+grad_fn. The values that a stage passes on include some without a gradient.
 """
 
 import torch
@@ -35,5 +35,4 @@ def ours():
     return f"{equal(gradients(model), expected, close=1e-6)}: {trained} matrices of LoRA, under ZBVZeroBubble"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

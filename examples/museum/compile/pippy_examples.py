@@ -5,9 +5,8 @@ https://github.com/huggingface/accelerate/issues/3151
 The example that cuts a Llama for inference raises an error in `torch.export`.
 """
 
-import os
-
 import torch
+from accelerate import PartialState
 from accelerate.inference import prepare_pippy
 from museum import ranks, show
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,9 +22,9 @@ with torch.no_grad():
 
 
 def accelerate_rank(rank):
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    PartialState(cpu=True)
     example = {"input_ids": tokens[:2]}
-    cut = prepare_pippy(model, split_points=["model.layers.1"], example_kwargs=example, num_chunks=2, gather_output=True)
+    cut = prepare_pippy(model, split_points=["model.layers.1"], example_kwargs=example, num_chunks=2)
     with torch.no_grad():
         cut(input_ids=tokens)
     return "right: the cut model runs"
@@ -42,5 +41,4 @@ def ours():
     return "logits as in one process, within 1e-6"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,7 +2,8 @@
 
 https://github.com/pytorch/PiPPy/issues/715
 
-The tracer returns a graph module in place of T5, so `generate()` is gone. The thread looks for a way to keep the model's own methods.
+The tracer returns a graph module in place of T5, so `generate()` is gone. The thread looks for a way to keep the model's own
+methods.
 """
 
 import torch
@@ -13,8 +14,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 import graphpp
 
 torch.manual_seed(0)
-config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
-model = T5ForConditionalGeneration(config)
+sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+model = T5ForConditionalGeneration(T5Config(vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0, **sizes))
 tokens, labels = torch.randint(1, 50, (4, 10)), torch.randint(1, 50, (4, 6))
 for part, target in zip(tokens.chunk(2), labels.chunk(2), strict=True):
     (model(input_ids=part, labels=target, use_cache=False).loss / 2).backward()
@@ -39,5 +40,4 @@ def ours():
     return f"{said}; `model.generate` runs between the steps, on one rank with all stages"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -49,5 +49,4 @@ def ours():
     return f"{equal(gradients(model), expected)}; the value is relayed through the middle stage"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

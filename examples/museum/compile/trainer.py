@@ -38,5 +38,4 @@ def ours():
     return f"parameters after 2 steps {equal(found, trained(Trainer), close=1e-5).replace('eager', 'the usual Trainer')}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

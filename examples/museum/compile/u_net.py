@@ -2,9 +2,11 @@
 
 https://github.com/hpcaitech/ColossalAI/issues/2490
 
-Pipelines of layers in a row cannot hold a U-Net, whose way down feeds every level of its way up. The thread asks for an example of
-a model that is no sequence.
+Pipelines of layers in a row cannot hold a U-Net, whose way down feeds every level of its way up. The thread asks for an
+example of a model that is no sequence.
 """
+
+from itertools import pairwise
 
 import torch
 from museum import eager, equal, gradients, not_run, show
@@ -21,7 +23,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = (4, 8, 16)
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairwise(widths))
         self.up = nn.ModuleList(nn.Conv2d(a + b, b, 3, padding=1) for a, b in ((16, 8), (8, 4)))
         self.head = nn.Conv2d(4, 3, 1)
 
@@ -48,5 +50,4 @@ def ours():
     return f"{equal(gradients(model), eager(model, mse_loss, x, y, 2))}, in 4 stages"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

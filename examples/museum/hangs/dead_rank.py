@@ -53,5 +53,4 @@ def ours():
     return said(found)
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/172668
 
-After messages were moved to save bubbles, the step stops for ever: each rank waits for a message that the other one sends later.
-Here such an order stands in a file.
+After messages were moved to save bubbles, the step stops for ever: each rank waits for a message that the other one sends
+later. Here such an order stands in a file.
 """
 
 import tempfile
@@ -48,5 +48,4 @@ def ours():
     return refused(try_in_one_process, "deadlock", "rank 0", "rank 1")
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

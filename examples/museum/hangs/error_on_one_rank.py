@@ -2,8 +2,8 @@
 
 https://github.com/NVIDIA/nccl/issues/1111
 
-A Megatron job stops without an error; after 30 minutes each rank reports a timeout of a collective. Nothing says which rank stopped,
-or why. Here the program of the last rank finds a NaN in its data, and is busy with something else for a while.
+A Megatron job stops without an error; after 30 minutes each rank reports a timeout of a collective. Nothing says which rank
+stopped, or why. Here the program of the last rank finds a NaN in its data, and is busy with something else for a while.
 """
 
 import time
@@ -50,5 +50,4 @@ def ours():
     return f"after the timeout of 3 s, on rank 0: {found}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

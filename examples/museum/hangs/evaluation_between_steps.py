@@ -2,8 +2,8 @@
 
 https://github.com/deepspeedai/DeepSpeed/issues/3649
 
-`eval_batch`, `train_batch` and `eval_batch` in turn fail in DeepSpeed's pipeline. torch's schedules prepare their stages anew at
-each change of the mode.
+`eval_batch`, `train_batch` and `eval_batch` in turn fail in DeepSpeed's pipeline. torch's schedules prepare their stages anew
+at each change of the mode.
 """
 
 import torch
@@ -37,5 +37,4 @@ def ours():
     return f"losses and gradients {equal(gradients(model), expected)}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -47,5 +47,4 @@ def ours():
     return f"both ranks raise at once: {found[1]}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -6,7 +6,7 @@ A run with fewer microbatches than pipeline ranks waits for ever in the warm-up 
 """
 
 import torch
-from museum import eager, equal, gradients, named, outcomes, ranks, show, torch_step
+from museum import eager, equal, named, outcomes, ranks, show, torch_step
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -40,5 +40,4 @@ def ours():
     return equal(first | second, expected)
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -42,5 +42,4 @@ def ours():
     return f"{equal(first | second, expected, close=1e-6)} over the whole batches of 16 and 10 rows"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -45,5 +45,4 @@ def ours():
     return f"both ranks raise a MismatchError at once: {found[0]}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/huggingface/transformers/pull/48569
 
-A trainer calls `save_model` on rank 0 alone. The shards are gathered in there, so rank 0 waits for ranks that never come, until the
-watchdog ends the job after 600 s.
+A trainer calls `save_model` on rank 0 alone. The shards are gathered in there, so rank 0 waits for ranks that never come,
+until the watchdog ends the job after 600 s.
 """
 
 import torch
@@ -46,5 +46,4 @@ def ours():
     return f"rank 0: {first}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/deepspeedai/DeepSpeed/issues/1378
 
-The embedding and the head come on top of a layer, so the outer ranks need more memory than all others. The author wants stages for
-the embedding and for the head alone.
+The embedding and the head come on top of a layer, so the outer ranks need more memory than all others. The author wants
+stages for the embedding and for the head alone.
 """
 
 import torch
@@ -53,5 +53,4 @@ def ours():
     return f"{equal(gradients(model), expected)}; four stages: embedding, 4 layers, 4 layers, head"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077
 
-For stages of 1, 2, 2 and 3 layers the estimate divides the parameters by the number of ranks. The heaviest rank holds half as many
-again, and the job that should fit does not.
+For stages of 1, 2, 2 and 3 layers the estimate divides the parameters by the number of ranks. The heaviest rank holds half as
+many again, and the job that should fit does not.
 """
 
 from museum import batch, mlp, not_run, refused, show
@@ -31,5 +31,4 @@ def ours():
     return refused(lambda: on_four_ranks(cap=average + 5_000), "bytes are alive here", "more stages on more ranks")
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/PiPPy/issues/988
 
-Each process of the example builds the whole model, and runs out of memory. The answer: build it on the CPU, or on the meta device, from
-where a stage could not yet get its weights.
+Each process of the example builds the whole model, and runs out of memory. The answer: build it on the CPU, or on the meta
+device, from where a stage could not yet get its weights.
 """
 
 import tempfile
@@ -49,5 +49,4 @@ def ours():
     return f"{said}; each rank has memory for its stage alone"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

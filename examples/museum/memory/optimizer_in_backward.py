@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/torchtitan/issues/777
 
-A hook updates each parameter as soon as its gradient is there, which frees the gradient. Over microbatches the hook runs too early;
-torchtitan fails with several model parts, and later refuses the combination.
+A hook updates each parameter as soon as its gradient is there, which frees the gradient. Over microbatches the hook runs too
+early; torchtitan fails with several model parts, and later refuses the combination.
 """
 
 from copy import deepcopy
@@ -51,5 +51,4 @@ def ours():
     return f"parameters {equal(dict(copy.named_parameters()), expected)}; one update of each, no gradient is left"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

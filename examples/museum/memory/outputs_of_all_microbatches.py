@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/159251
 
-The logits of every microbatch stay until the step ends, to be merged for a caller that does not want them. Their memory grows with
-the number of microbatches.
+The logits of every microbatch stay until the step ends, to be merged for a caller that does not want them. Their memory grows
+with the number of microbatches.
 """
 
 import weakref
@@ -49,5 +49,4 @@ def ours():
     return f"{equal(gradients(model), expected)}; {few} bytes of activations with 4 and with 16 microbatches"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -46,5 +46,4 @@ def ours():
     return f"{few} bytes of messages on the second rank with 4 microbatches, and with 32"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/NVIDIA/Megatron-LM/issues/1303
 
-40 layers do not divide by 16 ranks. The numbers of layers of the first and the last stage can be set, but not together with the
-interleaved schedule.
+40 layers do not divide by 16 ranks. The numbers of layers of the first and the last stage can be set, but not together with
+the interleaved schedule.
 """
 
 from museum import batch, eager, equal, gradients, mlp, not_run, show
@@ -28,5 +28,4 @@ def ours():
     return f"{equal(gradients(model), eager(model, mse_loss, x, y, 4))}: stages of 1, 2, 3 and 1 layers"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

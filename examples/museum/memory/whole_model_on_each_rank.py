@@ -49,5 +49,4 @@ def ours():
     return f"{first:,} of {before:,} bytes of parameters on each rank, after the first step"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

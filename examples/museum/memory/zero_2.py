@@ -2,8 +2,8 @@
 
 https://github.com/deepspeedai/DeepSpeed/issues/823
 
-A pipeline adds up gradients over the microbatches, so DeepSpeed keeps all of them whole until the step ends. Sharded gradients, as in
-ZeRO-2, raise an error.
+A pipeline adds up gradients over the microbatches, so DeepSpeed keeps all of them whole until the step ends. Sharded
+gradients, as in ZeRO-2, raise an error.
 """
 
 import torch
@@ -43,5 +43,4 @@ def ours():
     return f"{said}; `keep=1` holds whole gradients of {one_stage:,} bytes in place of {all_stages:,}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

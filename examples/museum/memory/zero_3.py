@@ -2,11 +2,10 @@
 
 https://github.com/deepspeedai/DeepSpeed/issues/1629
 
-DeepSpeed refuses ZeRO-2 and ZeRO-3 with its pipeline. The thread asks why. Here two ranks share the parameters of all stages, and
-neither ever holds a whole stage.
+DeepSpeed refuses ZeRO-2 and ZeRO-3 with its pipeline. The thread asks why. Here two ranks share the parameters of all stages,
+and neither ever holds a whole stage.
 """
 
-import torch
 from museum import batch, eager, equal, mlp, not_run, ranks, show
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
@@ -42,5 +41,4 @@ def ours():
     return f"{said}; each rank holds half of each parameter, and at most two of four layers whole"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

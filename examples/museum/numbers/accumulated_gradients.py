@@ -40,5 +40,4 @@ def ours():
     return f"{equal(gradients(model), expected)}, accumulated over both lengths"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/torchtitan/issues/596
 
-`clip_grad_norm_` of torch sees the parameters of this rank alone. So each stage clips by a norm of its own, and the direction of
-the update changes.
+`clip_grad_norm_` of torch sees the parameters of this rank alone. So each stage clips by a norm of its own, and the direction
+of the update changes.
 """
 
 import torch
@@ -45,5 +45,4 @@ def ours():
     return f"{equal(first | second, expected | {'norm': norm}, close=1e-6)}, by the norm of the whole model"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

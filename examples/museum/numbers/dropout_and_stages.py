@@ -46,5 +46,4 @@ def ours():
     return "1, 2 and 4 stages, three schedules: the same bits"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,9 +2,9 @@
 
 https://github.com/pytorch/torchtitan/issues/514
 
-Each stage initialises its own part with a seed of its own, so runs with and without a pipeline start from different values. To
-compare loss curves, a "seed checkpoint" must be written by one process and loaded by all others. The thread closes with the
-words that an equal initialisation is practically impossible.
+Each stage initialises its own part with a seed of its own, so runs with and without a pipeline start from different values.
+To compare loss curves, a "seed checkpoint" must be written by one process and loaded by all others. The thread closes with
+the words that an equal initialisation is practically impossible.
 """
 
 from copy import deepcopy
@@ -47,5 +47,4 @@ def ours():
     return equal(first | second, expected).replace("eager", "one process")
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -37,5 +37,4 @@ def ours():
     return f"{said}, under three schedules"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -38,5 +38,4 @@ def ours():
     return "both ranks have the loss and those of the 4 microbatches, bit for bit"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

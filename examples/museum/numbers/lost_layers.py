@@ -26,5 +26,4 @@ def ours():
     return f"{said}; 4 stages hold all 10 layers"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

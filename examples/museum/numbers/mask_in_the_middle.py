@@ -2,8 +2,8 @@
 
 https://github.com/NVIDIA/Megatron-LM/issues/752
 
-Only hidden states travel between stages, and stages in the middle have no batch. With four stages or more, layers in the middle
-run without the mask, and results differ from those of another layout.
+Only hidden states travel between stages, and stages in the middle have no batch. With four stages or more, layers in the
+middle run without the mask, and results differ from those of another layout.
 """
 
 import torch
@@ -56,5 +56,4 @@ def ours():
     return f"{equal(gradients(model), expected)}, in 4 stages"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -54,5 +54,4 @@ def ours():
     return f"statistics {equal(dict(model.named_buffers()), expected)}; all layers recomputed"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

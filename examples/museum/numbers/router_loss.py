@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/torchtitan/pull/2061
 
-Each layer of a mixture of experts adds a loss of its own, which must reach the total although the layer is in an early stage. The
-author found that the auxiliary loss works with 1F1B, and is broken for ZBV and interleaved schedules.
+Each layer of a mixture of experts adds a loss of its own, which must reach the total although the layer is in an early stage.
+The author found that the auxiliary loss works with 1F1B, and is broken for ZBV and interleaved schedules.
 """
 
 from copy import deepcopy
@@ -55,5 +55,4 @@ def ours():
     return equal(gradients(model), expected)
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -24,27 +24,23 @@ class Layer(nn.Module):
 
     def forward(self, h):
         weights = self.router(h).softmax(-1)
-        return h + self.out(weights), weights.mean(0).square().sum()
+        return h + self.out(weights), weights.mean(0).square().sum() / 4
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
+class Model(nn.ModuleList):
     def forward(self, h):
-        balances = []
-        for layer in self.layers:
+        total = 0.0
+        for layer in self:
             h, balance = layer(h)
-            balances.append(balance)
-        return h, torch.stack(balances).mean()
+            total = total + balance
+        return h, total
 
 
 def loss(output, target):
     return mse_loss(output[0], target) + output[1], {"balance": output[1]}
 
 
-model, (x, y) = Model(), batch()
+model, (x, y) = Model(Layer() for _ in range(4)), batch()
 
 
 def theirs():
@@ -59,5 +55,4 @@ def ours():
     return "1, 2 and 4 stages report the same bits, those of one process"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/deepspeedai/DeepSpeed/issues/7773
 
-With the same global batch, four times as many microbatches give a gradient norm four times as large, so the learning rate and the
-clipping depend on how the batch is cut.
+With the same global batch, four times as many microbatches give a gradient norm four times as large, so the learning rate and
+the clipping depend on how the batch is cut.
 """
 
 from copy import deepcopy
@@ -33,5 +33,4 @@ def ours():
     return f"{said}; norm {norms[0]:.4f} with 2 and {norms[1]:.4f} with 8 microbatches"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

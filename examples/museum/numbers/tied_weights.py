@@ -2,9 +2,9 @@
 
 https://github.com/pytorch/pytorch/issues/51931
 
-The output layer shares its weight with the embedding, and the two are in different stages. A pipeline must not hold the weight
-twice, and must add both gradients. The thread asks for tied layers as DeepSpeed declares them. torch's tracer takes such a
-model today.
+The output layer shares its weight with the embedding, and the two are in different stages. A pipeline must not hold the
+weight twice, and must add both gradients. The thread asks for tied layers as DeepSpeed declares them. torch's tracer takes
+such a model today.
 """
 
 from copy import deepcopy
@@ -53,5 +53,4 @@ def ours():
     return f"{equal(gradients(model), expected, close=1e-6)}, one parameter"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

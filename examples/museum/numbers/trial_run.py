@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/167425
 
-To find the shapes of messages, a stage without given shapes calls the next module on made-up tensors before the first step. The
-reader of that line wonders whether this is right. A batch norm counts the call, and keeps its statistics.
+To find the shapes of messages, a stage without given shapes calls the next module on made-up tensors before the first step.
+The reader of that line wonders whether this is right. A batch norm counts the call, and keeps its statistics.
 """
 
 from copy import deepcopy
@@ -48,5 +48,4 @@ def ours():
     return f"statistics {equal(first | second, expected)}"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

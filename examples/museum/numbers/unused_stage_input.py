@@ -52,5 +52,4 @@ def ours():
     return equal(gradients(model), expected)
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/torchtitan/pull/2206
 
-The loss of a microbatch is the mean over its own valid tokens. Averaged over the microbatches, tokens of short rows count more,
-and the loss is not that of the batch.
+The loss of a microbatch is the mean over its own valid tokens. Averaged over the microbatches, tokens of short rows count
+more, and the loss is not that of the batch.
 """
 
 import torch
@@ -43,5 +43,4 @@ def ours():
     return f"with `loss_weight`, {equal(gradients(model), expected, close=1e-6)} over the whole batch"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

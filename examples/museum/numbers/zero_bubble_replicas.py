@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/144530
 
-A zero-bubble schedule takes gradients without `backward()`, so the hooks of DDP never run, and each replica trains on its own.
-Two replicas here; each runs two stages under ZBVZeroBubble.
+A zero-bubble schedule takes gradients without `backward()`, so the hooks of DDP never run, and each replica trains on its
+own. Two replicas here; each runs two stages under ZBVZeroBubble.
 """
 
 import torch
@@ -12,7 +12,7 @@ from museum import batch, compare, eager, equal, gradients, mlp, named, ranks, s
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import graphpp
 
@@ -23,8 +23,9 @@ expected = {name: (apart[0][name] + apart[1][name]) / 2 for name in apart[0]}
 
 def torch_rank(rank):
     groups = [dist.new_group([each]) for each in range(2)]
+    parts = [DistributedDataParallel(part) for part in model]
     cpu = torch.device("cpu")
-    stages = [PipelineStage(DDP(part), index, 2, cpu, group=groups[rank]) for index, part in enumerate(model)]
+    stages = [PipelineStage(part, index, 2, cpu, group=groups[rank]) for index, part in enumerate(parts)]
     schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=mse_loss)
     schedule.step(x[8 * rank : 8 * rank + 8], target=y[8 * rank : 8 * rank + 8])
     return named(model)
@@ -47,5 +48,4 @@ def ours():
     return f"{equal(first, expected)}, on both replicas"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

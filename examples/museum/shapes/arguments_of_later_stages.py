@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/130055
 
-Stages after the first take tensors alone as positional arguments, since buffers are made for all of them. An option or None must be
-built into the stage.
+Stages after the first take tensors alone as positional arguments, since buffers are made for all of them. An option or None
+must be built into the stage.
 """
 
 import torch
@@ -51,5 +51,4 @@ def ours():
     return f"{equal(gradients(model), expected)}; a number and a text reach the second stage"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -39,11 +39,10 @@ def theirs():
 
 def ours():
     model.zero_grad()
-    cut = graphpp.Microbatches(4, batch_dims={"input": 1, "x": 1, "target": 1})
+    cut = graphpp.Microbatches(4, batch_dims={"input": 1, "target": 1})
     pipe = graphpp.compile(model, mse_loss, split=["1"], microbatches=cut)
     pipe.step(x, target=y)
     return f"{equal(gradients(model), expected)}; inputs and targets are cut along dimension 1"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,7 +2,8 @@
 
 https://github.com/pytorch/pytorch/pull/128115
 
-A model that computes its loss reads `labels` in the last stage. A traced pipeline has a place for them there, and no way to pass them.
+A model that computes its loss reads `labels` in the last stage. A traced pipeline has a place for them there, and no way to
+pass them.
 """
 
 import torch
@@ -54,5 +55,4 @@ def ours():
     return equal(gradients(model), expected)
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,7 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/159942
 
-The thread asks for dynamic shapes between stages. The answer: possible in principle, with sizes sent ahead of each step, and not done.
+The thread asks for dynamic shapes between stages. The answer: possible in principle, with sizes sent ahead of each step, and
+not done.
 """
 
 import torch
@@ -46,5 +47,4 @@ def ours():
     return f"{equal(first | second, expected)}, over steps of 5, 9 and 7 tokens"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

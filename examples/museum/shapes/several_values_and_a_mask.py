@@ -2,8 +2,8 @@
 
 https://github.com/deepspeedai/DeepSpeed/issues/969
 
-The engine assumes two outputs, the last one a mask, which is cast to half precision because NCCL does not send booleans. A third
-value, such as positions, is dropped on the way.
+The engine assumes two outputs, the last one a mask, which is cast to half precision because NCCL does not send booleans. A
+third value, such as positions, is dropped on the way.
 """
 
 import torch
@@ -57,5 +57,4 @@ def ours():
     return f"{equal(first | second | third, expected)}; three values cross each boundary"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)

@@ -2,8 +2,8 @@
 
 https://github.com/pytorch/pytorch/issues/126600
 
-Microbatches of 3, 3 and 2 rows: the first stage cuts them so, later stages keep buffers of 3 rows, and the loss sees other sizes than
-the target. The thread asks whether to support or to refuse such a batch.
+Microbatches of 3, 3 and 2 rows: the first stage cuts them so, later stages keep buffers of 3 rows, and the loss sees other
+sizes than the target. The thread asks whether to support or to refuse such a batch.
 """
 
 import torch
@@ -35,5 +35,4 @@ def ours():
     return f"{equal(gradients(model), expected, close=1e-6)} over the whole batch, weighted by rows"
 
 
-if __name__ == "__main__":
-    show(theirs, ours)
+show(theirs, ours)
