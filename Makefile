@@ -7,12 +7,13 @@
 #   make lint | types             ruff | mypy
 #   make house                    print the packages, their imports, upward arrows and circles
 #   make models                   run the models of tests/zoo and write docs/models.md
+#   make museum                   run the public complaints of examples/museum and write docs/museum.md and docs/museum/
 #   make docs                     build the site of docs/ into site/; a warning or a dead link is an error
 #   make options                  write docs/options.md and docs/options/ from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
 #   make clean                    remove the files that these targets made
 #
-# Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), JOBS (2), DEMO_ARGS, PYTEST_ARGS.
+# Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), JOBS (2), DEMO_ARGS, MUSEUM_ARGS, PYTEST_ARGS.
 #
 # PyTorch: a torch that can already be imported is kept, in VENV or from the machine's own packages. Otherwise the set-up asks
 # pip for torch==$(TORCH) by its plain version. pip then takes a build for CPUs ("+cpu" sorts above the plain version) from an
@@ -23,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo quick test test-all house models options docs lint types compat clean help setup
+.PHONY: demo quick test test-all house models museum options docs lint types compat clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -31,6 +32,7 @@ VENV ?= .venv
 RANKS ?= 2
 JOBS ?= 2
 DEMO_ARGS ?=
+MUSEUM_ARGS ?=
 PYTEST_ARGS ?=
 EXACT ?=
 override PY := $(VENV)/bin/python
@@ -59,6 +61,9 @@ house: $(READY)
 
 models: $(READY)
 	@$(PY) -m tests.zoo
+
+museum: $(READY)
+	@$(PY) examples/museum --jobs $(JOBS) --write $(MUSEUM_ARGS)
 
 options: $(READY)
 	@$(PY) -m graphpp.options.document docs

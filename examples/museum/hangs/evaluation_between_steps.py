@@ -2,8 +2,8 @@
 
 https://github.com/deepspeedai/DeepSpeed/issues/3649
 
-`eval_batch`, `train_batch` and `eval_batch` in turn fail in DeepSpeed's pipeline. torch's schedules prepare their stages anew
-at each change of the mode.
+`eval_batch`, `train_batch` and `eval_batch` in turn fail in DeepSpeed's pipeline. Here torch's schedule makes these calls, and
+the gradients of the step are read after the second evaluation.
 """
 
 import torch

@@ -26,7 +26,7 @@ model.zero_grad()
 def theirs():
     schedule, _ = torch_pipeline(list(model), mse_loss, 4)
     for x, y in batches:
-        schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
+        schedule._stages_forward_initialized = schedule._stages_backward_initialized = False  # as that trainer does
         schedule.step(x, target=y)
     outcome = compare(named(model), expected)
     model.zero_grad()
