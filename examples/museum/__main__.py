@@ -217,13 +217,13 @@ make museum                                     # all cases; a failure of graphp
 |---|---|---|---|---|---|---|
 {groups}
 
-- The column "theirs" of a group's page says what happened with the versions above. "no longer fails" says that this case does
-  not fail with them.
+- The column "theirs" of a group's page says what happened with the versions above. "no longer fails" says that this case
+  does not fail with them.
 - "not run" means that the package is not installed, or needs a GPU. The thread says what happened there.
 - "refused" means that graphpp cannot do it either. The error names a remedy, and the case asserts that.
 - A thread that asks for a feature counts as a complaint, and so does a pull request that mends a fault.
-- The cases have tiny models and at most three ranks on one machine. Over NCCL a message that never comes is a timeout where gloo
-  often notices that the peer is gone.
+- The cases have tiny models and at most three ranks on one machine. Gloo often notices that a peer is gone where NCCL waits for a
+  timeout.
 """
 
 

@@ -74,6 +74,7 @@ def said(error: BaseException | str) -> str:
 
 def _one_line(text: str, most: int = 260) -> str:
     line = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(text.split()))
+    line = re.sub(r"\[\w+\.cc:\d+\] ", "", re.sub(r" ?\[127\.0\.0\.1\]:\d+", "", line))  # of gloo, other in each run
     return line if len(line) <= most else f"{line[:most]}…"
 
 

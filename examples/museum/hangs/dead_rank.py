@@ -40,7 +40,7 @@ def die_in_the_second(rank, step):
 
 
 def said(value):
-    return value.text if isinstance(value, Failure) else " ".join(f"after {value[1]:.1f} s {value[0]}".split())[:150]
+    return value.text if isinstance(value, Failure) else f"after {value[1]:.1f} s {value[0]}"
 
 
 def theirs():

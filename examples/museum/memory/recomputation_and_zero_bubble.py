@@ -25,13 +25,12 @@ class Products(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-class Layer(nn.Module):
+class Layer(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
 
     def forward(self, x):
-        return x + self.down(self.up(x).tanh())
+        return x + super().forward(x)
 
 
 class Checkpointed(nn.Sequential):
@@ -51,6 +50,7 @@ def theirs():
 
 def ours():
     pipe = graphpp.compile(model, mse_loss, split=["1"], schedule="ZBVZeroBubble", microbatches=4, memory="full")
+    pipe.prepare(x, target=y)
     with Products() as products:
         pipe.step(x, target=y)
     assert products.count == 16, products.count

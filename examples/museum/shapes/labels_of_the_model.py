@@ -2,14 +2,13 @@
 
 https://github.com/pytorch/pytorch/pull/128115
 
-A model that computes its loss reads `labels` in the last stage. A traced pipeline has a place for them there, and no way to
-pass them.
+A model that computes its loss reads `labels` in the last stage. A traced pipeline has no way to pass them there.
 """
 
 import torch
-from museum import compare, equal, gradients, show, torch_pipeline
+from museum import compare, equal, gradients, ranks, show
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.nn.functional import cross_entropy
 
 import graphpp
@@ -22,30 +21,33 @@ class Output(dict):
 
 
 class Model(nn.Module):
-    def __init__(self, bare=False):
+    def __init__(self, wrap=Output):
         super().__init__()
-        self.embedding, self.head, self.bare = nn.Embedding(20, 8), nn.Linear(8, 20), bare
+        self.embedding, self.head, self.wrap = nn.Embedding(20, 8), nn.Linear(8, 20), wrap
 
     def forward(self, tokens, labels):
-        loss = cross_entropy(self.head(self.embedding(tokens)).flatten(0, 1), labels.flatten())
-        return loss if self.bare else Output(loss=loss)
+        return self.wrap(loss=cross_entropy(self.head(self.embedding(tokens)).flatten(0, 1), labels.flatten()))
 
 
-model, bare, tokens = Model(), Model(bare=True), torch.randint(0, 20, (8, 6))
+model, bare, tokens = Model(), Model(lambda loss: loss), torch.randint(0, 20, (8, 6))
 bare.load_state_dict(model.state_dict())
-for part in tokens.chunk(4):
-    (bare(part, part.roll(1)) / 4).backward()
+labels = tokens.roll(1, 1)
+for part, target in zip(tokens.chunk(4), labels.chunk(4), strict=True):
+    (bare(part, target) / 4).backward()
 expected = gradients(bare)
 bare.zero_grad()
-labels = torch.cat([part.roll(1) for part in tokens.chunk(4)])
+
+
+def torch_rank(rank):
+    cut = pipeline(bare, (), {"tokens": tokens[:2], "labels": labels[:2]}, split_spec={"head": SplitPoint.BEGINNING})
+    stage = cut.build_stage(rank, torch.device("cpu"))
+    inputs = {"labels": labels, "target": labels, "losses": []} if rank else {"tokens": tokens}
+    Schedule1F1B(stage, 4, loss_fn=lambda loss, _: loss).step(**inputs)
+    return gradients(stage.submod)
 
 
 def theirs():
-    cut = pipeline(bare, (), {"tokens": tokens[:2], "labels": labels[:2]}, split_spec={"head": SplitPoint.BEGINNING})
-    parts = [cut.get_stage_module(index) for index in range(2)]
-    schedule, _ = torch_pipeline(parts, lambda loss, _: loss, 4, "Interleaved1F1B")
-    schedule.step(tokens=tokens, labels=labels, target=labels, losses=[], return_outputs=False)
-    return compare(gradients(parts[0]) | gradients(parts[1]), expected)
+    return compare({name: value for each in ranks(torch_rank, 2, seconds=20) for name, value in each.items()}, expected)
 
 
 def ours():
