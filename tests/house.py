@@ -147,7 +147,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_180,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 52_855,
+    "tests": 52_852,
 }
 MOST_FILES = 458  # Python files of graphpp/, `__init__.py` included
 
