@@ -221,6 +221,8 @@ make museum                                     # all cases; a failure of graphp
   does not fail with them.
 - "not run" means that the package is not installed, or needs a GPU. The thread says what happened there.
 - "refused" means that graphpp cannot do it either. The error names a remedy, and the case asserts that.
+- Bytes of messages, gradients and activations in graphpp's column are those of `pipe.plan.memory`; bytes of parameters are
+  counted in the process.
 - A thread that asks for a feature counts as a complaint, and so does a pull request that mends a fault.
 - The cases have tiny models and at most three ranks on one machine. Gloo often notices that a peer is gone where NCCL
   waits for a timeout.

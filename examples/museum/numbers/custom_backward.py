@@ -52,7 +52,7 @@ def ours():
     calls.clear()
     pipe.step(x, target=y)
     assert len(calls) < 16
-    return f"{equal(gradients(model), expected)}; the operations of the backward are in the graph, each in one half"
+    return f"{equal(gradients(model), expected)}; the operations of the backward are in the graph"
 
 
 show(theirs, ours)
