@@ -8,13 +8,14 @@
 #   make house                    print the packages, their imports, upward arrows and circles
 #   make models                   run the models of tests/zoo, and write benchmarks/tried and the pages of models
 #   make tutorials                run the tutorials of docs/tutorials/, and write their scripts and outputs (PAGES="llama mesh")
+#   make museum                   run the public complaints of examples/museum and write docs/museum.md and docs/museum/
 #   make docs                     build the site of docs/ into site/; a warning or a dead link is an error
 #   make options                  write docs/options.md and docs/options/ from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
 #   make release                  build wheel and sdist into dist/, check them, print their hashes; publishes nothing
 #   make clean                    remove the files that these targets made
 #
-# Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), JOBS (2), DEMO_ARGS, PYTEST_ARGS, PAGES.
+# Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), JOBS (2), DEMO_ARGS, MUSEUM_ARGS, PYTEST_ARGS, PAGES.
 #
 # PyTorch: a torch that can already be imported is kept, in VENV or from the machine's own packages. Otherwise the set-up asks
 # pip for torch==$(TORCH) by its plain version. pip then takes a build for CPUs ("+cpu" sorts above the plain version) from an
@@ -25,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo quick test test-all house models tutorials options docs lint types compat release clean help setup
+.PHONY: demo quick test test-all house models tutorials museum options docs lint types compat release clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -33,6 +34,7 @@ VENV ?= .venv
 RANKS ?= 2
 JOBS ?= 2
 DEMO_ARGS ?=
+MUSEUM_ARGS ?=
 PYTEST_ARGS ?=
 PAGES ?=
 EXACT ?=
@@ -66,6 +68,9 @@ models: $(READY)
 
 tutorials: $(READY)
 	@$(PY) website/tutorials.py $(PAGES)
+
+museum: $(READY)
+	@$(PY) examples/museum --jobs $(JOBS) --write $(MUSEUM_ARGS)
 
 options: $(READY)
 	@$(PY) -m graphpp.options.document docs

@@ -106,7 +106,7 @@ def round_length(name: str, ranks: int, microbatches: int) -> int:
         raise ScheduleError(
             f"{name} on {ranks} ranks does not admit {microbatches} microbatches: it runs them in "
             f"{microbatches // ranks} equal rounds; the nearest that fit are {below} and {above}, and so does every "
-            f"number below {2 * ranks} and every multiple of {ranks}"
+            f"number below {2 * ranks} and every multiple of {ranks}; MegatronInterleaved takes any number"
         )
     return microbatches // max(1, microbatches // ranks)
 
