@@ -26,7 +26,7 @@ _PROGRAMS = (  # what passes emit for, symbolic sizes, and numbers that only the
 )
 
 # package -> the packages below it that its files may import, from the lowest floor to the highest. A package may always import
-# itself, and graphpp.errors, units, arguments, progress and from_json; an entry covers its subpackages.
+# itself, and graphpp.errors, units, arguments, log, progress and from_json; an entry covers its subpackages.
 MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp._torch": (),
     "graphpp.cache": (),
@@ -204,7 +204,8 @@ def floor(module: str) -> str | None:
 
 def allowed(arrow: Arrow) -> bool:
     """Whether `MAY_IMPORT` has an arrow; modules above all listed packages may not be imported by a listed one."""
-    if any(within(arrow.target, f"graphpp.{each}") for each in ("errors", "units", "arguments", "progress", "from_json")):
+    anywhere = ("errors", "units", "arguments", "log", "progress", "from_json")
+    if any(within(arrow.target, f"graphpp.{each}") for each in anywhere):
         return True
     own = floor(arrow.source)
     if own is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,11 +27,12 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import default_store, timeout_of
 from graphpp.errors import GraphPPError, RankFailure
+from graphpp.log import logger
 from graphpp.parallel import late_rank
 from graphpp.parallel.groups import PeerLost, has_gloo, reaches
 from graphpp.parallel.rank_tree import Ranks, RankTree
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=5)
 _CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost peer
 _PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
