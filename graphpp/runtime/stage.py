@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskGraphs, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
+from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import InputCopies
 
@@ -227,6 +229,10 @@ class GraphStage:
             return message
 
         return receive
+
+    def message_bytes(self, send: Action) -> int:
+        layouts, _ = self._crossing("F" if send.kind is Kind.SEND_F else "B", send.microbatch or 0, leaving=True)
+        return sum(prod(layout.packed) * layout.dtype.itemsize for layout in layouts)
 
     def _crossing(self, direction: str, microbatch: int, *, leaving: bool) -> tuple[Sequence[WireLayout], int]:
         """The layouts of the values that leave or enter this stage in one direction, and the peer's rank."""
