@@ -55,7 +55,8 @@ class Calls:
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
         groups, mark = (place.model_parallel, place.replicas), end_marker(place.device)
-        self._board = FailureBoard(groups, self._name, place.described, mark, place.group)
+        slow_after = options.parallel.slow_after
+        self._board = FailureBoard(groups, self._name, place.described, mark, place.group, slow_after)
         self._every = options.parallel.check_data if agreement.several else 0
         self._timeouts = Timeouts(options.parallel.timeout, options.parallel.start_timeout)
         lock, everyone = threading.RLock(), place.everyone

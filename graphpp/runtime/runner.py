@@ -61,7 +61,7 @@ class RunnerConfig:
     sums of narrower gradients. `replicas`: the ranks among which gradients are averaged. `kernel` multiplies the gradients of
     fused programs (None: torch does). `woven`: the programs of overlapped actions. `offload`: when saved values are in
     the host's memory; `mover` copies them (None: they stay). `sharded`: the rank's sharded parameters (None: whole ones).
-    `sums` adds gradients over ranks. `graphs` records and replays the tasks (None: they run).
+    `sums` adds gradients over ranks. `graphs` records and replays the tasks (None: they run). `slow_after`: as for `Mailbox`.
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -74,6 +74,7 @@ class RunnerConfig:
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
     graphs: StepGraphs | None = None
+    slow_after: float | None = None
 
 
 class GraphPPRunner:
@@ -96,7 +97,7 @@ class GraphPPRunner:
         self.program, self.programs = each[0], tuple(each)
         self.random = any(program.random for program in {id(program): program for program in each}.values())
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
-        self.mailbox = Mailbox(place.group, place.device, batched=batched)
+        self.mailbox = Mailbox(place.group, place.device, batched=batched, slow_after=config.slow_after)
         self._sharded = config.sharded
         layers = self._sharded if self.program.gathers_layers else None
         self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None

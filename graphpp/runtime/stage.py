@@ -209,10 +209,10 @@ class GraphStage:
         """A function that makes the message with a microbatch's activations (F) or gradients (B) for the next rank."""
         layouts, peer = self._crossing(direction, microbatch, leaving=True)
         crossing, outgoing, pack = (direction, microbatch), self.buffers.outgoing, self._mailbox.outgoing
-        graphs = self._graphs
+        graphs, name = self._graphs, f"{self.stage_index}SEND_{direction}{microbatch}"
 
         def send() -> Message:
-            message = pack(outgoing.pop(crossing), layouts, peer)
+            message = pack(outgoing.pop(crossing), layouts, peer, name)
             if graphs is not None:
                 message.tensors = graphs.own(message.tensors)  # the transport reads them after later replays
             return message
@@ -223,9 +223,10 @@ class GraphStage:
         """A function that allocates a message's receive buffers when it is called."""
         layouts, peer = self._crossing(direction, microbatch, leaving=False)
         crossing, received, allocate = (direction, microbatch), self.buffers.received, self._mailbox.incoming
+        name = f"{self.stage_index}RECV_{direction}{microbatch}"
 
         def receive() -> Message:
-            message = received[crossing] = allocate(layouts, peer)
+            message = received[crossing] = allocate(layouts, peer, name)
             return message
 
         return receive
