@@ -194,13 +194,13 @@ class Calls:
         """The call, whose microbatches, data, weights and scale ranks have compared, and whether a rank has absent data."""
         self.check_whole()
         with Round(self._agreement, self._peers) as r:
+            self._data_calls[training] += 1  # first, so that ranks count alike if one of them fails below
             if training:
                 self.meter.begin(self.steps + 1)  # an error of a hook is raised on all ranks
             parts = self._reader.microbatches(batch, training=training)
             weighting = LossWeighting.of(self._options.gradients.reduction, weights, [part.rows for part in parts])
             call = self._cache.call(parts, weighting, training=training)
             of_pipeline, of_peers = self._cache.facts(call)
-            self._data_calls[training] += 1
             sums = checksums(parts, self._data_calls[training], self._every)
             numbers = [f"{path}: {part.tensors[path].item()}" for part in call.parts for path in sorted(part.numbers)]
             lines = {"the weights of the loss": weighting.description, "the numbers of the microbatches": numbers}
