@@ -125,8 +125,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 57_420,
-    "graphpp/_torch": 2_760,
+    "graphpp": 57_900,
+    "graphpp/_torch": 2_770,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
     "graphpp/cache": 300,
@@ -136,20 +136,20 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/cluster_planner": 5_990,
     "graphpp/compiler": 2_350,
     "graphpp/devices": 580,
-    "graphpp/integrations": 2_270,
-    "graphpp/options": 1_040,
+    "graphpp/integrations": 2_400,
+    "graphpp/options": 1_050,
     "graphpp/ownership": 1_410,
-    "graphpp/parallel": 2_580,
+    "graphpp/parallel": 2_620,
     "graphpp/passes": 6_140,
-    "graphpp/pipeline": 3_470,
+    "graphpp/pipeline": 3_660,
     "graphpp/planner": 1_900,
     "graphpp/report": 910,
-    "graphpp/runtime": 4_180,
+    "graphpp/runtime": 4_250,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 52_800,
+    "tests": 53_110,
 }
-MOST_FILES = 458  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 460  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
