@@ -24,6 +24,7 @@ from graphpp.schedules.table.actions import Action, Kind
 _NAMES: Mapping[Kind, str] = {
     Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.OVERLAP_F_B: "overlap",
 }  # fmt: skip
+_NUMBERS = ("step", "rows", "waited", "sent_bytes", "shard_bytes", "grad_norm", "peak_bytes")
 
 
 def trace_steps(
@@ -65,7 +66,8 @@ class _Spans:
             above = trace.set_span_in_context(NonRecordingSpan(self._above))
             attributes = {"graphpp.step": step.step, "graphpp.loss": step.loss}
             tracer.start_span("graphpp.step", above, attributes=attributes, start_time=_ns(step.began)).end(_ns(end))
-        of_rank = {key: value for key, value in _numbers(step, self._rank) if value is not None}
+        of_rank = {f"graphpp.{name}": value for name in _NUMBERS if (value := getattr(step, name)) is not None}
+        of_rank["graphpp.rank"] = self._rank
         context = trace.set_span_in_context(NonRecordingSpan(root))
         span = self._tracer.start_span("graphpp.rank", context, attributes=of_rank, start_time=_ns(step.began))
         inside = trace.set_span_in_context(span)
@@ -81,12 +83,6 @@ class _Spans:
             return self._above.trace_flags
         sampled = self._sampler is None or self._sampler.should_sample(None, trace_id, "graphpp.step").decision.is_sampled()
         return TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
-
-
-def _numbers(step: graphpp.StepMetrics, rank: int) -> Iterator[tuple[str, Any]]:
-    yield "graphpp.rank", rank
-    for name in ("step", "rows", "waited", "sent_bytes", "shard_bytes", "grad_norm", "peak_bytes"):
-        yield f"graphpp.{name}", getattr(step, name)
 
 
 def _of_action(action: Action) -> Iterator[tuple[str, str | int]]:

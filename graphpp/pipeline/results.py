@@ -49,8 +49,8 @@ class StepMetrics:
     """The numbers of one training step, on one rank.
 
     `step`: `pipe.steps` after it. `loss`: as `StepResult.loss`. `rows`: of the batch; None if a microbatch has no rows.
-    `began`: in seconds of `time.time()`. `seconds`: from there until the step ended, on CUDA on the device. `waited`: those of
-    them in which the rank waited for messages of other stages; waits for collectives are not counted. `sent_bytes`: of
+    `began`: in seconds of `time.time()`. `seconds`: from there until the step ended, on CUDA on the device. `waited`: the part
+    of `seconds` in which the rank waited for messages of other stages; waits for collectives are not counted. `sent_bytes`: of
     the rank's messages to other stages. `shard_bytes`: sent for parameters and gradients along `dp_shard`; None without
     `dp_shard`, and for another number of microbatches than that of `pipe.plan`. `grad_norm`: of `clip_grad_norm_` after this
     step; None without a call. `peak_bytes`: `torch.cuda.max_memory_allocated()`, which the program may reset; None on a CPU.
