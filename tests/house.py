@@ -147,7 +147,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_250,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 53_110,
+    "tests": 53_140,
 }
 MOST_FILES = 460  # Python files of graphpp/, `__init__.py` included
 
