@@ -125,7 +125,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 57_900,
+    "graphpp": 57_890,
     "graphpp/_torch": 2_770,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -136,7 +136,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/cluster_planner": 5_990,
     "graphpp/compiler": 2_350,
     "graphpp/devices": 580,
-    "graphpp/integrations": 2_400,
+    "graphpp/integrations": 2_390,
     "graphpp/options": 1_050,
     "graphpp/ownership": 1_410,
     "graphpp/parallel": 2_620,
@@ -147,7 +147,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_250,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 53_140,
+    "tests": 53_130,
 }
 MOST_FILES = 460  # Python files of graphpp/, `__init__.py` included
 
