@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from graphpp.options.recompute import Recompute
     from graphpp.pipeline.pipeline import Pipeline
     from graphpp.pipeline.profile import Profile
-    from graphpp.pipeline.results import EvalResult, StepResult
+    from graphpp.pipeline.results import EvalResult, StepMetrics, StepResult
     from graphpp.planner.megatron_layout import Layout
     from graphpp.planner.plan import Plan
     from graphpp.planner.resolve_split import split_points
@@ -96,6 +96,7 @@ __all__ = [
     "SplitError",
     "StageCosts",
     "StateBytes",
+    "StepMetrics",
     "StepResult",
     "Timeline",
     "TrainingPlan",
@@ -137,7 +138,7 @@ _HOMES = {
     "graphpp.options.recompute": "Recompute",
     "graphpp.pipeline.pipeline": "Pipeline",
     "graphpp.pipeline.profile": "Profile",
-    "graphpp.pipeline.results": "EvalResult StepResult",
+    "graphpp.pipeline.results": "EvalResult StepMetrics StepResult",
     "graphpp.planner.megatron_layout": "Layout",
     "graphpp.planner.plan": "Plan",
     "graphpp.cluster_planner.plans.found_plans": "TrainingPlans",

@@ -1,13 +1,12 @@
 """Show work that takes more than two seconds: a bar on the terminal of the first rank, a line in the log elsewhere.
 
 `working("capturing the model")` is a context manager around the work; its value is called after each of `total` steps. The
-terminal is clean afterwards. Without a terminal, and on other ranks than torchrun's first, the logger "graphpp" gets a line
+terminal is clean afterwards. Without a terminal, and on other ranks than torchrun's first, the logger gets a line
 after two seconds and one at the end. The work may end with any exception. Nothing is drawn inside another display of rich.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -16,7 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_LOG = logging.getLogger("graphpp")
+from graphpp.log import logger
+
+_LOG = logger(__name__)
 _PATIENCE = 2.0  # seconds
 
 

@@ -26,7 +26,7 @@ _PROGRAMS = (  # what passes emit for, symbolic sizes, and numbers that only the
 )
 
 # package -> the packages below it that its files may import, from the lowest floor to the highest. A package may always import
-# itself, and graphpp.errors, units, arguments, progress and from_json; an entry covers its subpackages.
+# itself, and graphpp.errors, units, arguments, log, progress and from_json; an entry covers its subpackages.
 MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp._torch": (),
     "graphpp.cache": (),
@@ -125,31 +125,31 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 57_700,
-    "graphpp/_torch": 2_770,
+    "graphpp": 58_290,
+    "graphpp/_torch": 2_780,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
     "graphpp/cache": 300,
     "graphpp/capture": 5_560,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 2_120,
-    "graphpp/cluster_planner": 5_990,
-    "graphpp/compiler": 2_380,
+    "graphpp/cluster_planner": 6_090,
+    "graphpp/compiler": 2_390,
     "graphpp/devices": 580,
-    "graphpp/integrations": 2_270,
+    "graphpp/integrations": 2_390,
     "graphpp/options": 1_060,
     "graphpp/ownership": 1_420,
-    "graphpp/parallel": 2_760,
+    "graphpp/parallel": 2_810,
     "graphpp/passes": 6_140,
-    "graphpp/pipeline": 3_480,
+    "graphpp/pipeline": 3_670,
     "graphpp/planner": 1_900,
     "graphpp/report": 910,
-    "graphpp/runtime": 4_180,
+    "graphpp/runtime": 4_260,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 53_360,
+    "tests": 53_960,
 }
-MOST_FILES = 459  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 461  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,8 @@ def floor(module: str) -> str | None:
 
 def allowed(arrow: Arrow) -> bool:
     """Whether `MAY_IMPORT` has an arrow; modules above all listed packages may not be imported by a listed one."""
-    if any(within(arrow.target, f"graphpp.{each}") for each in ("errors", "units", "arguments", "progress", "from_json")):
+    anywhere = ("errors", "units", "arguments", "log", "progress", "from_json")
+    if any(within(arrow.target, f"graphpp.{each}") for each in anywhere):
         return True
     own = floor(arrow.source)
     if own is not None:

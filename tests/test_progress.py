@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "graphpp"]
+    return [record.getMessage() for record in caplog.records if record.name == "graphpp.progress"]
 
 
 def _wait_for(caplog: pytest.LogCaptureFixture, count: int) -> None:

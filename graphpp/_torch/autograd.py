@@ -10,6 +10,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.utils.checkpoint`: `_checkpoint_hook`, the context around a checkpointed forward; `_CachingTorchDispatchMode`, which
   calls the policy of a selective checkpoint; `_is_compiling`, `_get_debug_context_and_cb`, `SAC_IGNORED_OPS`
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: attributes that `Function.apply` reads
+- `torch.autograd._profiler_enabled`: whether a profiler records named ranges
 - `torch.Tensor._post_accumulate_grad_hooks`: called with a parameter when its gradient is complete
 - `torch.nn.modules.module`: `_global_forward_hooks_with_kwargs`: which hooks on all module calls take keyword arguments
 """
@@ -24,12 +25,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd.profiler import record_function
 from torch.nn.modules import module
 from torch.utils import checkpoint
 
 from graphpp._torch.this_thread import InThisThread, replaced
 
 Context = contextlib.AbstractContextManager[None]
+profiler_enabled = _profiler_enabled
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _HERE = os.path.join(os.path.dirname(__file__), "")
@@ -54,6 +58,11 @@ def as_outside_kernels() -> Iterator[None]:
     key, admit = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with admit(key.AutogradFunctionality, False), admit(key.ADInplaceOrView, False):
         yield
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[object]:
+    """A range `graphpp::name` of a profiler (`torch.profiler`, `emit_nvtx`); without a profiler, nothing."""
+    return record_function(f"graphpp::{name}") if profiler_enabled() else contextlib.nullcontext()
 
 
 def finds_nan() -> bool:

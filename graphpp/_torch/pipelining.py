@@ -6,12 +6,10 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `runtime/action_loop.py` overrides: torch's looks up, names and logs every action in every step, 6 to 9 us each
 - `torch.distributed.pipelining.schedules._Action`: one instruction (`parts` of `Action` are its `sub_actions`)
 - `torch.distributed.pipelining.schedules._ComputationType`: kinds of instructions, none for batched sends and receives
-- `torch.autograd._profiler_enabled`: whether a profiler records named ranges
 """
 
 from __future__ import annotations
 
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -21,4 +19,3 @@ from torch.distributed.pipelining.schedules import (
 PipelineScheduleRuntime = _PipelineScheduleRuntime
 TorchAction = _Action
 ComputationType = _ComputationType
-profiler_enabled = _profiler_enabled

@@ -16,7 +16,6 @@ Contract
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from graphpp.backends.cuda_graphs import CudaGraphRecorder, Recording, Results, copies_of, record
+from graphpp.log import logger
 from graphpp.passes.graph.cuda_graph_obstacles import COMPUTES_NOTHING, cuda_graph_obstacle
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime import program as roles
@@ -39,7 +39,7 @@ RECORDINGS = 8
 
 _IN_PLACE = (roles.Parameter, roles.Buffer, roles.Constant, roles.StepInvariant)
 _KNOWN = (*_IN_PLACE, roles.Input, roles.Seed, roles.Received, roles.Saved)
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _NOWHERE = "only CUDA devices have such graphs"
 
 

@@ -10,7 +10,6 @@ Contract
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,11 @@ from graphpp._torch.this_thread import alone
 from graphpp.backends.choose_backend import RegionCompiler
 from graphpp.backends.region_results import CompiledRegion, WithCapturedInputs
 from graphpp.errors import GraphPPError
+from graphpp.log import logger
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.text.render import Run, render
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 
 
 @dataclass(frozen=True)

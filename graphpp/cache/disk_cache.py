@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -27,11 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpp.errors import GraphPPError
+from graphpp.log import logger
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _MANIFEST = "manifest.json"
 _LOCKS = "locks"  # the folder of the lock files, next to the entries
 _LIMIT = 10 * 2**30  # bytes

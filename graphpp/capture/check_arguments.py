@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from torch import nn
 
 from graphpp.arguments import type_name
@@ -12,8 +10,9 @@ from graphpp.capture.loss import check_signature
 from graphpp.capture.objects.names import comes_with_torch
 from graphpp.capture.refusals import check_modules
 from graphpp.errors import BatchError, CaptureError
+from graphpp.log import logger
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 
 
 def check_arguments(model: object, loss: object, example: object) -> None:

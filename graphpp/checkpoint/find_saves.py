@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -23,8 +22,9 @@ from graphpp.checkpoint.in_progress import METADATA
 from graphpp.checkpoint.machines import INCOMING, MeshRank, Stored
 from graphpp.checkpoint.safe_reading import SafeReader, save_of_files
 from graphpp.errors import CheckpointError
+from graphpp.log import logger
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 PARTIAL = ".partial"
 _NAME = re.compile(r"(\d{12})-(\d{6})-([0-9a-f]{32})-([0-9a-f]{32})(\.partial)?")
 

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +41,9 @@ from graphpp.checkpoint.restore import ALLOWED, ENTRY, restore_from, told
 from graphpp.checkpoint.safe_reading import SafePlanner, SafeReader
 from graphpp.checkpoint.training_state import TrainingState, check_not_saving
 from graphpp.errors import CheckpointError
+from graphpp.log import logger
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _NAME_IN_ERRORS = "the local checkpoint"  # the folder's path may differ between machines
 _LITTLE = 2**16  # bytes; a disk with less free space counts as full
 

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,11 +31,12 @@ from graphpp.capture.objects.names import comes_with_torch, unwrapped
 from graphpp.capture.objects.walk import HOOKS
 from graphpp.capture.sizes.open_sizes import Open
 from graphpp.compiler.request import CompileRequest
+from graphpp.log import logger
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.forward.cut_words import WordParts
 from graphpp.runtime.model_state import tensor_lines
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 Facts = Mapping[str, str]
 
 

@@ -69,5 +69,6 @@ class Assembly:
             sharded=sharded,
             graphs=self.recorded.of_step(lowered.programs, lowered.local, lowered.sources) if asked else None,
             sums=ordered_sums if self._options.parallel.sum_order == "ranks" else backend_sums,
+            slow_after=self._options.parallel.slow_after,
         )
         return GraphPPRunner(lowered.programs, lowered.schedule, self._state, self._place, config)

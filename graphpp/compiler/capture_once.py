@@ -35,12 +35,13 @@ from graphpp.capture.watch.operators import Operations, first_difference, note_o
 from graphpp.compiler.artifact import Artifact
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import CaptureError, GraphPPError
+from graphpp.log import logger
 from graphpp.parallel.agreement import Agreement
 from graphpp.passes.forward.change_forward import ForwardOptions
 from graphpp.passes.forward.cut_words import WordParts
 from graphpp.progress import working
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -27,6 +26,7 @@ from graphpp.backends.kernels import processor_name
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.compiler.timing.trials import apart, medians, warmed_up
 from graphpp.errors import MismatchError
+from graphpp.log import logger
 from graphpp.parallel.agreement import Agreement
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.provenance import ProgramGraphs
@@ -37,7 +37,7 @@ from graphpp.runtime.random_keys import dropout_mask, seeded
 
 T = TypeVar("T")
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _TABLE = "action_seconds.json"  # in the cache
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 10.0, 5, 25  # total time of the measurement, limits of its rounds
 

@@ -1,4 +1,4 @@
-"""Adapters of trainers: one file for each trainer, named after it, such as `transformers.py`.
+"""Adapters of trainers: one file for each trainer, named after it, such as `transformers.py`; and spans in OpenTelemetry.
 
 Contract of an adapter
 - It gives the trainer's own hooks (make the model, run a step, clip, save, load) the calls of `graphpp.compile` and `Pipeline`.

@@ -73,6 +73,13 @@ class Parallel(Group):
         about="How long a rank waits while a new call is compiled, where the first rank captures for all. Also the timeout of "
         "the world's process group if graphpp makes it. None: the timeout that the groups have.",
     )
+    slow_after: Option[float | None, float | None] = Option(
+        30.0,
+        read=or_none(_TIMEOUT),
+        describe=None,  # may differ between ranks
+        about="After how many seconds of waiting in a call this rank logs a warning, which names the message and its stage, or "
+        "the rank that is late and the line that it has reached; at most one line each 10 times as many seconds. None: never.",
+    )
     keep: Option[int | None, int | None] = Option(
         None,
         read=or_none(INDEX),

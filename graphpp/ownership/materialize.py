@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import nn
 from graphpp._torch.autograd import has_gradient_hooks
 from graphpp.arguments import TEXT, callback
 from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.log import logger
 from graphpp.ownership.freed_memory import trim_after
 from graphpp.ownership.initialize import Initializer, default_generators, initialize, reset
 from graphpp.ownership.lent_memory import LentMemory, ShardValues
@@ -34,7 +34,7 @@ from graphpp.runtime.dtensors import local_tensor, spread_tensor
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.released import forget, is_released, like
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _UNWRITTEN = (
     "Give pipe.materialize(init) a function that writes them; it is called with each module, children first, and by default "
     "calls the module's reset_parameters"

@@ -51,6 +51,21 @@ class Watcher(Protocol):
 
 
 @dataclass
+class SlowWaits:
+    """Which waits a warning is for: those of more than `limit` seconds, and none for 10 times as long after a warning."""
+
+    limit: float
+    _quiet_until: float = 0.0
+
+    def says(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if seconds < self.limit or now < self._quiet_until:
+            return False
+        self._quiet_until = now + 10 * self.limit
+        return True
+
+
+@dataclass
 class _Progress:
     """This process's calls: how many have begun or ended, the running one, the latest that have ended, the thread."""
 

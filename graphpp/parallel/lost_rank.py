@@ -9,6 +9,8 @@ Contract:
 - An entry in the store belongs to one call of one pipeline, so a failure that the job survived is in no later error.
 - On a GPU a call returns before its messages have arrived, so the host may wait elsewhere, as in `loss.item()`. A thread then
   logs which rank is lost, or which is late when half of the timeout has passed (`look`). NCCL's watchdog ends the process.
+- A rank that waits in a call for `slow_after` seconds asks likewise, and logs one warning that names the ranks that are not in
+  this call. No line follows from a wait for ranks that are: of a message, the mailbox logs one.
 - After a timeout every rank is asked over the store (`late_rank.py`), which tells a stopped process from a late one; for a
   late rank the error names the line that it has reached. A late rank's own error says that the others gave up waiting for it.
 """
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,11 +29,13 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import default_store, timeout_of
 from graphpp.errors import GraphPPError, RankFailure
+from graphpp.log import logger
 from graphpp.parallel import late_rank
 from graphpp.parallel.groups import PeerLost, has_gloo, reaches
+from graphpp.parallel.late_rank import SlowWaits
 from graphpp.parallel.rank_tree import Ranks, RankTree
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=5)
 _CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost peer
 _PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
@@ -53,12 +56,13 @@ class FailureBoard:
         described: Callable[[int], str] = "rank {}".format,
         mark: Callable[[], Callable[[], bool]] | None = None,
         peers: dist.ProcessGroup | None = None,
+        slow_after: float | None = None,
     ) -> None:
         """`groups`: the ranks of a call, and this rank's replicas. `described`: how an error names a rank.
 
         `peers`: the group in which the peer of a `PeerLost` is counted (None: the first of `groups`). `mark` is called after
         a call; its result says whether the device has done the call's work by now. None: a call returns when its messages
-        have arrived.
+        have arrived. `slow_after`: the seconds in a call after which a warning names a late rank; None: never.
         """
         self._peers = peers
         self._described = described
@@ -70,7 +74,9 @@ class FailureBoard:
         self._name = name
         self._calls = 0
         self._mark, self._issued = mark if self._groups else None, _Issued("", lambda: True, 0.0)
-        if self._mark is not None:
+        self._slow = None if slow_after is None or not self._groups else SlowWaits(slow_after)
+        self._running: _Issued | None = None
+        if self._mark is not None or self._slow is not None:
             late_rank.when_idle(self)
 
     @contextlib.contextmanager
@@ -79,6 +85,7 @@ class FailureBoard:
         if self._groups:
             late_rank.start()
         with late_rank.calling(self._key("")):
+            outer, self._running = self._running, _Issued(self._key("slow/"), lambda: False, 0.0)
             try:
                 yield
             except GraphPPError:
@@ -87,12 +94,15 @@ class FailureBoard:
                 if self._groups:
                     self._tell(error)
                 raise
+            finally:
+                self._running = outer
             if self._mark is not None:
                 timeout = min(timeout_of(group).total_seconds() for group in self._groups)
                 self._issued = _Issued(self._key(""), self._mark(), timeout)
 
     def look(self) -> None:
         """Log once which rank is lost or late if the device has not finished the latest call."""
+        self._look_for_slow()
         issued, waiting = self._issued, late_rank.line()
         if issued.told or issued.done():
             return
@@ -109,13 +119,25 @@ class FailureBoard:
             ranks, found.fate, self._described(dist.get_rank()), waiting, issued.timeout, _RESTART,
         )  # fmt: skip
 
+    def _look_for_slow(self) -> None:
+        """Log once which rank is not in the call in which this rank has waited long."""
+        running = self._running
+        if running is None or running.told or self._slow is None:
+            return
+        seconds = time.monotonic() - running.began
+        found = self._asked_once(running) if seconds > self._slow.limit else None
+        if found is not None and running is self._running and self._slow.says(seconds):
+            running.told = True
+            here, ranks = self._described(dist.get_rank()), ", ".join(map(self._described, found.ranks))
+            _LOG.warning("%s has waited %.0f s in a call for %s, which %s", here, seconds, ranks, found.fate)
+
     def _asked_once(self, issued: _Issued) -> _Finding | None:
         """The late ranks of a call: the first rank that looks asks all ranks, and the others read its finding in the store."""
         try:
             store, key = default_store(), f"{issued.call}waits"
             if issued.asks is None:
                 issued.asks = int(store.add(key, 1)) == 1
-            found = self._late((), issued.call) if issued.asks else None
+            found = self._late((), None if issued is self._running else issued.call) if issued.asks else None
             if found is not None:
                 store.set(f"{key}/found", json.dumps([found.ranks, found.fate]))
             elif not issued.asks and store.check([f"{key}/found"]):

@@ -11,7 +11,6 @@ Contract:
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -26,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
+from graphpp.log import logger
 from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.groups import group_among
@@ -34,7 +34,7 @@ from graphpp.parallel.mesh import described, dimensions, folded, pipeline_size, 
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.rank_tree import RankTree
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 
 MeshLike = DeviceMesh | dist.ProcessGroup | None
 

@@ -34,9 +34,10 @@ from graphpp.pipeline.cache_key import StepCall
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.read_batch import Batch, BatchReader
+from graphpp.pipeline.step_record import StepMeter
 from graphpp.runtime.dtensors import local_tensor
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.recorder import Recorder
+from graphpp.runtime.recorder import WaitRecorder
 from graphpp.streams import end_marker
 
 NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -54,7 +55,8 @@ class Calls:
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
         groups, mark = (place.model_parallel, place.replicas), end_marker(place.device)
-        self._board = FailureBoard(groups, self._name, place.described, mark, place.group)
+        slow_after = options.parallel.slow_after
+        self._board = FailureBoard(groups, self._name, place.described, mark, place.group, slow_after)
         self._every = options.parallel.check_data if agreement.several else 0
         self._timeouts = Timeouts(options.parallel.timeout, options.parallel.start_timeout)
         lock, everyone = threading.RLock(), place.everyone
@@ -67,6 +69,7 @@ class Calls:
         self.last: PreparedStep | None = None
         self.bytes_of_all = agreement.bytes_of_all
         self.steps = 0  # training calls that have ended
+        self.meter = StepMeter(place.device)
         self.saving: str | None = None
 
     @contextlib.contextmanager
@@ -168,7 +171,7 @@ class Calls:
             call, _ = self._agree(batch, NO_WEIGHTS, training=True, asked="compile")
             self._cache.compile(call, microbatches or len(call.parts))
 
-    def run(self, call: StepCall, prepared: PreparedStep, recorder: Recorder | None = None) -> PreparedStep:
+    def run(self, call: StepCall, prepared: PreparedStep, recorder: WaitRecorder | None = None) -> PreparedStep:
         place = self._place
         loss = prepared.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
@@ -191,11 +194,13 @@ class Calls:
         """The call, whose microbatches, data, weights and scale ranks have compared, and whether a rank has absent data."""
         self.check_whole()
         with Round(self._agreement, self._peers) as r:
+            self._data_calls[training] += 1  # first, so that ranks count alike if one of them fails below
+            if training:
+                self.meter.begin(self.steps + 1)  # an error of a hook is raised on all ranks
             parts = self._reader.microbatches(batch, training=training)
             weighting = LossWeighting.of(self._options.gradients.reduction, weights, [part.rows for part in parts])
             call = self._cache.call(parts, weighting, training=training)
             of_pipeline, of_peers = self._cache.facts(call)
-            self._data_calls[training] += 1
             sums = checksums(parts, self._data_calls[training], self._every)
             numbers = [f"{path}: {part.tensors[path].item()}" for part in call.parts for path in sorted(part.numbers)]
             lines = {"the weights of the loss": weighting.description, "the numbers of the microbatches": numbers}

@@ -11,7 +11,6 @@ Contract:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from graphpp.compiler.exchanged_values import check_shared_layers
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.word_stages import order_of_parts
 from graphpp.errors import GraphPPError
+from graphpp.log import logger
 from graphpp.ownership.ownership import Ownership
 from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
@@ -41,7 +41,7 @@ from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _SHAPES = "the shapes of the microbatches, which must be equal on ranks along ep and cp, whose models exchange values"
 _PREPARED = "a graph and its runner"
 _RUNNERS = 8  # how many runners are kept for each graph that may be kept

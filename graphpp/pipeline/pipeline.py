@@ -8,7 +8,7 @@ changes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.utils.hooks import RemovableHandle
 
-from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
+from graphpp._torch.autograd import call_gradient_hooks, profiled
+from graphpp.arguments import COUNT, FLAG, FUNCTION, INTEGER, PATH, checked, one_of, or_none, require
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight, wide
 from graphpp.batch.microbatch import Microbatch, whole_each
 from graphpp.capture.loss import LossFunction
@@ -38,7 +39,7 @@ from graphpp.pipeline.outputs import OutputRanks, asked_with, eval_mode, require
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.read_batch import Batch, BatchReader, OneByOne
-from graphpp.pipeline.results import EvalResult, StepResult
+from graphpp.pipeline.results import EvalResult, StepMetrics, StepResult
 from graphpp.pipeline.step_record import StepRecord
 from graphpp.planner.microbatch_count import usual_microbatches
 from graphpp.planner.plan import Plan
@@ -174,7 +175,7 @@ class Pipeline(Interfaces):
         `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
         `RuntimeError` on all ranks for a non-finite total norm if `error_if_nonfinite`.
         """
-        with self._calls.watched(), torch.no_grad():
+        with self._calls.watched(), torch.no_grad(), profiled("grad_norm"):
             with self._calls.agreeing("clip_grad_norm_") as alike:
                 require(GraphPPError, "foreach", or_none(FLAG), foreach)
                 clipping, gradients = norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
@@ -187,7 +188,22 @@ class Pipeline(Interfaces):
                 "clipped. To scale by it all the same, set error_if_nonfinite=False"
             )
         norms.clip_(gradients, clipping.max_norm, norm, foreach)
+        self._calls.meter.clipped(norm)
         return norm
+
+    @checked(GraphPPError, hook=FUNCTION, every=COUNT, actions=FLAG)
+    def register_step_hook(
+        self, hook: Callable[[StepMetrics], object], *, every: int = 1, actions: bool = False
+    ) -> RemovableHandle:
+        """Call `hook` with the `StepMetrics` of every `every`-th training step on this rank; any rank may register hooks.
+
+        A hook gets a step's numbers when the next training call begins, with the gradient norm of a `clip_grad_norm_` in
+        between, or when the handle is removed: use the handle as a context manager, so that the last step is not lost. The
+        call waits until the device has ended the step of these numbers, not for later work. `actions`: with the times of the
+        rank's actions; a step then waits for the device before it begins. If a hook raises, the call raises on all ranks, and
+        nothing is run. Raises `GraphPPError` for arguments of other types.
+        """
+        return self._calls.meter.add(hook, every, actions)
 
     @property
     def bubble(self) -> float | None:
@@ -240,7 +256,7 @@ class Pipeline(Interfaces):
         return "\n".join(filter(None, (str(first.plan), self._reader.describe())))
 
     def _step(self, batch: Batch, weights: LossArguments, output: OutputRanks = "last") -> StepResult:
-        with self._calls.watched():
+        with self._calls.watched(), profiled("step"):
             result, hooked = self._run_step(batch, weights, output=output)
             if hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in hooked)
@@ -250,14 +266,16 @@ class Pipeline(Interfaces):
     def _note(self, result: StepResult) -> None:
         self._calls.steps += 1
         self._record.add(result.loss)
+        self._calls.meter.end(self._calls.steps, result.loss)
 
     def _run_step(
         self, batch: Batch, weights: LossArguments, recorder: Recorder | None = None, output: OutputRanks = "last"
     ) -> tuple[StepResult, Collection[str]]:
-        call, prepared = self._calls.prepare(batch, weights, asked=asked_with("step", output))
+        with profiled("prepare"):
+            call, prepared = self._calls.prepare(batch, weights, asked=asked_with("step", output))
         require_output(output, call, prepared, self._request.batch_dims, self._options.memory.outputs)
-        runner = self._calls.run(call, prepared, recorder).runner
-        with self._calls.exchanging():
+        runner = self._calls.run(call, prepared, recorder or self._calls.meter.ran(call, prepared)).runner
+        with self._calls.exchanging(), profiled("losses"):
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())

@@ -16,9 +16,10 @@ from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microba
 from graphpp.capture.loss import takes_target
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError
+from graphpp.log import logger
 from graphpp.planner.microbatch_count import microbatches_for
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 
 

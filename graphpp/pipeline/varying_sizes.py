@@ -14,7 +14,6 @@ Contract:
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,9 +22,10 @@ from graphpp.batch.microbatch import FlatMicrobatch, is_unordered_integers
 from graphpp.capture.sizes.open_sizes import Open
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler.compile_graph import CompiledGraph
+from graphpp.log import logger
 from graphpp.pipeline.cache_key import GraphKey, Recent
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _MOST = 4  # graphs with open sizes for one kind of microbatch
 _SEVERAL = 3  # shapes in one call that leave their sizes open at once; a batch that does not divide has two
 Kind = tuple[Any, ...]

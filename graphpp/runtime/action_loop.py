@@ -21,8 +21,8 @@ from torch.autograd.profiler import record_function
 
 from graphpp._torch import pytree
 from graphpp._torch.aot import DispatchMode, rounds
-from graphpp._torch.autograd import finds_nan
-from graphpp._torch.pipelining import ComputationType, PipelineScheduleRuntime, TorchAction, profiler_enabled
+from graphpp._torch.autograd import finds_nan, profiler_enabled
+from graphpp._torch.pipelining import ComputationType, PipelineScheduleRuntime, TorchAction
 from graphpp.runtime.recorder import ActionFunction
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule

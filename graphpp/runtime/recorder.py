@@ -1,8 +1,8 @@
 """Records when a rank's actions ran in one step, by marks around each action and each wait for a message.
 
-A recorder serves one step of one rank. A computation that waits for a message gives two spans: the wait counts as its receive,
-the rest as the computation. Times are in seconds of `time.perf_counter`. On CUDA the marks are events of the current stream,
-read after the step, so the host does not wait for the GPU.
+A recorder serves one step of one rank; a `WaitRecorder` marks the waits only. A computation that waits for a message gives two
+spans: the wait counts as its receive, the rest as the computation. Times are in seconds of `time.perf_counter`. On CUDA the
+marks are events of the current stream, read after the step, so the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ class Clock:
     On the CPU a mark is its own time. On CUDA it is an event of the current stream, after one of an idle device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, idle: bool = True) -> None:
+        """`idle`: wait until the device is idle, without which on CUDA only differences of times are right."""
         self._device = device
-        wait_for_device(device)
+        if idle:
+            wait_for_device(device)
         self._origin, self._at = self.mark(), time.perf_counter()
 
     def mark(self) -> Any:
@@ -52,25 +54,46 @@ class _Span:
     waits: list[Any] = field(default_factory=list)  # two marks for each wait: before, after
 
 
-class Recorder:
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._spans: list[_Span] = []
+class WaitRecorder:
+    """Marks the waits for messages of one step. `run`: runs an action and marks it; None: actions are not marked."""
 
-    def run(self, action: Action, function: ActionFunction) -> None:
-        span = _Span(action, self._clock.mark())
-        self._spans.append(span)
-        function()
-        span.end = self._clock.mark()
+    run: Callable[[Action, ActionFunction], None] | None = None
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._marks: list[Any] = []
 
     def waiting(self) -> None:
         """Called right before and right after each wait for a message."""
+        self._marks.append(self.clock.mark())
+
+    def waited(self) -> float:
+        """The seconds of all waits."""
+        marks = list(map(self.clock.seconds, self._marks))
+        return sum((end - start for start, end in zip(marks[::2], marks[1::2], strict=True)), 0.0)
+
+
+class Recorder(WaitRecorder):
+    """Marks the actions of one step too."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._spans: list[_Span] = []
+
+    def run(self, action: Action, function: ActionFunction) -> None:
+        span = _Span(action, self.clock.mark())
+        self._spans.append(span)
+        function()
+        span.end = self.clock.mark()
+
+    def waiting(self) -> None:
+        super().waiting()
         if self._spans and self._spans[-1].end is None:
-            self._spans[-1].waits.append(self._clock.mark())
+            self._spans[-1].waits.append(self._marks[-1])
 
     def times(self, stages: int) -> list[tuple[Action, float, float]]:
         """(action, start, end) of every action that ran, in table order; `stages`: the pipeline's number of stages."""
-        read = self._clock.seconds
+        read = self.clock.seconds
         found = {span.action: (read(span.start), read(span.end)) for span in self._spans}
         posted = {leaf: span.action for span in self._spans for leaf in span.action.leaves if leaf.is_communication}
         for span in (span for span in self._spans if span.action.is_compute):
@@ -84,13 +107,13 @@ class Recorder:
         """The seconds per action in which the rank neither computed nor waited for a message."""
         if not self._spans:
             return 0.0
-        read = self._clock.seconds
+        read = self.clock.seconds
         busy = sum(read(span.end) - read(span.start) for span in self._spans if span.action.is_compute)
         busy += sum(after - before for span in self._spans if not span.action.is_compute for before, after in self._waits(span))
         return max(read(self._spans[-1].end) - read(self._spans[0].start) - busy, 0.0) / len(self._spans)
 
     def _waits(self, span: _Span) -> list[tuple[float, float]]:
-        marks = list(map(self._clock.seconds, span.waits))
+        marks = list(map(self.clock.seconds, span.waits))
         return list(zip(marks[::2], marks[1::2], strict=True))
 
 

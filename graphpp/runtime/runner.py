@@ -15,13 +15,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.autograd import finds_nan, with_gradient_hooks
+from graphpp._torch.autograd import finds_nan, profiled, with_gradient_hooks
 from graphpp._torch.parallel.sharded_tensor import are_plain
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
@@ -40,17 +40,17 @@ from graphpp.runtime.offloader import CudaMover, Offloader
 from graphpp.runtime.parameter_rows import any_rows, ranks_of_parameters, whole_name
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.random_keys import step_keys
-from graphpp.runtime.recorder import Recorder
+from graphpp.runtime.recorder import WaitRecorder
 from graphpp.runtime.stage import GraphStage, Variant
 from graphpp.runtime.task import OverlappedActions, StepInputs
 from graphpp.runtime.whole_step import StepGraphs, WholeStep
-from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.actions import SENDS, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import as_current, finish_copies_after
 
 if TYPE_CHECKING:
-    from graphpp.runtime.action_loop import ActionLoop
+    from graphpp.runtime.action_loop import ActionLoop, ActionWatcher
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RunnerConfig:
     (None: no averages). `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the programs of
     overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: they stay). `sharded`:
     the rank's sharded parameters (None: whole ones). `sums` adds gradients over ranks. `graphs` records and replays the tasks
-    (None: they run).
+    (None: they run). `slow_after`: as for `Mailbox`.
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -76,6 +76,7 @@ class RunnerConfig:
     sharded: ShardedParameters | None = None
     sums: Sums = ordered_sums
     graphs: StepGraphs | None = None
+    slow_after: float | None = None
 
 
 class GraphPPRunner:
@@ -98,7 +99,7 @@ class GraphPPRunner:
         self.program, self.programs = each[0], tuple(each)
         self.random = any(program.random for program in {id(program): program for program in each}.values())
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
-        self.mailbox = Mailbox(place.group, place.device, batched=batched)
+        self.mailbox = Mailbox(place.group, place.device, batched=batched, slow_after=config.slow_after)
         self._sharded = config.sharded
         layers = self._sharded if self.program.gathers_layers else None
         self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None
@@ -129,7 +130,7 @@ class GraphPPRunner:
         numbers = any(stage.reads_numbers for stage in self.stages.values())
         # Whether a step exchanges values with no other rank, with no other stream and not with the host.
         self._alone = here and not (config.woven or self.offloader.evicts or self.random or numbers)
-        self._recorder: Recorder | None = None
+        self._recorder: WaitRecorder | None = None
         self._loop = self._bound_loop() if self.stages else None  # a rank without a stage runs no actions
 
     def _local_stages(self, each: Sequence[PipelineProgram], kernel: MatmulKernel | None) -> dict[int, GraphStage]:
@@ -168,9 +169,11 @@ class GraphPPRunner:
         try:
             with torch.no_grad(), as_current(self.place.device):
                 keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
-                self._run(StepInputs(inputs, seeds, keys, silent))
-                self.mailbox.flush()
-                self._finish()
+                with profiled("actions"):
+                    self._run(StepInputs(inputs, seeds, keys, silent))
+                    self.mailbox.flush()
+                with profiled("gradients"):
+                    self._finish()
             for stage in self.stages.values():
                 stage.buffers.copies.finish()
             self._bubble = self.mailbox.waited / max(time.perf_counter() - began, 1e-9)
@@ -184,13 +187,23 @@ class GraphPPRunner:
                 stage.end()
 
     @contextlib.contextmanager
-    def recording(self, recorder: Recorder) -> Iterator[None]:
+    def recording(self, recorder: WaitRecorder) -> Iterator[None]:
         """Record the times of a step that runs inside this context."""
         self._recorder, self.mailbox.on_wait = recorder, recorder.waiting
         try:
             yield
         finally:
             self._recorder = self.mailbox.on_wait = None
+
+    @property
+    def _watch(self) -> ActionWatcher | None:
+        return None if self._recorder is None else self._recorder.run
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """The bytes of the messages that this rank sends in a step."""
+        leaves = [leaf for action in self.schedule.table[self.place.rank] if action is not None for leaf in action.leaves]
+        return sum(self.stages[leaf.stage].message_bytes(leaf) for leaf in leaves if leaf.kind in SENDS)
 
     @property
     def bubble(self) -> float | None:
@@ -256,14 +269,14 @@ class GraphPPRunner:
             self._run_row()
             return
         whole = partial(WholeStep, self.stages, inputs, partial(self._begin, inputs), self._run_row)
-        plain = self._alone and self._recorder is None and not finds_nan() and not inputs.silent
+        plain = self._alone and self._watch is None and not finds_nan() and not inputs.silent
         self._graphs.run_step(self._run_row, whole if plain else None)
 
     def _run_row(self) -> None:
         for stage in (stage for index, stage in self.stages.items() if index not in self._shards):
             stage.prepare()
         if self._loop is not None:
-            self._loop.run(None if self._recorder is None else self._recorder.run)
+            self._loop.run(self._watch)
 
     def _begin(self, inputs: StepInputs) -> None:
         tensors = self._reader()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskGraphs, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
+from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import InputCopies
 
@@ -207,10 +209,10 @@ class GraphStage:
         """A function that makes the message with a microbatch's activations (F) or gradients (B) for the next rank."""
         layouts, peer = self._crossing(direction, microbatch, leaving=True)
         crossing, outgoing, pack = (direction, microbatch), self.buffers.outgoing, self._mailbox.outgoing
-        graphs = self._graphs
+        graphs, name = self._graphs, f"{self.stage_index}SEND_{direction}{microbatch}"
 
         def send() -> Message:
-            message = pack(outgoing.pop(crossing), layouts, peer)
+            message = pack(outgoing.pop(crossing), layouts, peer, name)
             if graphs is not None:
                 message.tensors = graphs.own(message.tensors)  # the transport reads them after later replays
             return message
@@ -221,12 +223,17 @@ class GraphStage:
         """A function that allocates a message's receive buffers when it is called."""
         layouts, peer = self._crossing(direction, microbatch, leaving=False)
         crossing, received, allocate = (direction, microbatch), self.buffers.received, self._mailbox.incoming
+        name = f"{self.stage_index}RECV_{direction}{microbatch}"
 
         def receive() -> Message:
-            message = received[crossing] = allocate(layouts, peer)
+            message = received[crossing] = allocate(layouts, peer, name)
             return message
 
         return receive
+
+    def message_bytes(self, send: Action) -> int:
+        layouts, _ = self._crossing("F" if send.kind is Kind.SEND_F else "B", send.microbatch or 0, leaving=True)
+        return sum(prod(layout.packed) * layout.dtype.itemsize for layout in layouts)
 
     def _crossing(self, direction: str, microbatch: int, *, leaving: bool) -> tuple[Sequence[WireLayout], int]:
         """The layouts of the values that leave or enter this stage in one direction, and the peer's rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -20,13 +21,14 @@ from graphpp.errors import RankFailure
 from graphpp.parallel import late_rank, lost_rank
 from graphpp.parallel.lost_rank import FailureBoard
 from graphpp.parallel.rank_tree import RankTree
+from graphpp.runtime.messages import mailbox
 from tests.distributed import rank_outcomes, run_ranks
 from tests.parallel.test_agreement import SOON, STEP, TWO, Plain, X, Y
 
 
-def two_good_steps() -> graphpp.Pipeline:
+def two_good_steps(slow_after: float | None = None) -> graphpp.Pipeline:
     torch.set_num_threads(1)
-    parallel = graphpp.Parallel(timeout=STEP, start_timeout=SOON)
+    parallel = graphpp.Parallel(timeout=STEP if slow_after is None else SOON, start_timeout=SOON, slow_after=slow_after)
     pipe = graphpp.compile(Plain(), F.cross_entropy, parallel=parallel, **TWO)
     for _ in range(2):
         pipe.step(X, target=Y)
@@ -165,3 +167,45 @@ def asks_twice(rank: int) -> bool:
 
 def test_a_rank_answers_all_ranks_that_ask() -> None:
     assert run_ranks(asks_twice, 2) == [True, True]
+
+
+def warned(rank: int, fate: str) -> list[str]:
+    """The warnings of rank 0, for which rank 1 is late before the call, or slow in the first action of its row."""
+    pipe, store, lines = two_good_steps(slow_after=0.2), default_store(), list[str]()
+    runner = pipe._calls.last.runner
+    if rank == 1 and fate == "slow":
+        (action, name, function), *others = runner._loop._row
+        runner._loop._row = [(action, name, lambda: (read_from_a_slow_disk(), function())), *others]
+    elif rank == 1:
+        read_from_a_slow_disk()
+
+    def note(text: str, *values: object) -> None:
+        lines.append(text % values)
+        store.set("given up", "")
+
+    with (
+        patch.object(lost_rank._LOG, "warning", note),
+        patch.object(mailbox._LOG, "warning", note),
+        patch.object(late_rank, "_PATIENCE", SOON),
+    ):
+        pipe.step(X, target=Y)
+        pipe.step(X, target=Y)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("fate", "said"),
+    [
+        ("late", r"rank 0 has waited \d s in a call for rank 1, which .*, and is at .*\(read_from_a_slow_disk\)"),
+        ("slow", r"rank 0 has waited \d s in 0RECV_B0 for rank 1"),
+    ],
+)
+def test_a_rank_that_waits_long_says_so_once(fate: str, said: str) -> None:
+    ((line,), others) = run_ranks(warned, 2, fate)
+    assert re.fullmatch(said, line) and others == []
+
+
+def test_warnings_of_waits_keep_a_distance() -> None:
+    slow = late_rank.SlowWaits(2.0)
+    with patch.object(late_rank.time, "monotonic", iter([0.0, 1.0, 20.9, 21.1]).__next__):
+        assert [slow.says(seconds) for seconds in (1.9, 2.0, 100.0, 3.0)] == [False, True, False, True]

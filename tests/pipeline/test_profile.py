@@ -198,13 +198,15 @@ def seen(rank: int) -> list[str]:
     step(pipe, case.batch)
     with torch.profiler.profile(acc_events=True) as profiler:
         step(pipe, case.batch)
-    return sorted(event.key for event in profiler.key_averages() if event.key.startswith("PP:"))
+        pipe.clip_grad_norm_(1.0)
+    return sorted(event.key for event in profiler.key_averages() if event.key.startswith(("PP:", "graphpp::")))
 
 
-def test_torchs_profiler_sees_the_actions_by_name() -> None:
+def test_torchs_profiler_sees_the_actions_and_the_parts_of_a_step_by_name() -> None:
     first, second = run_ranks(seen, 2)
     names = ["0F0", "0F1", "0B0", "0B1", "0SEND_F0", "0SEND_F1", "0RECV_B0", "0RECV_B1"]
-    assert first == sorted(f"PP:{name}" for name in names)
+    parts = [f"graphpp::{name}" for name in ("step", "prepare", "actions", "gradients", "losses", "grad_norm")]
+    assert first == sorted([*(f"PP:{name}" for name in names), *parts])
     assert "PP:1B1" in second and "PP:1RECV_F0" in second
 
 

@@ -11,16 +11,16 @@ after it was written. `check` raises `CaptureError` at the first operator that d
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
 
 from graphpp.capture.watch.operators import Operations, first_difference
 from graphpp.errors import CaptureError
+from graphpp.log import logger
 
 _SHARE = 0.005
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 
 
 class Audit:

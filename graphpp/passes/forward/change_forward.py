@@ -7,7 +7,6 @@ head that an option can change.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,12 +15,13 @@ import torch
 from torch import fx
 
 from graphpp.errors import CaptureError
+from graphpp.log import logger
 from graphpp.passes.forward.causal_attention import causal_attention
 from graphpp.passes.forward.chunk_logits import chunk_logits
 from graphpp.passes.forward.cut_words import Inside, WordParts, cut_words
 from graphpp.passes.forward.head_and_loss import Stays
 
-_LOG = logging.getLogger("graphpp")
+_LOG = logger(__name__)
 _REMEDY = "Give torch.nn.functional.cross_entropy the results of a linear layer, or leave the option out"
 
 

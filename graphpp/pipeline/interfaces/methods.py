@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -86,6 +86,15 @@ class Interfaces(RankPart):
         """
         with self._calls.all_ranks(what):
             yield
+
+    def from_first_rank(self, make: Callable[[], bytes]) -> bytes:
+        """The bytes that `make` returns on the first of all ranks, on every rank. Called by all ranks.
+
+        An error of `make` is raised there, and as `MismatchError` on the others.
+        """
+        with self._calls.watched():
+            self._calls.check_whole()
+            return self._place.agreement(self._place.everyone).from_first(make)
 
     def shared_microbatches(self, microbatches: Sequence[Microbatch] | None) -> list[Microbatch]:
         """The microbatches on every rank: a rank that has None gets those of another, with absent tensors for the data.

@@ -11,7 +11,7 @@
   sent tensors.
 - On CUDA messages run on NCCL's streams: a posted send waits for the current stream's work so far, and `wait` makes the current
   stream wait, never the host.
-- A lost connection raises `PeerLost`, which names the peer.
+- A lost connection raises `PeerLost`, which names the peer. While the host waits long, another thread logs the message's name.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from graphpp.log import logger
+from graphpp.parallel import late_rank
 from graphpp.parallel.groups import PeerLost, receives_overtake
+from graphpp.parallel.late_rank import SlowWaits
 from graphpp.parallel.transport import Transport, Work, transport_of
 from graphpp.runtime.messages.wire_layout import ReceiveBuffer, WireLayout
 from graphpp.schedules.table.costs import DEPTH, MessageFlow
+
+_LOG = logger(__name__)
 
 
 @dataclass(slots=True)
 class Message:
     """A message to or from `peer`, a rank within the group. `works`: handles to wait for, once posted.
 
-    `tensors`: sent tensors, or tensors that stay on this rank; `buffers`: where tensors from another rank arrive.
+    `tensors`: sent tensors, or tensors that stay on this rank; `buffers`: where tensors from another rank arrive. `name`: the
+    action's, such as 2RECV_F0.
     """
 
     peer: int
@@ -43,6 +49,7 @@ class Message:
     buffers: Sequence[ReceiveBuffer] = ()
     outgoing: bool = False
     works: Sequence[Work] = ()
+    name: str = ""
 
     @property
     def elements(self) -> list[torch.Tensor]:
@@ -75,21 +82,33 @@ def message_flow(group: dist.ProcessGroup | None, device: torch.device) -> Messa
 class Mailbox:
     """Packs, posts and awaits the messages of one pipeline over one process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, batched: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        batched: bool = False,
+        slow_after: float | None = None,
+    ) -> None:
+        """`slow_after`: the seconds of a wait after which a warning names the message; None: never."""
         self.device, self._group, self.transport = device, group, transport_of(group, device)
         self._together = batched and not self.transport.copies
         self._outgoing: dict[int, deque[Message]] = defaultdict(deque)
         self.waited = 0.0  # seconds that this process waited for messages
         self.on_wait: Callable[[], None] | None = None  # called before and after each wait, while a step is recorded
+        self._waiting: tuple[Message, float] | None = None
+        self._slow = None if slow_after is None else SlowWaits(slow_after)
+        if group is not None and self._slow is not None:
+            late_rank.when_idle(self)
 
-    def outgoing(self, values: Sequence[torch.Tensor], layouts: Sequence[WireLayout], peer: int) -> Message:
+    def outgoing(self, values: Sequence[torch.Tensor], layouts: Sequence[WireLayout], peer: int, name: str = "") -> Message:
         """A packed message for `peer`, not posted yet."""
         packed = [layout.pack(value) for value, layout in zip(values, layouts, strict=True)]
-        return Message(peer, packed, outgoing=True)
+        return Message(peer, packed, outgoing=True, name=name)
 
-    def incoming(self, layouts: Sequence[WireLayout], peer: int) -> Message:
+    def incoming(self, layouts: Sequence[WireLayout], peer: int, name: str = "") -> Message:
         """A message from `peer` with newly allocated receive buffers, not posted yet."""
-        return Message(peer, buffers=[layout.buffer(self.device) for layout in layouts])
+        return Message(peer, buffers=[layout.buffer(self.device) for layout in layouts], name=name)
 
     def start(self, messages: Sequence[Message]) -> None:
         """Post messages, with `batched` in one call. Waits only to keep at most `DEPTH` messages to a rank in flight."""
@@ -116,11 +135,23 @@ class Mailbox:
         if on_wait is not None:
             on_wait()
         began = time.perf_counter()
-        tensors = message.wait()
+        self._waiting = message, began
+        try:
+            tensors = message.wait()
+        finally:
+            self._waiting = None
         self.waited += time.perf_counter() - began
         if on_wait is not None:
             on_wait()
         return tensors
+
+    def look(self) -> None:
+        """Log a warning if the host waits long for a message. Another thread calls this while no call begins or ends."""
+        waiting, slow, group = self._waiting, self._slow, self._group
+        if waiting is None or slow is None or group is None or not slow.says(seconds := time.perf_counter() - waiting[1]):
+            return
+        here, peer = dist.get_rank(), dist.get_global_rank(group, waiting[0].peer)
+        _LOG.warning("rank %d has waited %.0f s in %s for rank %d", here, seconds, waiting[0].name, peer)
 
     def flush(self) -> None:
         for outgoing in self._outgoing.values():
