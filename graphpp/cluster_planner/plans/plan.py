@@ -109,7 +109,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         float8: the recipe of torchao for all linear layers inside of numbered modules ("tensorwise", "rowwise",
             "rowwise_with_gw_hp"), or {FQN pattern: recipe}. None: layers as they are, also a converted model's.
         backend: "inductor", or "eager": each operator is a kernel of its own, launched by the host.
-        pp, tp, ep, cp: allowed numbers of ranks along each dimension (`ep`: without those of `cp` and `tp`). None: all that fit.
+        pp, tp, ep, cp: allowed numbers of ranks along each dimension (`ep`: of data ranks). None: all that fit.
         rows: allowed rows of a microbatch. None: 1, 2, 4, 8 and 16.
         schedules: allowed names. None: all but GPipe, which 1F1B beats, and Combined1F1B; for short steps also "searched"
             orders (`graphpp.schedule_auto`).
