@@ -125,7 +125,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 58_290,
+    "graphpp": 58_360,
     "graphpp/_torch": 2_780,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -134,7 +134,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 2_120,
     "graphpp/cluster_planner": 6_090,
-    "graphpp/compiler": 2_390,
+    "graphpp/compiler": 2_430,
     "graphpp/devices": 580,
     "graphpp/integrations": 2_390,
     "graphpp/options": 1_060,
@@ -144,10 +144,10 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/pipeline": 3_670,
     "graphpp/planner": 1_900,
     "graphpp/report": 910,
-    "graphpp/runtime": 4_260,
+    "graphpp/runtime": 4_270,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 53_960,
+    "tests": 53_990,
 }
 MOST_FILES = 461  # Python files of graphpp/, `__init__.py` included
 

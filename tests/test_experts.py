@@ -99,5 +99,3 @@ def refusals(rank: int) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     run_ranks(refusals, 2)
-
-

@@ -18,11 +18,13 @@ from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.collectives import group_of, is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments, unlike_numbers
-from graphpp.runtime.dtensors import is_spread_over
-from graphpp.runtime.program import BufferUpdate, Gradient, Loss, Parameter
+from graphpp.runtime.dtensors import is_cut_along, is_expert, is_spread_over
+from graphpp.runtime.program import BufferUpdate, Gradient, Input, Loss, Parameter
 from graphpp.runtime.random_keys import seeded
 
 _GATHER, _ALL_TO_ALL, _ADD = "all_gather", "all_to_all", "aten::add"
+_SENDS = _ALL_TO_ALL, "reduce_scatter"
+_ETP = 1  # the position of `etp` in the mesh of an expert
 _REMEDY = "Redistribute the values before, as the styles of torch.distributed.tensor.parallel do"
 _UNEQUAL: dict[type, str] = {
     Loss: "the loss is computed from values that are spread over the ranks of tp, so ranks would have other losses{}, at {}. "
@@ -51,14 +53,13 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     others = agreement.of_all(numbers)
     unlike = unlike_numbers(own, [[number for number in row if number >= 0] for row in others.tolist()])
     tensors = (*request.model.named_parameters(), *request.model.named_buffers())
-    folded = {fqn for fqn, tensor in tensors if place.folds_experts and is_spread_over(tensor, place.experts_group)}
+    experts = {fqn: tensor for fqn, tensor in tensors if place.folds_experts and is_expert(tensor, place)}
+    along = {} if place.experts is None else place.experts.along
+    among_layers = [dim for dim, group in along.items() if _peers(group, layers) > 1]
     sharded = {fqn for fqn, tensor in tensors if is_spread_over(tensor, layers)}
-    sharded |= folded if _peers(place.experts_group, layers) > 1 else set()
-    names = {group_of(node) for node in filter(is_collective, joint.graph.nodes)}
-    peers = {name: _peers(group_named(name), layers) for name in names}
-    several = {name: count == dist.get_world_size(layers) for name, count in peers.items() if count > 1}
-    differing = differing_values(joint.graph, sharded, unlike, several)
-    if place.tp_repeats_tokens:
+    sharded |= {fqn for fqn, tensor in experts.items() if any(is_cut_along(tensor, dim) for dim in among_layers)}
+    differing = differing_values(joint.graph, sharded, unlike, _several(joint, layers))
+    if place.tp_adds_to_experts:
         _check_tokens(place, joint, differing)
     for node in joint.computed():
         if node.target is seeded and node in differing:
@@ -67,7 +68,7 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
                 "tp: each rank would draw the same numbers for its part, where one process draws others for every part. Draw "
                 "(dropout) where the values are whole, or set the probability to 0."
             )
-    fine = sharded | folded | joint.partial.keys()  # the runtime sums partial gradients, and those of equal experts
+    fine = sharded | experts.keys() | joint.partial.keys()  # the runtime sums partial gradients, and those of equal experts
     for role, node in joint.outputs() if joint.training else ():
         whole = isinstance(role, Loss) or (isinstance(role, Gradient | BufferUpdate) and role.fqn not in fine)
         if whole and node in differing:
@@ -77,12 +78,12 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
 def _check_tokens(place: RankPlace, joint: JointGraph, differing: Collection[fx.Node]) -> None:
     """Raise `CaptureError` for an exchange with ranks of experts of values that ranks along `tp` have alike."""
     for node in filter(is_collective, joint.graph.nodes):
-        sends = _ALL_TO_ALL in node.name and _peers(group_named(group_of(node)), place.experts_group) > 1
+        sends = any(kind in node.name for kind in _SENDS) and _peers(group_named(group_of(node)), place.experts_group) > 1
         if sends and not any(source in differing for source in node.all_input_nodes):
             raise CaptureError(
-                f"every rank along tp sends the same tokens to the experts, in {describe_node(node)}, and the gradients of all "
+                f"every rank along tp has the same tokens for the experts, in {describe_node(node)}, and the gradients of all "
                 "these ranks are added up: shard the tokens over tp before (Shard(1) of a DTensor [batch, sequence, width], by "
-                "PrepareModuleInput), or give parallel.expert_mesh the dimension etp with the ranks of tp"
+                "PrepareModuleInput)"
             )
 
 
@@ -93,26 +94,70 @@ def _peers(one: dist.ProcessGroup | None, other: dist.ProcessGroup | None) -> in
 
 
 def check_gathered_experts(request: CompileRequest, joint: JointGraph) -> None:
-    """Raise `CaptureError` for an expert that is all-gathered over `ep` while no collective sums its gradient.
+    """Raise `CaptureError` for experts whose gradients come from a rank's own tokens, and must come from other ranks' too.
 
-    `DTensor.full_tensor()` without `grad_placements` assumes that all ranks have the whole gradient, but along `ep` each rank
-    computes it from different rows.
+    An expert may be all-gathered over `ep` or `etp` while no collective sums its gradient: `DTensor.full_tensor()` without
+    `grad_placements` assumes that all ranks have the whole gradient, but each rank computes it from different rows. Ranks along
+    `etp` may compute without each other's tokens, or have a parameter whole without a sum of its gradient.
     """
-    group = request.place.experts_group
-    if group is None:
+    place = request.place
+    if place.experts is None:
         return
-    name = request.place.name_along("ep")
-    parameters = {fqn: each for fqn, each in request.model.named_parameters() if is_spread_over(each, group)}
+    own = {fqn: each for fqn, each in request.model.named_parameters() if is_expert(each, place)}
     inputs = {role.fqn: node for role, node in joint.inputs().items() if isinstance(role, Parameter)}
+    names = {dim: (name, place.name_along(name)) for dim, name in enumerate(place.expert_dims) if dim in place.experts.along}
+    tokens = _other_tokens(place, joint) if _ETP in names else set[fx.Node]()
     for role, gradient in joint.outputs():
-        if isinstance(role, Gradient) and role.fqn in parameters:
-            gathers = [node for node in _readers(inputs[role.fqn]) if _is_over(node, name) and _GATHER in node.name]
-            if gathers and not any(_is_over(node, name) for node in _makers(gradient)):
-                raise CaptureError(
-                    f"the forward gathers the experts {role.fqn} over ep in {describe_node(gathers[0])}, and each rank would "
-                    "keep the gradient of its own rows alone: compute with weight.to_local(), or gather by "
-                    "weight.full_tensor(grad_placements=[Partial()]), which adds the gradients of all ranks up"
-                )
+        if isinstance(role, Gradient) and role.fqn in own:
+            for name, group in names.values():
+                _check_gathered(role.fqn, inputs[role.fqn], gradient, name, group)
+            if _ETP in names:
+                _check_shared_expert(role.fqn, own[role.fqn], inputs[role.fqn], gradient, names[_ETP][1], tokens)
+
+
+def _check_gathered(fqn: str, parameter: fx.Node, gradient: fx.Node, name: str, group: str) -> None:
+    gathers = [node for node in _readers(parameter) if _is_over(node, group) and _GATHER in node.name]
+    if gathers and not any(_is_over(node, group) for node in _makers(gradient)):
+        raise CaptureError(
+            f"the forward gathers the experts {fqn} over {name} in {describe_node(gathers[0])}, and each rank would "
+            "keep the gradient of its own rows alone: compute with weight.to_local(), or gather by "
+            "weight.full_tensor(grad_placements=[Partial()]), which adds the gradients of all ranks up"
+        )
+
+
+def _other_tokens(place: RankPlace, joint: JointGraph) -> set[fx.Node]:
+    """The values of tokens that ranks along `etp` do not share; ranks that share layers too begin with equal tokens."""
+    assert place.experts is not None, "experts are shared"
+    group = place.experts.along[_ETP]
+    if _peers(group, place.tp_group) == dist.get_world_size(group):
+        return set()
+    begin = [at for at, node in enumerate(joint.graph.nodes) if isinstance(node.meta.get("role"), Input)]
+    return differing_values(joint.graph, (), begin, _several(joint, group))
+
+
+def _several(joint: JointGraph, group: dist.ProcessGroup) -> dict[str, bool]:
+    """The names of the model's groups that have several of the ranks of a group, and whether they have all."""
+    names = {group_of(node) for node in filter(is_collective, joint.graph.nodes)}
+    shared = {name: _peers(group_named(name), group) for name in names}
+    return {name: count == dist.get_world_size(group) for name, count in shared.items() if count > 1}
+
+
+def _check_shared_expert(
+    fqn: str, parameter: torch.Tensor, node: fx.Node, gradient: fx.Node, group: str, others: set[fx.Node]
+) -> None:
+    """Of a parameter over `ep` and `etp`. `group`: the name of the group along `etp`; `others`: tokens that are not shared."""
+    alone = next((each for each in _readers(node) if not each.meta["backward"] and others & {*each.all_input_nodes}), None)
+    if alone is not None:
+        raise CaptureError(
+            f"ranks along etp share the expert {fqn}, and each would train it with its own tokens alone, in "
+            f'{describe_node(alone)}: give experts.routed tensor_group=expert_mesh.get_group("etp") beside '
+            'group=expert_mesh.get_group("ep")'
+        )
+    if not is_cut_along(parameter, _ETP) and not any(_is_over(each, group) for each in _makers(gradient)):
+        raise CaptureError(
+            f"every rank along etp has the parameter {fqn} whole, and would keep its own part of the gradient: read the "
+            "parameter by weight.to_local(grad_placements=[Shard(0), Partial()]), which adds the parts up"
+        )
 
 
 def _is_over(node: fx.Node, group: str) -> bool:

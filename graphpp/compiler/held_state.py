@@ -11,7 +11,7 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.memory_plan import StateDtypes, state_of
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.dtensors import is_spread_over
+from graphpp.runtime.dtensors import is_expert
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.program import Output, StageProgram
 from graphpp.schedules.table.state_bytes import HeldBytes, Layers, StateBytes, held_bytes
@@ -26,7 +26,7 @@ def state_bytes(request: CompileRequest, joint: JointGraph, stages: Sequence[Sta
     if experts is not None:
         averaged_over = 1 if experts.replicas is None else dist.get_world_size(experts.replicas)
         own = {"averaged_over": averaged_over} if experts.sharding is None else {"shards": experts.sharding.ranks}
-        ranks_of = {fqn: own for fqn, each in parameters.items() if is_spread_over(each, experts.group)}
+        ranks_of = {fqn: own for fqn, each in parameters.items() if is_expert(each, request.place)}
     return state_of(joint, stages, dtypes, options.memory, ranks_of)
 
 

@@ -16,7 +16,7 @@ from graphpp.passes.stage.gather_layers import RankGroup, ShardedLayers
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.layers import layer_or_call, module_calls
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.dtensors import is_spread_over
+from graphpp.runtime.dtensors import is_expert
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.parameter_rows import whole_name
 from graphpp.runtime.program import Boundary, PipelineProgram, StageProgram, TensorMeta
@@ -72,7 +72,7 @@ def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers
     experts, others = request.place.experts, dict[str, RankGroup]()
     if experts is not None and experts.sharding is not None:
         group = RankGroup(experts.sharding.group.group_name, experts.sharding.ranks)
-        others = {fqn: group for fqn, each in own.items() if is_spread_over(each, experts.group)}
+        others = {fqn: group for fqn, each in own.items() if is_expert(each, request.place)}
     return ShardedLayers(sharding.group.group_name, sharding.ranks, dtypes, precision.of_messages, layer_of, others)
 
 

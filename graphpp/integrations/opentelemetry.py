@@ -44,7 +44,8 @@ def trace_steps(
 
 class _Spans:
     def __init__(self, provider: TracerProvider) -> None:
-        self._tracer, self._sampler = provider.get_tracer("graphpp", graphpp.__version__), getattr(provider, "sampler", None)
+        given, self._sampler = provider.get_tracer("graphpp", graphpp.__version__), getattr(provider, "sampler", None)
+        self._tracer = _with_ids(given, _Ids()) or given
         self._seed, self._above, self._first = b"", INVALID_SPAN_CONTEXT, False
         self._rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -62,7 +63,7 @@ class _Spans:
         word = hashlib.sha256(self._seed + step.step.to_bytes(8)).digest()
         trace_id = self._above.trace_id if self._above.is_valid else int.from_bytes(word[:16])
         root, end = SpanContext(trace_id, int.from_bytes(word[16:24]), True, self._flags(trace_id)), step.began + step.seconds
-        if self._first and (tracer := _with_ids(self._tracer, root)) is not None:
+        if self._first and (tracer := _with_ids(self._tracer, _Ids(root))) is not None:
             above = trace.set_span_in_context(NonRecordingSpan(self._above))
             attributes = {"graphpp.step": step.step, "graphpp.loss": step.loss}
             tracer.start_span("graphpp.step", above, attributes=attributes, start_time=_ns(step.began)).end(_ns(end))
@@ -97,26 +98,26 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _with_ids(tracer: Tracer, context: SpanContext) -> Any:
-    """The SDK's tracer, with the ids of this context for the next span; None for another SDK, whose ids cannot be given."""
+def _with_ids(tracer: Tracer, ids: _Ids) -> Any:
+    """The SDK's tracer with another generator of ids; None for another SDK, whose ids cannot be given."""
     if not hasattr(tracer, "id_generator"):
         return None
     found: Any = copy.copy(tracer)
-    found.id_generator = _Ids(context)
+    found.id_generator = ids
     return found
 
 
 class _Ids:
-    """Generates the ids of one span, for the SDK."""
+    """Generates ids for the SDK: those of one span, or random ones. The SDK's come from `random`, which ranks seed alike."""
 
-    def __init__(self, context: SpanContext) -> None:
+    def __init__(self, context: SpanContext | None = None) -> None:
         self._context = context
 
     def generate_trace_id(self) -> int:
-        return self._context.trace_id
+        return secrets.randbits(128) or 1 if self._context is None else self._context.trace_id
 
     def generate_span_id(self) -> int:
-        return self._context.span_id
+        return secrets.randbits(64) or 1 if self._context is None else self._context.span_id
 
     def is_trace_id_random(self) -> bool:
         return True

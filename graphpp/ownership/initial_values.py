@@ -17,7 +17,7 @@ from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.dtensors import is_spread_over, local_tensor
+from graphpp.runtime.dtensors import is_cut_along, is_spread_over, local_tensor
 from graphpp.runtime.model_state import ModelState
 
 
@@ -32,6 +32,8 @@ class InitialValues:
         self._place, self._ownership, self._state = place, ownership, state
         self._along_layers = place.agreement(place.tp_group)
         self._along_experts = None if place.experts is None else place.agreement(place.experts.replicas)
+        along = {} if place.experts is None else place.experts.along
+        self._along_dims = {dim: place.agreement(group) for dim, group in sorted(along.items())}
         self.known = False
 
     def compare_shared_layers(self, pipeline: Agreement) -> None:
@@ -62,6 +64,10 @@ class InitialValues:
         if self._along_experts is not None and not self.known:
             with Round(self._along_experts, self._replicas, pipeline) as r:
                 r.compare(Facts(self._checksums(self._ownership.experts)))
+            for dim, agreement in self._along_dims.items():
+                whole = {fqn for fqn in self._ownership.experts if not is_cut_along(self._state.tensor(fqn), dim)}
+                with Round(agreement, self._replicas, pipeline) as r:
+                    r.compare(Facts(self._checksums(whole)))
         self.known = True
 
     def _of_tensors(self) -> Mapping[str, Sequence[str]]:

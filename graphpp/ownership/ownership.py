@@ -29,7 +29,7 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.rank_place import RankPlace, Sharding
-from graphpp.runtime.dtensors import any_over_stages, is_over_stages, is_spread_over, local_tensor, spread_tensor
+from graphpp.runtime.dtensors import any_over_stages, is_expert, is_over_stages, local_tensor, spread_tensor
 from graphpp.runtime.fsdp.flat_parameters import FlatParameter
 from graphpp.runtime.fsdp.precision import Precision
 from graphpp.runtime.fsdp.sharded_parameters import (
@@ -119,8 +119,7 @@ class Ownership:
     @cached_property
     def experts(self) -> frozenset[str]:
         """FQNs of this rank's tensors that are sharded along `ep`."""
-        group = self._place.experts_group
-        return frozenset(fqn for fqn in self.local if is_spread_over(self._state.tensor(fqn), group))
+        return frozenset(fqn for fqn in self.local if is_expert(self._state.tensor(fqn), self._place))
 
     def first_holders(self) -> dict[str, int]:
         """For each parameter and buffer that a stage reads, the first rank that owns it."""

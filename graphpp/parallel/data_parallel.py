@@ -29,7 +29,7 @@ _TOGETHER = 2**22  # elements
 def check_apart(groups: Iterable[str], place: RankPlace) -> None:
     """Raise `GraphPPError` if a collective of the model reaches a replica that may have other parameters (experts).
 
-    `groups`: the names of the process groups of the model's collectives. Collectives along `cp` and `ep` are allowed.
+    `groups`: the names of the process groups of the model's collectives. Collectives along `cp`, `ep` and `etp` are allowed.
     """
     assert place.replicas is not None, "a pipeline without replicas"
     peers = [] if place.cp_ep_group is None else dist.get_process_group_ranks(place.cp_ep_group)
@@ -40,8 +40,8 @@ def check_apart(groups: Iterable[str], place: RankPlace) -> None:
             raise GraphPPError(
                 f"the model exchanges values with rank {shared[0]} over its process group {name!r}, and the dimensions "
                 "dp_replicate and dp_shard of mesh= would average all gradients with that rank, also of parameters that are "
-                "others there. Ranks with other experts stand along the dimension ep of mesh=, and ranks that share sequences "
-                "along cp."
+                "others there. Ranks with other experts stand along the dimension ep of mesh= (or of parallel.expert_mesh), "
+                "and ranks that share sequences along cp."
             )
 
 

@@ -11,6 +11,7 @@ Contract:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -24,13 +25,13 @@ _SHARDS = "dp_shard"
 
 class ExpertLayout(NamedTuple):
     """World ranks. `exchanging`: the replicas with which the model may exchange values, this rank included. `same`: the ranks
-    with the same parameters. `model`: the copy of the model with this rank, in the order of the classes. `tp_repeats_tokens`:
+    with the same parameters. `model`: the copy of the model with this rank, in the order of the classes. `tp_adds_to_experts`:
     whether ranks along `tp` add to the gradient of the same expert, so that each of them must send other tokens."""
 
     exchanging: list[int]
     same: list[int]
     model: list[int]
-    tp_repeats_tokens: bool
+    tp_adds_to_experts: bool
 
 
 def expert_layout(mesh: DeviceMesh, experts: DeviceMesh) -> ExpertLayout:
@@ -57,8 +58,13 @@ def _check_dimensions(mesh: DeviceMesh, experts: DeviceMesh) -> None:
             "parallel.expert_mesh: experts are sharded if other parameters are: give mesh= and the expert mesh the dimension "
             "dp_shard, of size 1 where nothing is to be cut, or neither of them"
         )
-    if "etp" in of_experts and of_experts.index("etp") < (*of_experts, "ep").index("ep"):
+    if "ep" not in of_experts:
+        raise GraphPPError("parallel.expert_mesh: it lacks the dimension 'ep': add it, of size 1 if each rank has all experts")
+    if "etp" in of_experts[: of_experts.index("ep")]:
         raise GraphPPError("parallel.expert_mesh: 'ep' must stand before 'etp', as in the placements of the experts")
+    for name, each in (("mesh", mesh), ("parallel.expert_mesh", experts)):
+        if bool((_lines(each, [_SHARDS]).diff(dim=1) < 0).any()):
+            raise GraphPPError(f"{name}: the ranks along {_SHARDS!r} must ascend, so that one copy of the model writes files")
     one, other = (_lowest((each, [name for name in each.mesh_dim_names or () if name != "pp"])) for each in (mesh, experts))
     if not torch.equal(one, other):
         raise GraphPPError(
@@ -95,7 +101,7 @@ def _lines(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
     """The world ranks [positions along other dimensions, positions along these dimensions]."""
     given = mesh.mesh_dim_names or ()
     others, own = ([at for at, name in enumerate(given) if (name in names) is wanted] for wanted in (False, True))
-    return mesh.mesh.permute(*others, *own).reshape(-1, max(1, int(torch.tensor([mesh.size(at) for at in own]).prod()))).long()
+    return mesh.mesh.permute(*others, *own).reshape(-1, prod(mesh.size(at) for at in own)).long()
 
 
 def _joint(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

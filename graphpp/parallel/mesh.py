@@ -61,21 +61,21 @@ def place_in(
         everyone=everyone,
     )
     if expert_mesh is not None:
-        layout = folded(mesh, expert_mesh)
+        layout = layout_of_experts(mesh, expert_mesh)
         place = replace(
             place,
             cp_ep_group=along.of_ranks(layout.exchanging),
             same_parameters=along.of_ranks(layout.same),
             parts=layout.model,
             expert_mesh=expert_mesh,
-            tp_repeats_tokens=layout.tp_repeats_tokens,
+            tp_adds_to_experts=layout.tp_adds_to_experts,
         )
         along = _Along(expert_mesh, everyone)
     elif _size(mesh, _EXPERTS) > 1:
         expert_mesh, same = mesh, (_REPLICAS, _CONTEXT) if sharding is not None else (_REPLICAS, _SHARDS, _CONTEXT)
         parts = _ranks_along(mesh, (PIPELINE, TENSOR, _SHARDS, _EXPERTS))
         place = replace(place, same_parameters=along(*same), parts=parts, expert_mesh=mesh)
-    if expert_mesh is None or _size(expert_mesh, *_SPREAD) == 1:
+    if expert_mesh is None or (_size(expert_mesh, *_SPREAD) == 1 and not place.tp_adds_to_experts):
         return place
     names = [name for name in _SPREAD if name in dimensions(expert_mesh, _KNOWN_OF_EXPERTS)]
     return replace(place, experts=SpreadExperts(
@@ -86,7 +86,7 @@ def place_in(
     ))
 
 
-def folded(mesh: DeviceMesh, expert_mesh: DeviceMesh) -> ExpertLayout:
+def layout_of_experts(mesh: DeviceMesh, expert_mesh: DeviceMesh) -> ExpertLayout:
     """The ranks of a mesh beside those of a mesh of experts. Raises `GraphPPError` if the meshes do not fit each other."""
     dimensions(mesh), dimensions(expert_mesh, _KNOWN_OF_EXPERTS)
     return expert_layout(mesh, expert_mesh)

@@ -30,7 +30,7 @@ from graphpp.parallel.agreement import Agreement, Round
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.groups import group_among
 from graphpp.parallel.lost_rank import FailureBoard
-from graphpp.parallel.mesh import described, dimensions, folded, pipeline_size, place_in, shard_size
+from graphpp.parallel.mesh import described, dimensions, layout_of_experts, pipeline_size, place_in, shard_size
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.rank_tree import RankTree
 
@@ -158,7 +158,7 @@ def _in_mesh(
         with Round(Agreement(everyone, torch.device(mesh.device_type))) as r:
             found = _device_on(model, mesh, device)
             if expert_mesh is not None:
-                folded(mesh, expert_mesh)
+                layout_of_experts(mesh, expert_mesh)
             meshes = {"mesh=": mesh, "parallel.expert_mesh": expert_mesh}
             r.compare(Facts({name: ["none" if each is None else described(each)] for name, each in meshes.items()}))
         return place_in(mesh, everyone, found, least_shards, expert_mesh)

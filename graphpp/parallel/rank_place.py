@@ -83,9 +83,9 @@ class RankPlace:
     microbatches (None: `group`). `experts`: None if no other rank has other experts. `sharding`: of parameters that are no
     experts (None: not sharded). `same_parameters`: the ranks with the same parameters (None: none). `parts`: the world ranks
     that together have one copy of the model, where parameters are sharded or experts spread (None: `model_parallel`). `mesh`:
-    the caller's, or None. `expert_mesh`: the one with `ep`. `tp_repeats_tokens`: whether ranks along `tp` add to the gradient
-    of the same expert. `everyone`: all ranks that compile the model together (None: one process). `parts` and `everyone` may be
-    all ranks of the job, and have no process group.
+    the caller's, or None. `expert_mesh`: the mesh with the dimension `ep`, or None. `tp_adds_to_experts`: whether ranks along
+    `tp` add to the gradient of the same expert. `everyone`: all ranks that compile the model together (None: one process).
+    `parts` and `everyone` may be all ranks of the job, and have no process group.
     """
 
     device: torch.device
@@ -100,7 +100,7 @@ class RankPlace:
     parts: Sequence[int] | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
-    tp_repeats_tokens: bool = False
+    tp_adds_to_experts: bool = False
     everyone: RankTree | None = None
 
     def agreement(self, ranks: Ranks) -> Agreement:
@@ -128,7 +128,7 @@ class RankPlace:
 
     def name_along(self, dimension: str) -> str:
         """The name of a mesh's process group along a dimension, for the model's own collectives."""
-        mesh = self.expert_mesh if dimension == "ep" else self.mesh
+        mesh = self.expert_mesh if dimension in ("ep", "etp") else self.mesh
         assert mesh is not None, "only a mesh has dimensions"
         return mesh.get_group(dimension).group_name
 

@@ -26,7 +26,7 @@ from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.dtensors import is_cut_along, is_over_stages, is_spread_over, local_tensor
+from graphpp.runtime.dtensors import is_cut_along, is_expert, is_over_stages, is_spread_over, local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
@@ -166,7 +166,7 @@ def _over_parts(table: torch.Tensor, parts: Parts, norm_type: float) -> torch.Te
 
 def _parts(parameters: Mapping[int, torch.Tensor], place: RankPlace) -> Iterator[Parts]:
     """The parts of this rank's parameters, by position: first of those that are no experts, then of experts."""
-    experts = tuple(at for at, each in parameters.items() if is_spread_over(each, place.experts_group))
+    experts = tuple(at for at, each in parameters.items() if is_expert(each, place))
     others = tuple(at for at in parameters if at not in experts)
     if place.sharding is not None:
         yield Parts(place.sharding.group, tuple(at for at in others if not parameters[at].dim()), experts)

@@ -19,6 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp._torch.parallel.sharded_tensor import Spread, gathered, local_of, spread_of
 from graphpp.errors import GraphPPError
+from graphpp.parallel.mesh import TENSOR
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.parameter_rows import rows_in, rows_of
 
 _SHARDED = WeakTensorKeyDictionary()  # the parameters that a pipeline has made as rows of the model's
@@ -122,6 +124,14 @@ def is_spread_over(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> boo
     if part is None or part.is_whole or group is None:
         return False
     return part.spread.mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(group)
+
+
+def is_expert(tensor: torch.Tensor, place: RankPlace) -> bool:
+    """Whether ranks have other experts in a tensor. `ep` may have the very ranks of `tp`, which cuts layers by its own mesh."""
+    part = spread_tensor(tensor)
+    if part is None or not is_spread_over(tensor, place.experts_group):
+        return False
+    return part.spread.mesh.ndim == len(place.expert_dims) and part.spread.mesh.mesh_dim_names != (TENSOR,)
 
 
 def is_cut_along(tensor: torch.Tensor, dim: int) -> bool:

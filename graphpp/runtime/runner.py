@@ -28,7 +28,7 @@ from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.rank_place import RankPlace, SpreadExperts
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.bind_actions import ActionBinder
-from graphpp.runtime.dtensors import is_spread_over, value_of
+from graphpp.runtime.dtensors import is_expert, value_of
 from graphpp.runtime.fsdp.sharded_gradients import LayerGradients, LayerReducer, ShardedGradients
 from graphpp.runtime.fsdp.sharded_parameters import ShardedParameters
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
@@ -59,10 +59,10 @@ class RunnerConfig:
 
     `owners`: the ranks with each parameter, by FQN (None: the ranks of the stages that use it). `sum_dtype`: the dtype for
     sums of narrower gradients. `replicas`: the ranks among which gradients are averaged; `experts`: where experts are spread
-    (None: no averages). `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the programs of
-    overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: they stay). `sharded`:
-    the rank's sharded parameters (None: whole ones). `sums` adds gradients over ranks. `graphs` records and replays the tasks
-    (None: they run). `slow_after`: as for `Mailbox`.
+    (None: nowhere, or no averages). `kernel` multiplies the gradients of fused programs (None: torch does). `woven`: the
+    programs of overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: they
+    stay). `sharded`: the rank's sharded parameters (None: whole ones). `sums` adds gradients over ranks. `graphs` records and
+    replays the tasks (None: they run). `slow_after`: as for `Mailbox`.
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -125,8 +125,8 @@ class GraphPPRunner:
         self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
         self.offloader = Offloader(config.offload, self.stages, config.mover)
-        here = place.ranks == 1 and config.replicas is None and config.experts is None and config.sharded is None
-        here = here and not self.program.partial
+        others = config.replicas, config.experts, config.sharded
+        here = place.ranks == 1 and all(each is None for each in others) and not self.program.partial
         numbers = any(stage.reads_numbers for stage in self.stages.values())
         # Whether a step exchanges values with no other rank, with no other stream and not with the host.
         self._alone = here and not (config.woven or self.offloader.evicts or self.random or numbers)
@@ -147,7 +147,7 @@ class GraphPPRunner:
         partial = PartialSums(self.program.partial, self.place.tp_group)
         if config.sharded is None:
             names = {fqn for stage in stages.values() for fqn in stage.fqns} if config.experts is not None else ()
-            experts = [fqn for fqn in names if is_spread_over(self.state.tensor(fqn), self.place.experts_group)]
+            experts = [fqn for fqn in names if is_expert(self.state.tensor(fqn), self.place)]
             replicas = Replicas(config.replicas, config.sums, config.experts)
             return WholeGradients(stages, tied, replicas, self.state.tensor, sum_dtype, experts, partial)
         number = 1 if config.replicas is None else dist.get_world_size(config.replicas)

@@ -17,6 +17,7 @@ SHARDED, OVER_SHARDS = Mesh((2, 2, 2), ("pp", "dp_shard", "tp")), Mesh((2, 1, 4)
 TOLERANCE = 3e-6  # relative, in the 2-norm, after three steps of AdamW
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "mesh", "experts", "options"),
     [

@@ -182,8 +182,8 @@ class ShardedParameters:
             note_over_stages(made)
             return made
         mesh = self.sharding[fqn].spread_mesh
-        # On a 1-D mesh `tp` and `ep` have one rank each, so the model's own `DTensor`s are whole.
-        before = () if part is None or mesh.ndim == 1 else part.spread.placements
+        # A `DTensor` over one rank is whole, as along `ep` of size 1 beside `tp`.
+        before = () if part is None or part.spread.mesh.size() == 1 else part.spread.placements
         spread = sharded_by_rows(mesh, tensor.shape, tensor.stride(), before)
         made = _made(tensor, local, spread)
         keep_part(made, tensor)

@@ -83,7 +83,7 @@ def _figures(joint: JointGraph, ranks: int) -> Figures:
     exchanges = Counter(
         (kind, degrees.amount(size, whole=True), node.meta["backward"])
         for node in joint.computed()
-        for kind, size in node.meta.get("exchanges", ())
+        for kind, size, _ in node.meta.get("exchanges", ())
         if kind != "context"
     )
     return exchanges, sum(degrees.amount((node.meta["work"],)) for node in joint.computed() if "work" in node.meta)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import graphpp
 from graphpp.ownership.initialize import reset
@@ -17,7 +17,7 @@ from graphpp.pipeline.grad_norm import share_overflow_
 from graphpp.runtime.dtensors import local_tensor, whole_tensor
 from tests.distributed import DEVICE, run_ranks
 from tests.exhaustive import further
-from tests.pipeline.expert_parallel.folded import CUTS, folded, train_alone, train_folded
+from tests.pipeline.expert_parallel.folded import CUTS, Mixture, folded, train_alone, train_folded
 from tests.sharding import Mesh, check_resume, check_state_dicts, resumed
 from tests.tensor_parallel import assert_near, batch, compiled
 
@@ -41,9 +41,13 @@ SHARED_SHARDS = Mesh((2, 1, 2), ("dp_shard", "ep", "etp"))
 @pytest.mark.parametrize(
     ("mesh", "experts", "options"),
     [
-        (DATA_LAYERS, OVER_ALL, {}),
         (SHARDED_LAYERS, SHARDED, {"parallel": {"keep": 0}, "split": CUTS[2]}),
         *further(
+            (DATA_LAYERS, OVER_ALL, {}),
+            (LAYERS, Mesh((2, 1), ("dp_replicate", "ep")), {}),
+            (DATA_LAYERS, Mesh((2, 1, 2), ("dp_replicate", "ep", "etp")), {}),
+            (SHARDED_LAYERS, Mesh((2, 1, 2), ("dp_shard", "ep", "etp")), {}),
+            (SHARDED_LAYERS, Mesh((2, 1, 2), ("dp_replicate", "dp_shard", "ep")), {}),
             (LAYERS, Mesh((2,), ("ep",)), {}),
             (DATA_LAYERS, OVER_LAYERS, {}),
             (DATA_LAYERS, OVER_DATA, {}),
@@ -94,6 +98,7 @@ def states(rank: int, mesh: Mesh, experts: Mesh, folder: Path) -> None:
     assert all(torch.equal(whole_tensor(value), wanted[key]) for key, value in pipe.state_dict().items())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "experts"),
     [(SHARDED_LAYERS, SHARDED), *further((DATA_LAYERS, OVER_DATA), (PIPE, OF_PIPE), (SHARDS, SHARED_SHARDS))],
@@ -119,6 +124,7 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
     return resumed(pipe, pipe.checkpoint(optimizer), folder, step, saves=saves)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saves", "loads"), [(SHARDED_LAYERS, ONE), *further((ONE, SHARDS), (DATA_LAYERS, SHARDED_LAYERS), (SHARDS, PIPE))]
 )
@@ -139,6 +145,7 @@ def overflows(rank: int, mesh: Mesh, experts: Mesh) -> list[bool]:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "experts"), [(SHARDED_LAYERS, SHARDED), *further((DATA_LAYERS, OVER_ALL), (PIPE, OF_PIPE))]
 )
@@ -165,9 +172,16 @@ def refused(rank: int, what: str) -> str:
         mesh = mesh.get_group("tp")
     if what == "two":
         mesh = Mesh((2, 2), ("ep", "tp")).made()
+    if what == "falling shards":
+        mesh = DeviceMesh(DEVICE.type, [[2, 3], [0, 1]], mesh_dim_names=("dp_shard", "tp"))
+        experts = DeviceMesh(DEVICE.type, [[2, 3], [0, 1]], mesh_dim_names=("dp_shard", "ep"))
     if what == "cross":
         mesh = DeviceMesh(DEVICE.type, [[0, 2], [1, 3]], mesh_dim_names=("dp_replicate", "tp"))
         experts = DeviceMesh(DEVICE.type, [[0, 3], [1, 2]], mesh_dim_names=("dp_replicate", "ep"))
+    if what in ("no group of etp", "groups in turn", "whole along etp", "other values along etp"):
+        mesh, experts = DATA.made(), TOGETHER.made()
+        model = folded(mesh, experts)
+        _spoil(model.layers[1].mixture, experts, what, rank)
     if what == "whole":
         model.layers[1].mixture.up = nn.Parameter(distribute_tensor(torch.ones(4, 8, 12), experts, [Replicate()]))
     if what == "etp alone":
@@ -178,12 +192,31 @@ def refused(rank: int, what: str) -> str:
     return str(caught.value)
 
 
+def _spoil(mixture: Mixture, experts: DeviceMesh, what: str, rank: int) -> None:
+    """Let ranks along `etp` exchange no tokens, or have other values or gradients of a scale that all of them have whole."""
+    if what == "no group of etp":
+        del mixture.groups["tensor_group"]
+    elif what == "groups in turn":
+        mixture.groups = {"group": mixture.groups["tensor_group"], "tensor_group": mixture.groups["group"]}
+    else:
+        ones = torch.ones(4, 1, 8) + (rank == 1 and what == "other values along etp")
+        mixture.scale = nn.Parameter(DTensor.from_local(ones[:2], experts, [Shard(0), Replicate()], run_check=False))
+        how = [Shard(0), Replicate() if what == "whole along etp" else Partial()]
+        compute = mixture.compute
+        mixture.compute = lambda x: compute(x) * mixture.scale.to_local(grad_placements=how)
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("tokens", "sends the same tokens to the experts"),
-        ("cross", "cross: order the dimensions"),
+        ("tokens", "has the same tokens for the experts"),
+        ("no group of etp", "each would train it with its own tokens alone"),
         *further(
+            ("cross", "cross: order the dimensions"),
+            ("groups in turn", "each would train it with its own tokens alone"),
+            ("whole along etp", "would keep its own part of the gradient"),
+            ("other values along etp", "the values of layers.1.mixture.scale"),
+            ("falling shards", "must ascend"),
             ("no mesh", "give mesh= a DeviceMesh"),
             ("ranks", "must be those of mesh="),
             ("shards", "the dimension dp_shard"),

@@ -84,7 +84,7 @@ def test_no_rank_writes_before_the_folder_of_a_save_is_there(tmp_path: Path) -> 
     ("saves", "loads"),
     [
         (PIPE, ONE),
-        *further((SHARDED_PIPE, EXPERTS), (ONE, SHARDS), (EXPERTS, PIPE)),
+        *further((SHARDED_PIPE, EXPERTS), (ONE, SHARDS), (EXPERTS, PIPE), (Mesh((2, 1, 2), ("dp_shard", "ep", "tp")), ONE)),
         *further((PIPE, SHARDS), (REPLICAS, EXPERTS), (EXPERTS, REPLICAS)),
     ],
 )

@@ -95,7 +95,7 @@ class _Experts(NamedTuple):
 def _experts(data: int, ep: int, *, tp: int, cp: int, divided: bool) -> _Experts:
     """Experts over `ep` ranks. `divided`: ranks along `tp` divide each expert; otherwise these have other experts."""
     inside = tp * cp
-    if ep == 1 or inside == 1 or (divided and data % ep == 0):
+    if inside == 1 or (divided and data % ep == 0):
         if data % ep:
             raise ScheduleError(f"like: ep {ep}: there are {data} data ranks for experts: take a divisor")
         return _Experts(ep, False, data // ep)
@@ -186,7 +186,7 @@ def read_torchtitan(text: str, context: Context) -> Layout:
     if shards * copies != data:
         remedy = "give data_parallel_shard_degree = -1, or other machines"
         raise ScheduleError(f"like: {shards} x {copies} data ranks of {data} that {context.gpus} GPUs leave: {remedy}")
-    divided = mesh.count("expert_tensor_parallel_degree", 1) == tp
+    divided = ep == 1 or mesh.count("expert_tensor_parallel_degree", 1) == tp
     ep, folded, shards_of_experts = _experts(shards, ep, tp=tp, cp=cp, divided=divided)
     policy = mesh.one("fsdp_reshard_after_forward", "default", "default", "always", "never")
     layers = shards > 1 and (policy == "always" or (policy == "default" and pp == 1))
