@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "tests", "website")
 FILES = (
-    "CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md",
-    "pyproject.toml",
+    "CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md",
+    "README.pypi.md", "SECURITY.md", "pyproject.toml",
 )  # fmt: skip
 
 ECHARTS = ("LICENSE", "LICENSE-d3", "LICENSE-zrender", "NOTICE")
@@ -30,6 +30,9 @@ def check_wheel(wheel: str) -> int:
     """Raise AssertionError where the wheel is not the package alone; return its number of files."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    relative = re.findall(r"\]\((?!https://)[^)]*\)", metadata)
+    assert not relative, f"the page on the package index has links that lead nowhere: {relative}"
     code = {name for name in names if ".dist-info/" not in name}
     assert code == tree("graphpp"), f"the wheel and graphpp/ differ by {sorted(code ^ tree('graphpp'))}"
     assert "graphpp/py.typed" in code, "the wheel lacks graphpp/py.typed"

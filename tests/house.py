@@ -147,7 +147,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_270,
     "graphpp/schedules": 7_150,
     "graphpp/verification": 1_380,
-    "tests": 53_990,
+    "tests": 54_000,
 }
 MOST_FILES = 461  # Python files of graphpp/, `__init__.py` included
 

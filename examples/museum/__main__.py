@@ -175,7 +175,7 @@ def _row(outcome: Outcome) -> str:
 
 def _plain(text: str) -> str:
     """Text of an error, safe in a cell of a table."""
-    return re.sub(r"([\\[*_<])", r"\\\1", text.replace("|", "/"))
+    return re.sub(r"(`[^`]*`)|([\\[*_<])", lambda found: found[1] or f"\\{found[2]}", text.replace("|", "/"))
 
 
 def _overview(outcomes: list[Outcome]) -> str:
@@ -204,13 +204,13 @@ _OVERVIEW = """# Museum of complaints
 Written by `make museum` on {date} with {versions}; CPU, gloo.
 
 The museum holds {count} public complaints about pipeline parallelism. Each case is a file of at most 60 lines in
-`examples/museum/`: it states the situation and its thread, runs the way of the complaint where that package is installed, and
-runs graphpp. The outcome of the other package is measured. graphpp's outcome is asserted, against plain gradient
-accumulation in one process wherever numbers count.
+`examples/museum/`: it states the situation and its thread, runs the way of the complaint in torch, transformers, accelerate
+or torchtitan, and runs graphpp. Cases about other packages, such as DeepSpeed, show graphpp alone. The outcome of the other
+package is measured. graphpp's outcome is asserted, against plain gradient accumulation in one process wherever numbers count.
 
 ```bash
-python examples/museum/numbers/tied_weights.py  # one case
-make museum                                     # all cases; a failure of graphpp's is an error
+make museum                                               # all cases; a failure of graphpp's is an error
+.venv/bin/python examples/museum/numbers/tied_weights.py  # one case
 ```
 
 | group | complaints about | cases | fail there | no longer | not run | refused by graphpp |
@@ -219,8 +219,11 @@ make museum                                     # all cases; a failure of graphp
 
 - The column "theirs" of a group's page says what happened with the versions above. "no longer fails" says that this case
   does not fail with them.
-- "not run" means that the package is not installed, or needs a GPU. The thread says what happened there.
-- "refused" means that graphpp cannot do it either. The error names a remedy, and the case asserts that.
+- "not run" means that the case has no code for that package, or needs a GPU. The thread says what happened there.
+- "refused" means that graphpp raises an error with the remedy before the step, which the case asserts. For a deadlock and for a
+  cap of bytes this is the wanted outcome; in the other cases graphpp cannot do it either.
+- "no end within" some seconds means that the case was ended then. The timeout of the process group was longer, unless the row
+  says so.
 - Bytes of messages, gradients and activations in graphpp's column are those of `pipe.plan.memory`; bytes of parameters are
   counted in the process.
 - A thread that asks for a feature counts as a complaint, and so does a pull request that mends a fault.

@@ -82,7 +82,7 @@ def not_run(package: str, why: str = "this case does not run it") -> str:
     """What `theirs` says of a package that this machine lacks, or that cannot run here."""
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed, not run"
-    return f"{package} {version(package)}: {why}"
+    return f"{package} {version(package)}: {why}, not run"
 
 
 def refused(call: Callable[[], Any], *words: str) -> str:
@@ -231,12 +231,17 @@ def ranks(fn: Callable[..., Any], count: int, *args: Any, seconds: float = 120.0
     return values
 
 
-def outcomes(fn: Callable[..., Any], count: int, *args: Any, seconds: float = 120.0) -> list[Any]:
-    """What `fn(rank, *args)` gave on each of `count` ranks: its value, or a `Failure`. Ranks that are late are killed."""
+def outcomes(
+    fn: Callable[..., Any], count: int, *args: Any, seconds: float = 120.0, timeout: float = 300.0
+) -> list[Any]:
+    """What `fn(rank, *args)` gave on each of `count` ranks: its value, or a `Failure`. Ranks that are late are killed.
+
+    `timeout`: seconds, of the ranks' process group.
+    """
     if dist.is_initialized():  # by a pipeline in this process
         dist.destroy_process_group()
     with tempfile.TemporaryDirectory() as folder:
-        started = [_start(fn, rank, count, f"{folder}/store", args) for rank in range(count)]
+        started = [_start(fn, rank, count, f"{folder}/store", timeout, args) for rank in range(count)]
         values = _collect(started, seconds)
     for process, _ in started:
         process.kill()
@@ -244,9 +249,11 @@ def outcomes(fn: Callable[..., Any], count: int, *args: Any, seconds: float = 12
     return values
 
 
-def _start(fn: Callable[..., Any], rank: int, count: int, store: str, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _start(
+    fn: Callable[..., Any], rank: int, count: int, store: str, timeout: float, args: tuple[Any, ...]
+) -> tuple[Any, Any]:
     ours, theirs = _RANKS.Pipe(duplex=False)
-    process = _RANKS.Process(target=_run, args=(theirs, fn, rank, count, store, args), daemon=True)
+    process = _RANKS.Process(target=_run, args=(theirs, fn, rank, count, store, timeout, args), daemon=True)
     process.start()
     theirs.close()
     return process, ours
@@ -268,7 +275,9 @@ def _collect(started: list[tuple[Any, Any]], seconds: float) -> list[Any]:
     return values
 
 
-def _run(pipe: Any, fn: Callable[..., Any], rank: int, count: int, store: str, args: tuple[Any, ...]) -> None:
+def _run(
+    pipe: Any, fn: Callable[..., Any], rank: int, count: int, store: str, timeout: float, args: tuple[Any, ...]
+) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # accelerate reads them; the file connects the ranks
@@ -276,7 +285,7 @@ def _run(pipe: Any, fn: Callable[..., Any], rank: int, count: int, store: str, a
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    limit = timedelta(seconds=300)
+    limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=limit)
     dist.barrier()  # a rank that fails at once must not end while another one still connects
     pipe.send_bytes(dumps("ready"))

@@ -1,4 +1,5 @@
 # mesh.py
+import os
 import sys
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 import graphpp
 
 stages, shards, last = map(int, sys.argv[1:])
-device = "cuda" if torch.cuda.device_count() >= stages * shards else "cpu"
+device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 mesh = init_device_mesh(device, (stages, shards), mesh_dim_names=("pp", "dp_shard"))
 
 sums = "".join(f"{a}+{b}={a + b}\n" for a in range(100) for b in range(100))

@@ -165,7 +165,11 @@ def replaced(m: Any, x: Tensor) -> Tensor:
 
 REFUSED_STATE = [
     (grown, r"buffer state is \[4\] torch.float32, and the forward assigns \[8\]"),
-    (replaced, "reads the tensor weights and replaces it.*register_buffer"),
+    pytest.param(
+        replaced,
+        "reads the tensor weights and replaces it.*register_buffer",
+        marks=pytest.mark.xfail(torch.__version__.startswith("2.11."), reason="torch raises its own error first", strict=True),
+    ),
     (lambda m, x: m.linear(x.add_(1)), "writes in place into an input of the model"),
 ]
 

@@ -40,8 +40,8 @@ def two_steps(rank, step):
 
 
 def theirs():
-    found = outcomes(torch_rank, 2, seconds=10)[0]
-    return f"rank 0 {found.text if isinstance(found, Failure) else found}"
+    found = outcomes(torch_rank, 2, seconds=25, timeout=3)[0]
+    return f"after the timeout of 3 s, on rank 0, no rank named: {found.text if isinstance(found, Failure) else found}"
 
 
 def ours():
