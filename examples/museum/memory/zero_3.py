@@ -38,7 +38,7 @@ def ours():
     assert held == other == whole // 2
     assert alive <= 2 * 4 * whole // 4, alive  # bytes of at most two of the four layers
     said = equal(gradients, expected, close=1e-6)
-    return f"{said}; each rank holds half of each parameter, and at most two of four layers whole"
+    return f"{said}; each rank holds half of each parameter, and at most two of four layers whole; all stages on each rank"
 
 
 show(theirs, ours)
