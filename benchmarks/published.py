@@ -128,10 +128,12 @@ def _machines(fleet: Fleet, attention: str) -> Machines:
 
 def _shape(it: Settings) -> MeshShape:
     """Whatever ZeRO shards, the planner's weights are sharded too: between steps, or between layers with `keep=0`. Experts that
-    `etp` leaves whole are spread over `cp` and `tp` too."""
-    shard = 1 if it.zero == 0 else (it.shard or it.dp)
-    folded = it.etp == 1 and it.cp * it.tp > 1 and it.ep % (it.cp * it.tp) == 0
-    ep = it.ep // (it.cp * it.tp) if folded else it.ep
+    `etp` leaves whole are spread over `cp` and `tp` too. Raises `ValueError` for another `etp`, which cannot be priced."""
+    shard, inside = 1 if it.zero == 0 else (it.shard or it.dp), it.cp * it.tp
+    folded = it.etp == 1 and inside > 1
+    if it.etp not in (None, 1, it.tp) or (folded and it.ep % inside):
+        raise ValueError(f"ep {it.ep}, etp {it.etp}: the planner has experts that tp divides, or whole ones over cp x tp")
+    ep = it.ep // inside if folded else it.ep
     sharded = max(1, shard // ep)
     return MeshShape(it.pp, it.dp // (sharded * ep), sharded, ep, it.cp, it.tp, folded)
 

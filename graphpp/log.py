@@ -12,6 +12,7 @@ import sys
 
 
 def logger(module: str) -> logging.Logger:
+    """The logger of a module (`__name__`), whose records have the rank."""
     found = logging.getLogger(module)
     found.addFilter(_add_rank)
     return found

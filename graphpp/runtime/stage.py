@@ -232,6 +232,7 @@ class GraphStage:
         return receive
 
     def message_bytes(self, send: Action) -> int:
+        """The bytes of the message of a SEND action of this stage, as packed for the wire."""
         layouts, _ = self._crossing("F" if send.kind is Kind.SEND_F else "B", send.microbatch or 0, leaving=True)
         return sum(prod(layout.packed) * layout.dtype.itemsize for layout in layouts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphpp.arguments import COUNT, FLAG, NUMBER, Accepted, or_none, require
-from graphpp.cluster_planner.costs.model_costs import ModelCosts
+from graphpp.cluster_planner.costs.model_costs import Degrees, ModelCosts
 from graphpp.errors import ScheduleError
 
 _RECOMPUTE = Accepted(
@@ -59,8 +59,8 @@ def check_degrees(costs: ModelCosts, deployment: Deployment) -> None:
         raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
     if deployment.folded and deployment.tp > 1 and not deployment.sequence:
         raise ScheduleError("folded: ranks along tp send other tokens to the experts: leave sequence=False out")
-    ranks = deployment.ep * (deployment.cp * deployment.tp if deployment.folded else 1)
-    tensor, experts = ("tp", deployment.tp, costs.tensor_ranks), ("ep", ranks, costs.expert_ranks)
+    degrees = Degrees(1.0, deployment.tp, deployment.ep, deployment.cp, folded=deployment.folded)
+    tensor, experts = ("tp", deployment.tp, costs.tensor_ranks), ("ep", degrees.expert_ranks, costs.expert_ranks)
     for (name, ranks, most), plan in ((tensor, "tensor_plan"), (experts, "expert_plan")):
         if ranks > 1 and not most:
             raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
