@@ -37,16 +37,15 @@ class ExpertLayout(NamedTuple):
 def expert_layout(mesh: DeviceMesh, experts: DeviceMesh) -> ExpertLayout:
     """The layout of two meshes with known dimensions. Raises `GraphPPError` if they do not fit each other."""
     _check_dimensions(mesh, experts)
-    same = _joint(_lowest((mesh, ("dp_replicate", "cp"))), _lowest((experts, ("dp_replicate",))))
-    model = _lowest((mesh, ("pp", "tp", _SHARDS)), (experts, ("ep", "etp", _SHARDS)))
+    same = _in_both(_connected((mesh, ("dp_replicate", "cp"))), _connected((experts, ("dp_replicate",))))
+    model = _connected((mesh, ("pp", "tp", _SHARDS)), (experts, ("ep", "etp", _SHARDS)))
     _check_nested(mesh, same, model)
-    exchanging = _lowest((mesh, ("tp", "cp")), (experts, ("ep", "etp")))
-    own, replicas = dist.get_rank(), _lowest((mesh, ("dp_replicate", _SHARDS, "cp")))
-    of_expert = _lowest((experts, ("dp_replicate", _SHARDS, "ep")))
-    repeats = len(_equal(_joint(of_expert, _lowest((mesh, ("tp",)))), own)) > 1
-    members = _equal(model, own)
-    in_order = sorted(members, key=lambda rank: int(same[rank]))
-    return ExpertLayout(_equal(_joint(exchanging, replicas), own), _equal(same, own), in_order, repeats)
+    exchanging = _connected((mesh, ("tp", "cp")), (experts, ("ep", "etp")))
+    own, replicas = dist.get_rank(), _connected((mesh, ("dp_replicate", _SHARDS, "cp")))
+    of_expert = _connected((experts, ("dp_replicate", _SHARDS, "ep")))
+    adds = len(_members(_in_both(of_expert, _connected((mesh, ("tp",)))), own)) > 1
+    in_order = sorted(_members(model, own), key=lambda rank: int(same[rank]))
+    return ExpertLayout(_members(_in_both(exchanging, replicas), own), _members(same, own), in_order, adds)
 
 
 def _check_dimensions(mesh: DeviceMesh, experts: DeviceMesh) -> None:
@@ -65,7 +64,7 @@ def _check_dimensions(mesh: DeviceMesh, experts: DeviceMesh) -> None:
     for name, each in (("mesh", mesh), ("parallel.expert_mesh", experts)):
         if bool((_lines(each, [_SHARDS]).diff(dim=1) < 0).any()):
             raise GraphPPError(f"{name}: the ranks along {_SHARDS!r} must ascend, so that one copy of the model writes files")
-    one, other = (_lowest((each, [name for name in each.mesh_dim_names or () if name != "pp"])) for each in (mesh, experts))
+    one, other = (_connected((each, [name for name in each.mesh_dim_names or () if name != "pp"])) for each in (mesh, experts))
     if not torch.equal(one, other):
         raise GraphPPError(
             f"parallel.expert_mesh: its ranks along all dimensions but pp, {experts.mesh.tolist()}, must be those of mesh=, "
@@ -75,15 +74,14 @@ def _check_dimensions(mesh: DeviceMesh, experts: DeviceMesh) -> None:
 
 def _check_nested(mesh: DeviceMesh, same: torch.Tensor, model: torch.Tensor) -> None:
     ranks = mesh.mesh.flatten()
-    first = model[ranks.min()]
-    if len(_joint(same, model)[ranks].unique()) < len(ranks) or bool((model[same[ranks]] != first).any()):
+    if len(_in_both(same, model)[ranks].unique()) < len(ranks) or bool((model[same[ranks]] != model[ranks.min()]).any()):
         raise GraphPPError(
             "parallel.expert_mesh: the ranks of one copy of the experts and those of one copy of the other parameters cross: "
             "order the dimensions of both meshes so that dp_replicate (and cp) stands before dp_shard, ep, etp and tp"
         )
 
 
-def _lowest(*along: tuple[DeviceMesh, Sequence[str]]) -> torch.Tensor:
+def _connected(*along: tuple[DeviceMesh, Sequence[str]]) -> torch.Tensor:
     """By world rank, the lowest rank that can be reached along the dimensions; -1 for a rank of no mesh."""
     label = torch.full((1 + max(int(mesh.mesh.max()) for mesh, _ in along),), -1)
     for mesh, _ in along:
@@ -104,7 +102,7 @@ def _lines(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
     return mesh.mesh.permute(*others, *own).reshape(-1, prod(mesh.size(at) for at in own)).long()
 
 
-def _joint(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _in_both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """By world rank, the lowest rank with the same labels in both."""
     pairs = one * len(other) + other
     _, number = pairs.unique(return_inverse=True)
@@ -112,7 +110,7 @@ def _joint(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return lowest[number]
 
 
-def _equal(label: torch.Tensor, rank: int) -> list[int]:
+def _members(label: torch.Tensor, rank: int) -> list[int]:
     """The world ranks with the label of a rank, ascending."""
     found: list[int] = (label == label[rank]).nonzero().flatten().tolist()
     return found

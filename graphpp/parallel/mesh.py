@@ -70,20 +70,23 @@ def place_in(
             expert_mesh=expert_mesh,
             tp_adds_to_experts=layout.tp_adds_to_experts,
         )
-        along = _Along(expert_mesh, everyone)
     elif _size(mesh, _EXPERTS) > 1:
-        expert_mesh, same = mesh, (_REPLICAS, _CONTEXT) if sharding is not None else (_REPLICAS, _SHARDS, _CONTEXT)
+        same = (_REPLICAS, _CONTEXT) if sharding is not None else (_REPLICAS, _SHARDS, _CONTEXT)
         parts = _ranks_along(mesh, (PIPELINE, TENSOR, _SHARDS, _EXPERTS))
         place = replace(place, same_parameters=along(*same), parts=parts, expert_mesh=mesh)
-    if expert_mesh is None or (_size(expert_mesh, *_SPREAD) == 1 and not place.tp_adds_to_experts):
+    return _with_experts(place)
+
+
+def _with_experts(place: RankPlace) -> RankPlace:
+    """The place with the ranks over which experts are spread, if its mesh of experts spreads them."""
+    mesh = place.expert_mesh
+    if mesh is None or (_size(mesh, *_SPREAD) == 1 and not place.tp_adds_to_experts):
         return place
-    names = [name for name in _SPREAD if name in dimensions(expert_mesh, _KNOWN_OF_EXPERTS)]
-    return replace(place, experts=SpreadExperts(
-        along.own(*names),
-        {at: along.own(name) for at, name in enumerate(names) if _size(expert_mesh, name) > 1},
-        along(_REPLICAS, _SHARDS, _CONTEXT),
-        along.sharding([_SHARDS], names) if sharding is not None else None,
-    ))
+    along, names = _Along(mesh, place.everyone), place.expert_dims
+    own = {at: along.own(name) for at, name in enumerate(names) if _size(mesh, name) > 1}
+    sharding = along.sharding([_SHARDS], names) if place.sharding is not None else None
+    experts = SpreadExperts(along.own(*names), own, along(_REPLICAS, _SHARDS, _CONTEXT), sharding)
+    return replace(place, experts=experts)
 
 
 def layout_of_experts(mesh: DeviceMesh, expert_mesh: DeviceMesh) -> ExpertLayout:
