@@ -22,7 +22,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -219,15 +219,12 @@ def calls_within(around: Callable[[nn.Module], Context]) -> Iterator[None]:
         yield
 
 
-def called_once(stands_for: Mapping[nn.Module, nn.Module]) -> Context:
-    """Within this context a call of a key, with its hooks, is skipped: it returns what the value's last call returned."""
+def answered(answer: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]) -> Context:
+    """Within this context a module call, with its hooks, gives `answer(module, args, kwargs, call)`."""
     original: Callable[..., Any] = nn.Module._call_impl
-    results: dict[nn.Module, Any] = {}
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module not in stands_for:
-            results[module] = original(module, *args, **kwargs)
-        return results[stands_for.get(module, module)]
+        return answer(module, args, kwargs, original)
 
     return replaced(nn.Module, "_call_impl", call)
 

@@ -30,6 +30,7 @@ from graphpp.passes.forward.head_and_loss import weights_of_heads
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.layers import module_calls
 
+_TURN = 6  # layers, in whose kinds the layers may alternate
 _FEWEST = 2  # rows: with one row, a model may take another branch
 
 
@@ -112,12 +113,13 @@ def _of_example(error: CaptureError, example: Microbatch, param_dtype: torch.dty
 
 def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:
     """The graphs for `rows` rows and for twice as many, without most of the repeated layers if these can be removed."""
-    for shortening in (Shortening(), Shortening(longest=0)):
+    for longest in (_TURN, 0):
+        shortening = Shortening(longest)
         joint = captured(rows, shortening)
         calls = module_calls(joint)
         starts = segment_starts(joint, calls)
         whole = WholeModel(shortening.runs, calls, starts)
-        if whole.complete:
+        if whole.complete and shortening.complete:
             break
     try:
         larger = captured(2 * rows, shortening)

@@ -1,6 +1,7 @@
 """Remove repeated layers from a forward before it is traced with its backward, and count them when costs are made.
 
-From each run of equal units, the first two and the last stay; the second represents the removed ones. A unit is one layer, or
+From each run of equal units, the first two and the last stay; the second represents the removed ones, and layers whose calls
+were skipped (`alike_layers.py`), if the operations of their stand-in are the represented ones. A unit is one layer, or
 one turn of up to six layers if layers of several kinds alternate. Two units are equal if their operations agree one by one:
 operators, arguments, shapes, submodules, checkpoints. Values of the preceding unit are compared by position, all other outside
 values by identity. A unit is removed only if its values are read by itself and the next unit alone, and its parameters by
@@ -9,7 +10,7 @@ itself alone.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -19,14 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from graphpp._torch import aot
 from graphpp.capture.activation_checkpoints import checkpointed_call
 from graphpp.capture.autograd_functions import FunctionModule
 from graphpp.capture.source_lines import MODEL, module_calls
+from graphpp.cluster_planner.costs.alike_layers import CalledOnce, stand_ins
 from graphpp.options.split import ModuleCall
 from graphpp.planner.layers import repeated_layers, spans_of
 
 _LEFT = 3  # units of a run that stay
+_LIFTED = ".lifted_tensor_"  # in the name that torch.export gives a constant of a module's forward
 
 
 @dataclass(frozen=True)
@@ -41,25 +43,31 @@ class Run:
 @dataclass
 class Shortening:
     """`longest`: most layers of a unit (0: keep all); `runs`: the runs of the first graph; `skips`: whether all operations that
-    were removed are inside calls of the removed layers, so that a trace for other rows skips these calls."""
+    were removed are inside calls of the removed layers, so that a trace for other rows skips these calls. `complete`: whether
+    the runs have all layers whose calls the first trace skipped."""
 
-    longest: int = 6
+    longest: int
     runs: list[Run] = field(default_factory=list)
     skips: bool = False
+    complete: bool = True
+    _first: CalledOnce | None = None
+    _lengths: Sequence[int] = ()
 
     def skipping(self, model: nn.Module) -> AbstractContextManager[None]:
-        """In a further trace, a removed layer returns what its representative returned."""
+        """In the first trace, layers that look alike are skipped; in a further trace, all that the first one removed."""
+        if self._first is None:
+            length, pairs = stand_ins(model, self.longest)
+            self._lengths = (length,) if pairs else range(1, self.longest + 1)
+            self._first = CalledOnce(model, pairs, always=False)
+            return self._first.skipping()
         units = [(run.layers, unit) for run in self.runs for unit in run.others if self.skips]
-        pairs = [map(model.get_submodule, pair) for run, unit in units for pair in zip(unit, run, strict=True)]
-        return aot.called_once(dict(pairs))  # type: ignore[arg-type]
+        pairs = {each: other for layers, unit in units for each, other in zip(unit, layers, strict=True)}
+        return CalledOnce(model, pairs, always=True).skipping()
 
     def shorten(self, module: fx.GraphModule) -> None:
         """Edit the exported graph of a whole forward in place."""
         if not self.skips:
-            runs = next(filter(None, (_runs(module, length) for length in range(1, self.longest + 1))), [])
-            removed = [(unit.layers, node) for run in runs for unit in run[2:-1] for node in unit.nodes]
-            self.skips = bool(runs) and all(any(call in layers for call in module_calls(node)) for layers, node in removed)
-            self.runs = [_removed(module.graph, run) for run in runs]
+            self._find_runs(module)
         gone = [layer for run in self.runs for unit in run.others for layer in unit]
         for node in module.graph.find_nodes(op="get_attr"):
             if not node.users and _within(_fqn(node), gone):
@@ -67,32 +75,54 @@ class Shortening:
         for layer in gone:
             module.delete_submodule(f"{MODEL}.{layer}")
 
+    def _find_runs(self, module: fx.GraphModule) -> None:
+        skipped = self._first.skipped if self._first is not None else {}
+        lengths = self._lengths if skipped else range(1, self.longest + 1)
+        runs = next(filter(None, (_runs(module, length, skipped) for length in lengths)), [])
+        removed = [(unit.layers, node) for run in runs for unit in run[2:-1] for node in unit.nodes]
+        self.skips = bool(runs) and all(any(call in layers for call in module_calls(node)) for layers, node in removed)
+        self.runs = [_removed(module.graph, run) for run in runs]
+        self.complete = {*skipped} <= {layer for run in self.runs for unit in run.others for layer in unit}
+
 
 @dataclass(frozen=True)
 class _Unit:
+    """`skipped`: the units whose calls were skipped and for which this unit stands, in order."""
+
     layers: tuple[str, ...]
     nodes: Sequence[fx.Node]
+    skipped: Sequence[tuple[str, ...]] = ()
 
 
-def _runs(module: fx.GraphModule, length: int) -> list[list[_Unit]]:
-    """The runs of equal units of so many layers from which units can be removed."""
+def _runs(module: fx.GraphModule, length: int, skipped: Mapping[str, str]) -> list[list[_Unit]]:
+    """The runs of equal units of so many layers from which units can be removed, or were skipped."""
+    behind = _skipped_units(skipped, length)
     nodes = [node for node in module.graph.nodes if node.op in ("call_function", "call_module")]
     layers = repeated_layers(spans_of(enumerate(map(module_calls, nodes))))
     begins = [layer.position for layer in layers[::length]]
     ends = [*begins[1:], layers[-1].end] if layers else []
-    units = [
-        _Unit(tuple(layer.fqn for layer in layers[at * length :][:length]), nodes[begin:end])
-        for at, (begin, end) in enumerate(zip(begins, ends, strict=True))
-    ]
+    names = [tuple(layer.fqn for layer in layers[at : at + length]) for at in range(0, len(layers), length)]
+    spans = zip(names, begins, ends, strict=True)
+    units = [_Unit(each, nodes[begin:end], behind.get(each, ())) for each, begin, end in spans]
     facts = [_Facts(module, units, at).found() for at in range(len(units))]
     runs = [[units[at] for at in group] for _, group in groupby(range(len(units)), key=facts.__getitem__)]
-    return [run for run in runs if len(run) > _LEFT]
+    return [run for run in runs if len(run) >= _LEFT and len(run) + len(run[1].skipped) > _LEFT]
+
+
+def _skipped_units(skipped: Mapping[str, str], length: int) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+    """By the layers of a unit, the units for which it stands."""
+    found: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    pairs = list(skipped.items())
+    for at in range(0, len(pairs), length):
+        layers, others = zip(*pairs[at : at + length], strict=True)
+        found.setdefault(others, []).append(layers)
+    return found
 
 
 class _Facts:
     def __init__(self, module: fx.GraphModule, units: Sequence[_Unit], at: int) -> None:
         self._module, self._unit = module, units[at]
-        self._before = {node: place for place, node in enumerate(units[at - 1].nodes)} if at else {}
+        self._before = {node: place for place, node in enumerate(reversed(units[at - 1].nodes))} if at else {}
         self._own = {node: place for place, node in enumerate(self._unit.nodes)}
         self._behind = set(units[at + 1].nodes) if at + 1 < len(units) else set()
         self._checkpoints: dict[int, int] = {}
@@ -131,7 +161,7 @@ class _Facts:
         name = _fqn(node)
         if node.op != "get_attr":
             return "value", name
-        made = name == node.target  # a tensor that the code made, one for each call
+        made = name == node.target or _LIFTED in name  # a tensor that the code made, one for each call
         return "made" if made else _renamed(name, self._unit.layers), _layout(attrgetter(str(node.target))(self._module))
 
 
@@ -160,11 +190,13 @@ def _layout(value: Any) -> Hashable:
 
 def _removed(graph: fx.Graph, run: Sequence[_Unit]) -> Run:
     """Remove the operations between the second and the last unit. The last unit then reads the second."""
-    for node, stand_in in zip(run[-2].nodes, run[1].nodes, strict=True):
+    removed = run[2:-1]
+    for node, stand_in in zip(removed[-1].nodes, run[1].nodes, strict=True) if removed else ():
         node.replace_all_uses_with(stand_in)
-    for node in reversed([node for unit in run[2:-1] for node in unit.nodes]):
+    for node in reversed([node for unit in removed for node in unit.nodes]):
         graph.erase_node(node)
-    return Run(run[1].layers, tuple(unit.layers for unit in run[2:-1]), run[-1].layers[0])
+    others = [*run[1].skipped, *(layers for unit in removed for layers in (unit.layers, *unit.skipped))]
+    return Run(run[1].layers, tuple(others), run[-1].layers[0])
 
 
 # -------------------------------------------------------------------------------------------- the whole model

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -85,30 +85,34 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers", "left_out"),
+    ("kind", "layers", "left_out", "skipped"),
     [
-        ("tied", 9, 3),
-        *further(("turns", 13, 4), ("plain", 9, 4), ("again", 9, 4), ("skip", 9, 2), ("stack", 9, 0), ("count", 9, 0)),
-        *further(("between", 9, 4), ("hooks", 9, 4), ("functions", 9, 2)),
+        ("tied", 9, 3, 2),
+        *further(("turns", 13, 4, 2), ("plain", 9, 4, 4), ("again", 9, 4, 4), ("skip", 9, 3, 0), ("stack", 9, 0, 4)),
+        *further(("count", 9, 0, 4), ("between", 9, 4, 0), ("hooks", 9, 4, 0), ("functions", 9, 2, 0)),
     ],
 )
-def test_costs_are_those_of_a_model_with_all_layers(kind: str, layers: int, left_out: int, monkeypatch: Any) -> None:
-    """The second of the two traces skips the layers that the first one removed, unless the stack computes between them."""
+def test_costs_are_those_of_a_model_with_all_layers(
+    kind: str, layers: int, left_out: int, skipped: int, monkeypatch: Any
+) -> None:
+    """The first trace skips layers that look alike; the second one also those that the first one removed, unless the stack
+    computes between them. If none can be removed, the model is traced again with all layers."""
     calls, forward = list[Layer](), Layer.forward
     monkeypatch.setattr(Layer, "forward", lambda layer, *given: (calls.append(layer), forward(layer, *given))[1])
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     used: list[Shortening] = []
-    shorten = Shortening.shorten
 
-    def noted(shortening: Shortening, module: fx.GraphModule) -> None:
-        used.append(shortening)
-        shorten(shortening, module)
+    def costs(whole: bool) -> ModelCosts:
+        def made(longest: int) -> Shortening:
+            used.append(Shortening(0 if whole else longest))
+            return used[-1]
 
-    def costs(way: Callable[[Shortening, fx.GraphModule], None]) -> ModelCosts:
-        monkeypatch.setattr(Shortening, "shorten", way)
+        monkeypatch.setattr(sys.modules[capture_costs.__module__], "Shortening", made)
         return capture_costs(Stack(kind, layers), _loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None)
 
-    found, traced = costs(noted), len(calls)
-    assert not left_out or traced == 2 * layers - (left_out if kind not in ("between", "functions") else 0)
-    assert found == costs(lambda shortening, module: None)
+    found, traced = costs(whole=False), len(calls)
     assert sum(len(run.others) * len(run.layers) for run in used[-1].runs) == left_out
+    second = layers - (left_out if kind not in ("between", "functions") else 0)
+    assert traced == layers - skipped + second + (0 if left_out else layers)
+    assert found == costs(whole=True)
+    assert len(calls) == traced + 2 * layers
