@@ -111,13 +111,17 @@ class CutSearch:
     def bound(self, cut: Cut) -> float:
         """A lower bound of a step's seconds: a rank waits for its first stage, works, and earlier stages finish after it."""
         ends = [*cut[1:], len(self.segments.starts)]
-        works = [0.0] * self.table.ranks
+        works, exchanged = [0.0] * self.table.ranks, [0.0] * self.table.ranks
         fill = [inf] * self.table.ranks
         for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
             rank = self.table.rank_of_stage[stage]
             works[rank] += self._work[end] - self._work[first]
+            exchanged[rank] += self._exchanged[end] - self._exchanged[first]
             fill[rank] = min(fill[rank], self._fill[first])
-        return _rounded(max(own + wait for own, wait in zip(works, fill, strict=True) if wait < inf))
+        hidden, share = self.segments.costs.hidden, min(1.0, self.segments.costs.overlap)
+        works = [own - hidden * min(most, own / 2) for own, most in zip(works, exchanged, strict=True)]
+        found = max(own + wait for own, wait in zip(works, fill, strict=True) if wait < inf)
+        return _rounded(share * found if self._weaves else found)
 
     @cached_property
     def _work(self) -> list[float]:
@@ -133,6 +137,17 @@ class CutSearch:
         after = [part.of(Kind.B) if Kind.B in self.table.kinds and not self._splits else 0.0 for part in parts]
         return [0.0, *accumulate(part.forward + drain for part, drain in zip(parts, after, strict=True))]
 
+    @cached_property
+    def _exchanged(self) -> list[float]:
+        """Prefix sums of the seconds of collectives that an OVERLAP_F_B of the table may hide, at most."""
+        kinds = self.table.kinds & {Kind.F, Kind.B, Kind.I, Kind.W} if self._weaves else ()
+        each = (sum(map(part.own_collectives, kinds)) * self.table.microbatches for part in self.segments.costs.stages)
+        return [0.0, *accumulate(each)]
+
+    @cached_property
+    def _weaves(self) -> bool:
+        return any(action.kind is Kind.OVERLAP_F_B for _, _, action in self.table.cells())
+
     @property
     def _splits(self) -> bool:
         return bool(self.table.kinds & {Kind.I, Kind.W})
@@ -144,7 +159,7 @@ class CutSearch:
             return part.forward
         whole, split = part.of(Kind.B), part.input_grad + part.weight_grad
         backward = split if Kind.B not in kinds else min(whole, split) if self._splits else whole
-        return part.forward * bool(kinds & {Kind.F}) + backward * min(1.0, costs.overlap)
+        return part.forward * bool(kinds & {Kind.F}) + backward
 
     # ------------------------------------------------------------------------------ the search
 

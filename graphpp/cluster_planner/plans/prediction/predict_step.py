@@ -16,7 +16,7 @@ from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds
 from graphpp.cluster_planner.plans.prediction.offloaded import host_bytes, windows_of_setting
 from graphpp.cluster_planner.plans.prediction.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, priced_setting
-from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
+from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
@@ -132,8 +132,9 @@ class _Step:
         if keep != 0 and not self._request.usual.compiled:
             stages = with_sums(stages, state, machines, self._setting.microbatches)
         moving = replace(timed, stages=with_messages(stages, *crossing), flow=FLOW)
-        overlap = overlap_of(self._priced, keep)
-        return _Stages(replace(moving, overlap=overlap, woven=keep != 0), state, shared)
+        if keep == 0:  # computations gather single layers, so the parts of an OVERLAP_F_B run in sequence
+            moving = replace(moving, hidden=0.0, woven=False)
+        return _Stages(moving, state, shared)
 
     def _crossing(self) -> tuple[list[int], ...]:
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
@@ -246,12 +247,12 @@ class _Step:
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
         usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
-        costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
+        costs = self._priced.segments.costs.stages
         ends = [*self.cut[1:], len(costs)]
         own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
         forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
         again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
-        exchanged = [sum(exchanges[at][phase] for at in own) for phase in (0, 1)]
+        exchanged = [sum(costs[at].own_collectives(kind) for at in own) for kind in (Kind.F, Kind.B)]
         share = busy / (forward + backward) if forward + backward else 0.0
         return StepSeconds(
             forward=(forward - exchanged[0]) * share,
