@@ -46,9 +46,13 @@ class Segments:
     costs: Costs
     state: tuple[StateBytes, ...] = ()
 
+    def stage(self, first: int, end: int) -> StageCosts:
+        """The costs of a stage of the segments from `first` to before `end`."""
+        return _joined(self.costs.stages[first:end])
+
     def stages(self, cut: Cut) -> tuple[Costs, tuple[StateBytes, ...]]:
         ends = [*cut[1:], len(self.starts)]
-        each = tuple(_joined(self.costs.stages[first:end]) for first, end in zip(cut, ends, strict=True))
+        each = tuple(map(self.stage, cut, ends))
         both = self.costs.sends_forward, self.costs.sends_backward
         on, back = (tuple(sends[first - 1] for first in cut[1:]) if sends else () for sends in both)
         stage_of = [stage for stage, (first, end) in enumerate(zip(cut, ends, strict=True)) for _ in range(first, end)]
