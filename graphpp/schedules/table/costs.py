@@ -47,9 +47,10 @@ class StageCosts:
                     takes = f"finite numbers, 0 or more{', by kind of action' if by_kind else ''}"
                     raise ScheduleError(f"{each.name} of StageCosts: times and bytes are {takes}, got {shown(number)}")
         for kind, seconds in self.exchanged.items():
-            if seconds > self.of(kind) * (1 + _ROUNDING):
-                whole = f"{seconds:g} of {kind.value}, which takes {self.of(kind):g}"
-                raise ScheduleError(f"exchanged of StageCosts: take a part of the time of each kind, got {whole}")
+            whole = self.of(kind) if kind in _TIMED else 0.0
+            if seconds > whole * (1 + _ROUNDING) or kind not in _TIMED:
+                given = f"{seconds:g} of {kind}, which takes {whole:g}"
+                raise ScheduleError(f"exchanged of StageCosts: take a part of the time of F, B, I or W, got {given}")
 
     def change(self, kind: Kind) -> tuple[int, int]:
         """Change of the rank's live bytes at the start of an F, B, I or W, and at its end."""
@@ -90,6 +91,7 @@ _STAGES = Accepted(
     lambda value: isinstance(value, tuple | list) and all(isinstance(each, StageCosts) for each in value),
 )
 
+_TIMED = (Kind.F, Kind.B, Kind.I, Kind.W)
 _ROUNDING = 1e-6  # of a time: sums of segments differ in the last digits
 DEPTH = 2
 """How many messages from one rank to another graphpp's transport has in flight at most."""

@@ -54,8 +54,10 @@ def test_a_backward_of_two_halves_has_the_collectives_of_both() -> None:
 
 
 def test_collectives_are_a_part_of_the_time() -> None:
-    with pytest.raises(ScheduleError, match="take a part of the time of each kind, got 2 of F, which takes 1"):
+    with pytest.raises(ScheduleError, match="take a part of the time of F, B, I or W, got 2 of F, which takes 1"):
         StageCosts(1, exchanged={Kind.F: 2})
+    with pytest.raises(ScheduleError, match="got 0 of SEND_F"):
+        StageCosts(1, exchanged={Kind.SEND_F: 0})
     with pytest.raises(ScheduleError, match="hidden: take a share from 0 to 1"):
         Costs((StageCosts(),), hidden=1.5)
 
