@@ -52,7 +52,8 @@ def fastest_starts(
 
     with working("searching where stages start"), aot.quick():
         segments = segments_of(joint, places(joint, calls), choices, timed_pricing(request), state)
-        segments = replace(segments, costs=replace(segments.costs, flow=table.flow))
+        hidden = 0.0 if options.parallel.keep == 0 else segments.costs.hidden  # computations that gather are not woven
+        segments = replace(segments, costs=replace(segments.costs, flow=table.flow, hidden=hidden))
         parts = PartCalls.among(calls)
         parts.check(table.running.stages)
         search = CutSearch(segments, table.running, held, options.memory.caps(place.ranks), parts.fixed_starts)
@@ -63,7 +64,7 @@ def pricing_of(request: CompileRequest) -> Pricing:
     """Seconds of programs on this device, estimated from shapes or given by `parallel.op_costs`."""
     device = OpCosts.of(request.place.device.type)
     seconds = request.options.parallel.node_seconds() or device
-    return Pricing(seconds_by_operations(seconds), device.message)
+    return Pricing(seconds_by_operations(seconds), device.message, seconds)
 
 
 def timed_pricing(request: CompileRequest) -> Pricing:

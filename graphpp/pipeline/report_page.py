@@ -129,7 +129,8 @@ def _costs(request: CompileRequest, graph: CompiledGraph, program: PipelineProgr
         costs = estimated_costs(program, graph.sources, pricing)
     shards = request.place.shards
     if table.shards is None or shards is None or program.gathers_layers:
-        return costs  # gathers of single layers are operations of the programs
+        # Gathers of single layers are operations of the programs, which are not woven then.
+        return replace(costs, hidden=0.0) if program.gathers_layers else costs
     gathered, reduced = sent_by_stage(graph.state(request), len(program.stages), shards)
     gathers, reductions = (tuple(pricing.message(round(nbytes)) for nbytes in each) for each in (gathered, reduced))
     return replace(costs, gathers=gathers, reductions=reductions)

@@ -2,7 +2,7 @@
 
 Contract
     in   the segments (`segments.py`), the table that the ranks run, the bytes that each rank may hold (None: any)
-    out  the first segment of each stage. The simulator gives a cut's seconds, the memory plan its bytes
+    out  the first segment of each stage. The simulator gives a cut's seconds, the memory plan its bytes (or `priced` both)
     Every stage gets at least one segment. Of the cuts within the caps the fastest is taken, then the one with the fewest bytes,
     then the one that cuts latest. If none fits, the cut with the least excess is taken, and the check of the whole plan names
     the rank. Equal arguments give equal cuts.
@@ -43,13 +43,16 @@ Value = tuple[float, float, int]
 @dataclass(frozen=True, eq=False)
 class CutSearch:
     """The search for one table. `held`: maps the stages' state to each rank's; `caps`: bytes by rank. `fixed`: the positions
-    where the stages after the first one start, and the last stages, that are not searched."""
+    where the stages after the first one start, and the last stages, that are not searched. `priced`: gives the value of a cut,
+    for a caller that knows more of a step; `most`: cuts to simulate (None: by the table's length)."""
 
     segments: Segments
     table: Schedule
     held: Callable[[Sequence[StateBytes]], Sequence[HeldBytes]]
     caps: Sequence[int] | None = None
     fixed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    priced: Callable[[Cut], Value] | None = None
+    most: int | None = None
 
     def best(self, known: Iterable[Cut] = ()) -> Cut:
         """The best cut that the search reaches, no worse than the `known` ones. Raises `SplitError` for fewer segments than
@@ -63,9 +66,9 @@ class CutSearch:
         if stages == 1:
             return self._whole((self._free[0],))
         if comb(pieces - 1, stages - 1) > _LISTED:
-            return self._moved(min([self._balanced(waits=False), self._balanced(waits=True), *known], key=self.value))
+            return self.moved(min([self._balanced(waits=False), self._balanced(waits=True), *known], key=self.value))
         first, proven = self._listed()
-        return first if proven else self._moved(min([first, *known], key=self.value))
+        return first if proven else self.moved(min([first, *known], key=self.value))
 
     def starts(self, equal_layers: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """The first operation of each stage of a cut that is no worse than stages of equal numbers of layers."""
@@ -103,21 +106,27 @@ class CutSearch:
     # ------------------------------------------------------------------------------ the value of a cut
 
     def value(self, cut: Cut) -> Value:
+        if self.priced is not None:
+            return self.priced(cut)
         costs, state = self.segments.stages(cut)
         peaks = [peak.nbytes for peak in step_peaks(self.table, costs, self.held(state))]
         lacking = max((own - cap for own, cap in zip(peaks, self.caps, strict=True)), default=0) if self.caps is not None else 0
-        return max(0, lacking), _rounded(simulate(self.table, costs).makespan), max(peaks)
+        return max(0, lacking), rounded(simulate(self.table, costs).makespan), max(peaks)
 
     def bound(self, cut: Cut) -> float:
         """A lower bound of a step's seconds: a rank waits for its first stage, works, and earlier stages finish after it."""
         ends = [*cut[1:], len(self.segments.starts)]
-        works = [0.0] * self.table.ranks
+        works, exchanged = [0.0] * self.table.ranks, [0.0] * self.table.ranks
         fill = [inf] * self.table.ranks
         for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
             rank = self.table.rank_of_stage[stage]
             works[rank] += self._work[end] - self._work[first]
+            exchanged[rank] += self._exchanged[end] - self._exchanged[first]
             fill[rank] = min(fill[rank], self._fill[first])
-        return _rounded(max(own + wait for own, wait in zip(works, fill, strict=True) if wait < inf))
+        hidden, share = self.segments.costs.hidden, min(1.0, self.segments.costs.overlap)
+        works = [own - hidden * min(most, own / 2) for own, most in zip(works, exchanged, strict=True)]
+        found = max(own + wait for own, wait in zip(works, fill, strict=True) if wait < inf)
+        return rounded(share * found if self._weaves else found)
 
     @cached_property
     def _work(self) -> list[float]:
@@ -133,6 +142,17 @@ class CutSearch:
         after = [part.of(Kind.B) if Kind.B in self.table.kinds and not self._splits else 0.0 for part in parts]
         return [0.0, *accumulate(part.forward + drain for part, drain in zip(parts, after, strict=True))]
 
+    @cached_property
+    def _exchanged(self) -> list[float]:
+        """Prefix sums of the seconds of collectives that an OVERLAP_F_B of the table may hide, at most."""
+        kinds = self.table.kinds & {Kind.F, Kind.B, Kind.I, Kind.W} if self._weaves else ()
+        each = (sum(map(part.own_collectives, kinds)) * self.table.microbatches for part in self.segments.costs.stages)
+        return [0.0, *accumulate(each)]
+
+    @cached_property
+    def _weaves(self) -> bool:
+        return any(action.kind is Kind.OVERLAP_F_B for _, _, action in self.table.cells())
+
     @property
     def _splits(self) -> bool:
         return bool(self.table.kinds & {Kind.I, Kind.W})
@@ -144,7 +164,7 @@ class CutSearch:
             return part.forward
         whole, split = part.of(Kind.B), part.input_grad + part.weight_grad
         backward = split if Kind.B not in kinds else min(whole, split) if self._splits else whole
-        return part.forward * bool(kinds & {Kind.F}) + backward * min(1.0, costs.overlap)
+        return part.forward * bool(kinds & {Kind.F}) + backward
 
     # ------------------------------------------------------------------------------ the search
 
@@ -166,9 +186,9 @@ class CutSearch:
     def _simulations(self) -> int:
         """The most cuts to simulate, both in the order of the bounds and in the local search."""
         actions = sum(1 for _ in self.table.cells())
-        return max(32, _WORK // 2 // max(1, actions))
+        return max(32, _WORK // 2 // max(1, actions)) if self.most is None else self.most
 
-    def _moved(self, cut: Cut) -> Cut:
+    def moved(self, cut: Cut) -> Cut:
         """The local optimum that moves of starts reach from this cut."""
         best, left = self.value(cut), self._simulations
         while left > 0:
@@ -184,16 +204,26 @@ class CutSearch:
         return cut
 
     def _neighbours(self, cut: Cut) -> Iterator[Cut]:
-        """Cuts in which one start, or all from one on, move by one or two segments; the heaviest stages first."""
+        """Cuts in which a heavy stage gives a segment to a light one, through those between; then those in which one start, or
+        all from one on, move by one or two segments. The heaviest stages come first."""
         pieces = len(self.segments.starts)
         works = [self._work[end] - self._work[first] for first, end in zip(cut, [*cut[1:], pieces], strict=True)]
+        order = sorted(range(len(cut)), key=lambda stage: -works[stage])
+        pairs = sorted(combinations(range(len(cut)), 2), key=lambda pair: (pair[0] - pair[1], pair[0]))
+        for heavy, light in ((order[one], order[other]) for one, other in pairs):
+            if works[heavy] > works[light]:
+                yield from self._with(cut, *_given(heavy, light))
         heaviest = sorted(range(1, len(cut)), key=lambda stage: -max(works[stage - 1], works[stage]))
         for by in (1, -1, 2, -2):
             for stage in heaviest:
-                for moved in ((stage,), tuple(range(stage, len(cut)))):
-                    each = tuple(first + by if at in moved else first for at, first in enumerate(cut))
-                    if self._is_whole(each) and all(a < b for a, b in zip(each, (*each[1:], pieces), strict=True)):
-                        yield each
+                for end in (stage + 1, len(cut)):
+                    yield from self._with(cut, range(stage, end), by)
+
+    def _with(self, cut: Cut, moved: range, by: int) -> Iterator[Cut]:
+        """The cut after a move of some starts, if it is one."""
+        each = tuple(first + by if at in moved else first for at, first in enumerate(cut))
+        if self._is_whole(each) and all(a < b for a, b in zip(each, (*each[1:], len(self.segments.starts)), strict=True)):
+            yield each
 
     def _is_whole(self, cut: Cut) -> bool:
         before, after = self._ends
@@ -208,5 +238,10 @@ class CutSearch:
         return self._whole(tuple(self._free[at] for at in found))
 
 
-def _rounded(seconds: float) -> float:
+def _given(source: int, to: int) -> tuple[range, int]:
+    """The starts that move, and by how much, if one stage gives a segment to another."""
+    return (range(to + 1, source + 1), 1) if source > to else (range(source + 1, to + 1), -1)
+
+
+def rounded(seconds: float) -> float:
     return float(f"{seconds:.{_DIGITS}g}")

@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from graphpp.options.split import ModuleCall
+from graphpp.passes.graph.collectives import is_started
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.lower import LoweringOptions, lower
@@ -28,6 +31,7 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.state_bytes import StateBytes
 
+_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _MOST = 256  # places; more would take minutes to lower
 
 Cut = tuple[int, ...]
@@ -42,9 +46,13 @@ class Segments:
     costs: Costs
     state: tuple[StateBytes, ...] = ()
 
+    def stage(self, first: int, end: int) -> StageCosts:
+        """The costs of a stage of the segments from `first` to before `end`."""
+        return _joined(self.costs.stages[first:end])
+
     def stages(self, cut: Cut) -> tuple[Costs, tuple[StateBytes, ...]]:
         ends = [*cut[1:], len(self.starts)]
-        each = tuple(_joined(self.costs.stages[first:end]) for first, end in zip(cut, ends, strict=True))
+        each = tuple(map(self.stage, cut, ends))
         both = self.costs.sends_forward, self.costs.sends_backward
         on, back = (tuple(sends[first - 1] for first in cut[1:]) if sends else () for sends in both)
         stage_of = [stage for stage, (first, end) in enumerate(zip(cut, ends, strict=True)) for _ in range(first, end)]
@@ -58,7 +66,7 @@ class Segments:
 
 def _joined(parts: Sequence[StageCosts]) -> StageCosts:
     """The costs of segments that form one stage: forwards run in order, backwards in reverse."""
-    saved = sum(part.saved_bytes for part in parts)
+    saved, exchanges = sum(part.saved_bytes for part in parts), any(part.exchanged for part in parts)
     kept = [part.saved_bytes if part.kept_bytes is None else part.kept_bytes for part in parts]
     peaks = {kind: _peak(parts, kept, kind) for kind in sorted({kind for part in parts for kind in part.peak_bytes})}
     return StageCosts(
@@ -71,6 +79,7 @@ def _joined(parts: Sequence[StageCosts]) -> StageCosts:
         peak_bytes=peaks,
         received_bytes=_of_ends(parts, "received_bytes"),
         sent_bytes=_of_ends(parts, "sent_bytes"),
+        exchanged={kind: sum(part.own_collectives(kind) for part in parts) for kind in _KINDS} if exchanges else {},
     )
 
 
@@ -138,10 +147,17 @@ ProgramSeconds = Mapping[tuple[int, Phase], float]
 
 @dataclass(frozen=True)
 class Pricing:
-    """Seconds of all programs, and of a message of a given size between two ranks. Messages overlap computations."""
+    """Seconds of all programs, and of a message of a given size between two ranks. Messages overlap computations. `operation`:
+    seconds of an operation, of which the share of collectives in a program's seconds follows."""
 
     programs: Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]
     message: Callable[[int], float]
+    operation: Cost
+
+    def exchanged(self, graph: fx.Graph) -> float:
+        """The share of collectives in the seconds of a program, at most 1."""
+        total = sum(map(self.operation, graph.nodes))
+        return sum(map(self.operation, filter(is_started, graph.nodes))) / total if total else 0.0
 
 
 def seconds_by_operations(cost: Cost) -> Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]:
@@ -178,7 +194,10 @@ def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: P
         forward = times.get(Phase.FORWARD, times.get(Phase.EVALUATE, 0.0))
         whole = times.get(Phase.BACKWARD, 0.0)
         first, second = times.get(Phase.INPUT_GRAD, whole), times.get(Phase.WEIGHT_GRAD, 0.0)
-        return replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
+        each = replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
+        run = {phase: sources.of(item).graph for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
+        shares = {phase: pricing.exchanged(graph) for phase, graph in run.items()}
+        return replace(each, exchanged={Kind(phase.value): share * times[phase] for phase, share in shares.items() if share})
 
     def sends(values: Callable[[Boundary], Sequence[program.TensorMeta]]) -> tuple[float, ...]:
         return tuple(pricing.message(sum(value.nbytes for value in values(each))) for each in lowered.boundaries)

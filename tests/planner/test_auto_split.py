@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from graphpp import Costs, StageCosts, StateBytes
 from graphpp.errors import GraphPPError, SplitError
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.planner.auto_split import CutSearch
-from graphpp.planner.segments import Segments
+from graphpp.planner.segments import Pricing, Segments
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.state_bytes import HeldBytes, held_bytes
@@ -25,8 +26,8 @@ from tests.exhaustive import further
 
 
 def pieces(count: int, seed: int, blocking: bool = False) -> Segments:
-    """Segments of random costs, each with parameters of its own."""
-    draw = Random(seed)
+    """Segments of random costs, each with parameters and collectives of its own."""
+    draw, shares = Random(seed), Random(seed)
     each = tuple(
         StageCosts(
             draw.choice([0.0, 1.0, 1.0, draw.uniform(0, 4)]),
@@ -40,12 +41,16 @@ def pieces(count: int, seed: int, blocking: bool = False) -> Segments:
         for _ in range(count)
     )
     sends = [tuple(draw.choice([0.0, 0.1, 1.0]) for _ in range(count - 1)) for _ in range(2)]
-    state = tuple(StateBytes((each,), (each,), weights=draw.randrange(100), sums=draw.randrange(100)) for each in range(count))
-    return Segments(tuple(range(0, 10 * count, 10)), Costs(each, sends[0], sends[1], blocking=blocking), state)
+    own = [{kind: shares.choice((0, 0.9)) * one.of(kind) for kind in (Kind.F, Kind.B, Kind.I)} for one in each]
+    each = tuple(replace(one, exchanged=seconds) for one, seconds in zip(each, own, strict=True))
+    state = tuple(StateBytes((at,), (at,), weights=draw.randrange(100), sums=draw.randrange(100)) for at in range(count))
+    return Segments(tuple(range(0, 10 * count, 10)), Costs(each, sends[0], sends[1], blocking=blocking, overlap=0.9), state)
 
 
-def search(segments: Segments, schedule: str, ranks: int, stages: int, caps: Sequence[int] | None = None) -> CutSearch:
-    table = SCHEDULES[schedule](ranks, stages, 2 * ranks)
+def search(
+    segments: Segments, schedule: str, ranks: int, stages: int, caps: Sequence[int] | None = None, microbatches: int = 0
+) -> CutSearch:
+    table = SCHEDULES[schedule](ranks, stages, microbatches or 2 * ranks)
 
     def held(state: Sequence[StateBytes]) -> Sequence[HeldBytes]:
         return held_bytes(state, table.rank_of_stage, ranks)
@@ -69,6 +74,23 @@ def test_no_other_cut_is_faster(schedule: str, ranks: int, stages: int, blocking
     values = {cut: found.value(cut) for cut in all_cuts(9, stages)}
     assert values[found.best()] == min(values.values())
     assert all(found.bound(cut) <= value[1] * (1 + 1e-6) for cut, value in values.items())
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "stages"), [("Combined1F1B", 1, 2), ("DualPipeV", 2, 4)])
+def test_bounds_stay_below_what_pairs_hide(schedule: str, ranks: int, stages: int) -> None:
+    for seed in range(4):
+        found = search(pieces(9, seed), schedule, ranks, stages, microbatches=12)
+        assert all(found.bound(cut) <= found.value(cut)[1] * (1 + 1e-6) for cut in all_cuts(9, stages))
+
+
+def test_programs_state_the_share_of_their_collectives() -> None:
+    graph = torch.fx.Graph()
+    x, ops = graph.placeholder("x"), torch.ops._c10d_functional
+    sent = graph.call_function(ops.all_reduce.default, (graph.call_function(torch.ops.aten.mm.default, (x, x)), "sum", "0"))
+    graph.output(graph.call_function(ops.wait_tensor.default, (sent,)))
+    seconds = {torch.ops.aten.mm.default: 3.0, ops.all_reduce.default: 1.0}
+    pricing = Pricing(lambda lowered, sources: {}, float, lambda node: seconds.get(node.target, 0.0))
+    assert pricing.exchanged(graph) == 0.25
 
 
 @pytest.mark.parametrize("seed", range(3))

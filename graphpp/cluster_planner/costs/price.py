@@ -29,6 +29,7 @@ from graphpp.schedules.table.costs import Costs, StageCosts
 _USUAL = Deployment()
 _MODEL_SCORES = 0.8  # of a fused attention's backward, which computes the scores again: 5 products for 2 of the forward
 _SHOWN = 0.1  # of the exchanges of experts that run beside another microbatch, as in an OVERLAP_F_B
+_KINDS = tuple(Kind(phase.value) for phase in PHASES)
 _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
 
 
@@ -56,10 +57,9 @@ class PricedModel:
     `segments`: seconds, bytes and state, one entry per segment instead of per stage. `expert_state`: whether each piece of
     state belongs to experts, which have fewer replicas. `forward_bytes`, `backward_bytes`: over the boundary after each segment
     but the last. `flops`: model FLOPs of the microbatch on all ranks: a backward counts twice its forward, and nothing twice
-    that is recomputed; `executed`: the FLOPs that run. A causal attention counts half of its square. By segment: `exchanges`:
-    seconds of exchanges within each phase (F, B, I, W), included in the times; `sent`: bytes that a rank sends along `tp`, `ep`
-    and `cp` in a forward and a backward; `layers`: bytes by phase; `offloadable`: saved values that may move to host memory;
-    empty for a mixture of recomputations.
+    that is recomputed; `executed`: the FLOPs that run. A causal attention counts half of its square. By segment: `sent`: bytes
+    that a rank sends along `tp`, `ep` and `cp` in a forward and a backward; `layers`: bytes by phase; `offloadable`: saved
+    values that may move to host memory; empty for a mixture of recomputations.
     """
 
     segments: Segments
@@ -68,7 +68,6 @@ class PricedModel:
     backward_bytes: tuple[int, ...]
     flops: float
     executed: float
-    exchanges: tuple[tuple[float, ...], ...]
     sent: tuple[Mapping[str, float], ...] = ()
     layers: tuple[Mapping[Kind, PhaseBytes], ...] = ()
     offloadable: tuple[tuple[OffloadableBytes, ...], ...] = ()
@@ -101,8 +100,8 @@ def priced(
         expert_state=experts, forward_bytes=on, backward_bytes=back,
         flops=_flops(costs.variants[None], degrees.factor, _MODEL_SCORES),
         executed=sum(share * _flops(one, degrees.factor) for one, share in zip(variants, shares, strict=True)),
-        exchanges=tuple(one.exchanges for one in each), sent=tuple(one.sent for one in each),
-        layers=tuple(one.phases for one in each), offloadable=tuple(one.offloadable for one in each),
+        sent=tuple(one.sent for one in each), layers=tuple(one.phases for one in each),
+        offloadable=tuple(one.offloadable for one in each),
     )  # fmt: skip
 
 
@@ -142,7 +141,6 @@ def _saved(variant: Variant, degrees: Degrees) -> float:
 
 class _PricedKind(NamedTuple):
     stage: StageCosts
-    exchanges: tuple[float, ...]
     phases: Mapping[Kind, PhaseBytes]
     sent: Mapping[str, float]
     offloadable: tuple[OffloadableBytes, ...]
@@ -161,13 +159,13 @@ class _Pricing:
         key = tuple(map(id, kinds))
         if key not in self._kinds:
             each = [self._stage(kind) for kind in kinds]
-            stage, exchanges = each[0] if len(each) == 1 else _in_proportion(each, shares)
-            phases = {Kind(phase.value): self._bytes(kinds, shares, at) for at, phase in enumerate(PHASES)}
+            stage = each[0] if len(each) == 1 else _in_proportion(each, shares)
+            phases = {phase: self._bytes(kinds, shares, at) for at, phase in enumerate(_KINDS)}
             offloadable = tuple(
                 OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
                 for each in (kinds[0].offloadable if len(kinds) == 1 else ())
             )
-            self._kinds[key] = _PricedKind(stage, exchanges, phases, self._sent(kinds, shares), offloadable)
+            self._kinds[key] = _PricedKind(stage, phases, self._sent(kinds, shares), offloadable)
         return self._kinds[key]
 
     def _bytes(self, kinds: Sequence[SegmentKind], shares: Sequence[float], phase: int) -> PhaseBytes:
@@ -186,16 +184,15 @@ class _Pricing:
                     found[_ALONG[each.kind]] += share * count * self._exchange(each).sent
         return found
 
-    def _stage(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
+    def _stage(self, kind: SegmentKind) -> StageCosts:
         times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
         amount = self._degrees.amount
         most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
-        stage = StageCosts(
+        return StageCosts(
             forward=times[0], backward=times[1], input_grad=times[2], weight_grad=times[3],
             saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)),
-            peak_bytes={Kind(phase.value): nbytes for phase, nbytes in zip(PHASES, most, strict=True)},
+            peak_bytes=dict(zip(_KINDS, most, strict=True)), exchanged=dict(zip(_KINDS, exchanges, strict=True)),
         )  # fmt: skip
-        return stage, exchanges
 
     def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float]:
         """(seconds of a phase, seconds of its exchanges)."""
@@ -263,16 +260,12 @@ _ALONG = {"all_reduce": "tp", "all_gather": "tp", "all_to_all": "ep", "context":
 _EXCHANGES = tuple(_ALONG)
 
 
-def _in_proportion(
-    each: Sequence[tuple[StageCosts, tuple[float, ...]]], shares: Sequence[float]
-) -> tuple[StageCosts, tuple[float, ...]]:
-    stages = [stage for stage, _ in each]
-
+def _in_proportion(stages: Sequence[StageCosts], shares: Sequence[float]) -> StageCosts:
     def mean(values: Sequence[float]) -> float:
         return sum(value * share for value, share in zip(values, shares, strict=True))
 
     peaks = {kind: round(mean([stage.peak_bytes.get(kind, 0) for stage in stages])) for kind in stages[0].peak_bytes}
-    mixed = StageCosts(
+    return StageCosts(
         forward=mean([stage.forward for stage in stages]),
         backward=mean([stage.of(Kind.B) for stage in stages]),
         input_grad=mean([stage.input_grad for stage in stages]),
@@ -280,5 +273,5 @@ def _in_proportion(
         saved_bytes=round(mean([stage.saved_bytes for stage in stages])),
         kept_bytes=round(mean([stage.kept_bytes or 0 for stage in stages])),
         peak_bytes=peaks,
+        exchanged={kind: mean([stage.own_collectives(kind) for stage in stages]) for kind in _KINDS},
     )
-    return mixed, tuple(mean([found[phase] for _, found in each]) for phase in range(len(PHASES)))

@@ -18,16 +18,16 @@ from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, rank
 from graphpp.cluster_planner.plans.layouts.fixed import Fixed
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
 from graphpp.cluster_planner.plans.prediction.error_bars import error_of
-from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, order_costs, predict, tables_of
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, costs_and_bound, predict
 from graphpp.cluster_planner.plans.prediction.read_tables import Work
 from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
+from graphpp.cluster_planner.plans.refine.moved_stages import moved_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
 from graphpp.errors import ScheduleError
 from graphpp.planner.segments import Cut
-from graphpp.schedules.table.costs import Costs
 
 _WORK = 150_000  # simulated computations
 _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
@@ -35,6 +35,7 @@ _LAST = 0.25  # of the work, added for the settings with least memory if no plan
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
+_MOVED = 3  # fastest plans whose stages are moved
 _ORDERS = 3  # fastest plans that get an order search
 _ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
@@ -93,6 +94,8 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
+    if space.fixed.cut is None:
+        _move_stages(search)
     if space.fixed.values.keys().isdisjoint(("schedule", "group")) and (space.schedules is None or ORDER in space.schedules):
         _search_orders(search)
     return search
@@ -102,6 +105,7 @@ def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
     """The fields of a `TrainingPlan` that its prediction lacks."""
     request = request.of(found.setting)
     names = request.costs.names
+    costs, bound = costs_and_bound(request, found.setting, found.cut)
     return {
         "machines": str(request.machines),
         "split": tuple(names[first] for first in found.cut[1:]),
@@ -112,14 +116,9 @@ def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
         "error": error_of(request.machines.device.name, bool(request.costs.expert_ranks), found.setting.shape.pp > 1),
         "dtype": request.dtype,
         "float8": request.costs.float8,
-        "costs": _costs_of(request, found),
+        "costs": costs,
+        "bound": bound,
     }
-
-
-def _costs_of(request: PlanRequest, found: Prediction) -> Costs:
-    tables = tables_of(request, found.setting)
-    assert tables is not None
-    return order_costs(request, found.setting, found.cut, tables[0])[0]
 
 
 def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
@@ -138,6 +137,15 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
         least_setting = least_offload(search.request, setting, search.cap)
         found = predict(search.request, least_setting) if least_setting is not None else None
         search.add(found if found is not None and found.host <= search.request.machines.host_memory else None)
+
+
+def _move_stages(search: Search) -> None:
+    """Give the fastest fitting plans the cuts under which they are faster."""
+    fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
+    for balanced in fitting[:_MOVED]:
+        found = moved_stages(search.request, balanced, search.cap)
+        if found is not None and rounded(found) < rounded(balanced):
+            search.found[found.setting] = found
 
 
 def _search_orders(search: Search) -> None:
@@ -262,7 +270,7 @@ class Search:
     def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> None:
         found = refined(self.request, named, self.cap)
         if found is not None and rounded(found) < rounded(named):
-            self.add(found)
+            self.add(replace(found, moved=named.moved))
 
     def known(self, setting: PlanSetting, guess: Estimate) -> Estimate:
         found = self.found.get(setting)

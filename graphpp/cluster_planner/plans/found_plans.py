@@ -131,7 +131,7 @@ class TrainingPlans:
             best_of.setdefault(each.setting.shape.pp, number)
         shown = sorted({*range(1, min(_SHOWN, len(self.plans)) + 1), *best_of.values()})
         left = ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute", "offload", "reason")
-        heads = (*left[:-1], "step", "MFU", "bubble", "bytes", "reason")
+        heads = (*left[:-1], "step", "over bound", "MFU", "bubble", "bytes", "reason")
         table = text_table(heads, [_row(number, self.plans[number - 1]) for number in shown], left=left, wraps=left, width=180)
         more = len(self.plans) - len(shown)
         tail = [f"  and {more} more in .plans; {self.considered:,} settings were considered"] if more > 0 else []
@@ -145,7 +145,7 @@ def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
         f"{number}{'*' if plan.on_front else ''}", str(setting.shape), f"{setting.stages}, {setting.schedule}",
         f"{setting.microbatches} x {setting.rows}", "all" if setting.keep is None else str(setting.keep),
         setting.degree, "-" if setting.offload is None else f"{setting.offload:g}",
-        spell_time(plan.step_seconds, "s"), plan.utilization, f"{plan.bubble:.1%}",
+        spell_time(plan.step_seconds, "s"), plan.over_bound, plan.utilization, f"{plan.bubble:.1%}",
         spell_bytes(plan.peak), plan.reason or "best",
     )  # fmt: skip
 
@@ -201,7 +201,7 @@ def plan_of(found: Prediction, facts: dict[str, Any], reason: str = "", *, on_fr
     stages = tuple(replace(each, peak_bytes={}, received_bytes={}, sent_bytes={}) for each in costs.stages)
     return TrainingPlan(
         setting=found.setting, seconds=found.seconds, peaks=found.peaks, memory=found.memory, sent=found.sent, reason=reason,
-        host=found.host, on_front=on_front, **{**facts, "costs": replace(costs, stages=stages)},
+        host=found.host, moved=found.moved, on_front=on_front, **{**facts, "costs": replace(costs, stages=stages)},
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from math import inf
 
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, ranked
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.prediction.lower_bound import least_seconds
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.prediction.read_tables import read_table
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice, table_of
@@ -67,7 +68,10 @@ def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collecti
         numbers = f"{stages} stages on {ranks} ranks and {found.microbatches} microbatches"
         raise ScheduleError(f"no schedule takes {numbers}: give a multiple of the ranks for both")
     rows = found.rows * found.microbatches * found.shape.dp_shard
-    facts = {"machines": "measured", "split": (), "batch": rows, "tokens": 0, "mfu": 0.0, "dtype": None, "costs": found.timed}
+    facts = {
+        "machines": "measured", "split": (), "batch": rows, "tokens": 0, "mfu": 0.0, "dtype": None, "costs": found.timed,
+        "bound": least_seconds(found.timed, ranks, found.microbatches),
+    }  # fmt: skip
     return ranked(steps, inf if cap is None else cap, len(steps), lambda each: facts)
 
 

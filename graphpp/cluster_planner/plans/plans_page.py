@@ -88,6 +88,7 @@ def _choices(setting: PlanSetting) -> Iterator[Cell]:
 
 def _results(plan: TrainingPlan) -> Iterator[Cell]:
     yield Cell("step", plan.step_seconds, spell_time(plan.step_seconds, "s"))
+    yield Cell("bound", plan.bound, spell_time(plan.bound, "s") if plan.bound else "-")
     yield Cell("MFU", plan.mfu, plan.utilization)
     yield Cell("memory", plan.peak, spell_bytes(plan.peak))
 

@@ -15,9 +15,9 @@ from graphpp.devices import Machines
 from graphpp.planner.balance import balanced
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import StageCosts
 
 _LARGE = 8  # a head in pieces is tried where the whole one peaks at this part of the cap
-_HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
 class ModelTotals(NamedTuple):
@@ -133,13 +133,15 @@ class PlanRequest:
 
 
 def overlap_of(priced: PricedModel, keep: int | None) -> float:
-    """The time of an overlapped F and B over their sum: 90 % of the collectives hide under computation."""
+    """The time of an overlapped F and B over their sum, if all stages are alike."""
     if keep == 0:  # computations gather single layers, so F and B run in sequence
         return 1.0
-    parts = priced.segments.costs.stages
-    total = sum(part.forward + part.of(Kind.B) for part in parts)
-    exchanged = sum(each[0] + each[1] for each in priced.exchanges)
-    return 1 - _HIDDEN * min(exchanged, total - exchanged) / total if total else 1.0
+    costs = priced.segments.costs
+    total, exchanged = (
+        sum(of(part, kind) for part in costs.stages for kind in (Kind.F, Kind.B))
+        for of in (StageCosts.of, StageCosts.own_collectives)
+    )
+    return 1 - costs.hidden * min(exchanged, total - exchanged) / total if total else 1.0
 
 
 def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:

@@ -67,8 +67,11 @@ class TrainingPlan:
     covers, if not all. `float8`: the linear layers that compute in float8, as text (None: none). `costs`: the seconds of its
     stages, by which `timeline` simulates a step (None: unknown, in JSON of earlier versions). `error`: the 10th and 90th
     percentile of measured over predicted seconds in published runs of the same kind (None: none are known for the device).
-    `host`: bytes of offloaded values in a machine's memory. A plan of measured costs has `machines` "measured", `split` () (the
-    measured split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
+    `host`: bytes of offloaded values in a machine's memory. `moved`: the share of the seconds under the most balanced cut that
+    moves of stage starts save (0: the stages are balanced). `bound`: seconds than which no cut of the model, no order and no
+    placement of stages on as many pipeline ranks is faster, with the same mesh, microbatches and recomputation (0: unknown).
+    A plan of measured costs has `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises
+    `GraphPPError` for inconsistent numbers.
     """
 
     machines: str
@@ -90,6 +93,8 @@ class TrainingPlan:
     hfu: float = 0.0
     error: tuple[float, float] | None = None
     host: int = 0
+    moved: float = 0.0
+    bound: float = 0.0
 
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
@@ -202,7 +207,8 @@ class TrainingPlan:
 
     @property
     def _starts(self) -> str:
-        return "as measured" if self.measured else ", ".join(self.split) or "the first operation"
+        moved = f" (moved: {self.moved:.1%} less than with balanced stages)" if self.moved else ""
+        return "as measured" if self.measured else (", ".join(self.split) or "the first operation") + moved
 
     @property
     def _choices(self) -> dict[str, str]:
@@ -229,6 +235,11 @@ class TrainingPlan:
         return f" ({low} to {high} for 80 % of published runs like it)"
 
     @property
+    def over_bound(self) -> str:
+        """By how much the step is longer than `bound`, as text; "-" if it is unknown."""
+        return f"{self.step_seconds / self.bound - 1:.1%}" if self.bound else "-"
+
+    @property
     def _hardware(self) -> str:
         return f" (hardware {self.hfu:.1%})" if self.hfu else ""
 
@@ -237,6 +248,7 @@ class TrainingPlan:
         """The predictions by name and unit, in table order."""
         return {
             ("step", "seconds"): self.step_seconds,
+            **({("lower bound", "seconds"): self.bound} if self.bound else {}),
             **{(name, "seconds"): each for name, each in asdict(self.seconds).items()},
             ("share of the bubble", "share"): self.bubble,
             ("MFU", "share"): self.mfu,
@@ -259,6 +271,7 @@ class TrainingPlan:
             f"{self.setting}, on {self.machines}",
             f"  step {spell_time(self.step_seconds, 's')}{self._range}, {self.rate}, MFU {self.utilization}{self._hardware}:",
             f"    {shares}",
+            *([f"    {self.over_bound} over the lower bound of {spell_time(self.bound, 's')}"] if self.bound else []),
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             *([f"  offloaded values take {spell_bytes(self.host)} of a machine's memory"] if self.host else []),
             f"  sent by a rank in a step: {sent}",

@@ -57,7 +57,9 @@ class Problem:
     cap: tuple[float, ...]
     count: int  # N, the number of forwards
     unit: float  # the longest operation's time, in the units of the costs
-    overlap: float  # the time of a pair as a fraction of the sum of its parts' times; 1: no pairs
+    overlap: float  # the factor on the time of pairs
+    pairs: bool  # whether overlapping a forward and a backward saves time
+    hidden: tuple[float, ...]  # at most, of a rank's computations of one microbatch, the time of collectives that pairs hide
     overhead: float
     blocking: bool  # messages occupy ranks, so the times are estimates
     beside: Mapping[tuple[int, int], Pair]
@@ -88,15 +90,12 @@ class Problem:
             stages * microbatches,
             unit,
             costs.overlap,
+            costs.saves,
+            tuple(_hidden(costs, homes, rank) / unit for rank in range(len(cap))),
             costs.overhead / unit,
             costs.blocking,
             _beside(costs, homes, times, unit),
         )
-
-    @property
-    def pairs(self) -> bool:
-        """Whether overlapping a forward and a backward saves time."""
-        return self.overlap < 1
 
     def rank_of(self, op: int) -> int:
         return self.home[op % self.count // self.microbatches]
@@ -110,7 +109,7 @@ class Problem:
         return self.took[at], self.took[self.count + at], self.took[2 * self.count + at]
 
     def least(self, stage: int) -> float:
-        """The least time for which a microbatch occupies a stage's rank."""
+        """The least time for which a microbatch occupies a stage's rank, if pairs hide no collectives (`hidden`)."""
         forward, inputs, weights = self.stage_times(stage)
         apart = forward + min(inputs + weights, self.whole[stage])
         if not self.pairs:
@@ -119,9 +118,13 @@ class Problem:
         share, once = self.overlap, self.overhead * max(0.0, 2 * self.overlap - 1)
         return max(0.0, min(apart, share * (forward + inputs) + weights - once, share * (forward + self.whole[stage]) - once))
 
+    def work(self, rank: int) -> float:
+        """The least time for which a microbatch occupies a rank."""
+        return max(0.0, sum(map(self.least, self.on(rank))) - self.hidden[rank])
+
     def period(self) -> float:
         """The time between microbatches if the busiest rank never waits."""
-        return max(sum(map(self.least, self.on(rank))) for rank in range(self.ranks))
+        return max(map(self.work, range(self.ranks)))
 
     def operation_length(self) -> float:
         return self.period() * self.ranks / (3 * self.stages)
@@ -147,10 +150,9 @@ class Problem:
             heads.setdefault(self.home[stage], start)
             start += share * self.took[at]
             way += self.lag[self.count + at] + share * min(self.took[self.count + at], self.whole[stage])
-        work = {rank: self.microbatches * sum(map(self.least, self.on(rank))) for rank in heads}
         _, inputs, weights = self.stage_times(0)
         last = min(inputs + weights, self.whole[0]) - min(inputs, self.whole[0])
-        return max(start + way + last, *(heads[rank] + work[rank] for rank in heads))
+        return max(start + way + last, *(heads[rank] + self.microbatches * self.work(rank) for rank in heads))
 
 
 def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
@@ -167,12 +169,22 @@ def _beside(costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]],
     """The times of each rank's pairs; `times`: from `_times`, in fractions of `unit`."""
     found, stages = {}, range(len(home))
     for b, f in ((b, f) for b in stages for f in stages if home[b] == home[f]):
-        forward, inputs, whole = costs.stages[f].forward, costs.stages[b].input_grad, costs.stages[b].of(Kind.B)
+        forward, inputs = costs.stages[f].forward, costs.stages[b].input_grad
         # messages that occupy the rank, and one overhead, do not overlap
         apart = times[0][f] * unit - forward + times[1][b] * unit - inputs - costs.overhead
-        split, together = (costs.overlap * (forward + backward) + apart for backward in (inputs, whole))
+        split, together = (costs.together(((f, Kind.F), (b, kind))) + apart for kind in (Kind.I, Kind.B))
         found[b, f] = Pair(split / unit, together / unit)
     return found
+
+
+def _hidden(costs: Costs, home: Sequence[int], rank: int) -> float:
+    """At most, the time that pairs save because collectives hide: no more than all of them, or all other computation."""
+    own = [stage for stage, where in zip(costs.stages, home, strict=True) if where == rank]
+    exchanged = computed = 0.0
+    for forms in [each for stage in own for each in ([(stage, Kind.F)], [(stage, Kind.I), (stage, Kind.B)])]:
+        exchanged += max(stage.own_collectives(kind) for stage, kind in forms)
+        computed += max(stage.of(kind) - stage.own_collectives(kind) for stage, kind in forms)
+    return costs.hidden * min(1.0, costs.overlap) * min(exchanged, computed)
 
 
 def _messages(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:

@@ -6,7 +6,7 @@
   microbatches, then by moving single operations, weight gradients included (`move_elements.py`). If messages occupy ranks
   (`Costs.blocking`), the first search estimates them, and the second gives sends and receives places of their own. The best
   result is also moved towards fewer bytes.
-- If overlapping a forward and a backward saves time (`Costs.overlap` < 1), both searches run again with such pairs, starting
+- If overlapping a forward and a backward saves time (`Costs.saves`), both searches run again with such pairs, starting
   from the tables without pairs too, so the result is never worse.
 - The table with the least exact time wins, named schedules included (`tables.py`). The result passes `check`; it has sends and
   receives only if they occupy ranks. Equal arguments give an equal table: the search counts steps, not seconds.
@@ -73,7 +73,7 @@ def schedule_auto(
     `placement`: "loop" (rank r has r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None: the
     better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several tables
     that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result. With
-    `costs.overlap` < 1 the table may have OVERLAP_F_B; with `costs.blocking` it has sends and receives, else none. Raises
+    `costs.saves` the table may have OVERLAP_F_B; with `costs.blocking` it has sends and receives, else none. Raises
     `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
     """
     check_size(ranks, microbatches)
@@ -84,7 +84,7 @@ def schedule_auto(
         found = tables.named()
         if not found:
             raise too_tight(costs, homes, caps)
-        for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
+        for each in (replace(costs, overlap=1.0, hidden=0.0), costs) if costs.saves else (costs,):
             problems = [Problem.of(each, home, microbatches, caps) for home in homes]
             found += _searched(problems, found, each, Random(seed), effort)
         best = tables.soonest(found, name)

@@ -16,6 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from graphpp.arguments import one_of, require
@@ -113,6 +114,7 @@ class _Machine:
         self.ranks, self._posted = list(map(_RankState, works.on)), works.records
         keys = (key for row in schedule.works for key in row if key[1] in COMPUTE)
         self._seconds = {(stage, kind): costs.stages[stage].of(kind) for stage, kind in keys}
+        self._together = cache(costs.together)
 
     def events(self) -> EventColumns:
         """The events of the step. Raises `ScheduleError` if the table cannot run to its end."""
@@ -177,12 +179,11 @@ class _Machine:
                     yield tuple(maker._replace(microbatch=leaf.microbatch) for maker in makers)
 
     def _compute(self, rank: _RankState, action: Action, begin: float) -> None:
-        seconds, works, leaves = 0.0, rank.works, _leaves(action)
+        works, leaves = rank.works, _leaves(action)
         if rank.gathered:
             begin = max(begin, *(rank.gathered.get(leaf.stage, 0.0) for leaf in leaves))
-        for leaf in leaves:
-            seconds += self._seconds[leaf[:2]]
-        end = rank.free = begin + (seconds * self.costs.overlap if action.parts else seconds)
+        keys = tuple([leaf[:2] for leaf in leaves])
+        end = rank.free = begin + (self._together(keys) if action.parts else self._seconds[keys[0]])
         rank.starts.append(begin)
         rank.ends.append(end)
         for stage, kind, microbatch, _ in leaves:

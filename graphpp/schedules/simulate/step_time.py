@@ -97,8 +97,10 @@ class _Price(NamedTuple):
         if self.is_collective:
             times = costs.gathers if self.kind is Kind.UNSHARD else costs.reductions
             return times[self.leaves[0][0]] if times else 0.0
-        total = sum(costs.stages[stage].of(kind) for stage, kind in self.leaves)
-        return total * costs.overlap if self.kind is Kind.OVERLAP_F_B else total
+        if self.kind is Kind.OVERLAP_F_B:
+            return costs.together(self.leaves)
+        stage, kind = self.leaves[0]
+        return costs.stages[stage].of(kind)
 
 
 class StepTimes:

@@ -23,7 +23,8 @@ class StageCosts:
     `kept_bytes` None: as many as `saved_bytes`. By kind: `peak_bytes`, the most bytes alive while that program runs, with the
     values it received, saved and computes (missing: no more than it saves or has saved); `received_bytes`, the bytes that
     arrive from the neighbouring stage for an F, B or I; `sent_bytes`, the bytes of values for the neighbouring stage that share
-    no memory with saved or kept values.
+    no memory with saved or kept values; `exchanged`, the seconds of the stage's own collectives, included in its time, that
+    computation of another part of an OVERLAP_F_B can hide (`Costs.together`).
     """
 
     forward: float = 1.0
@@ -35,6 +36,7 @@ class StageCosts:
     peak_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     received_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     sent_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+    exchanged: Mapping[Kind, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -44,6 +46,11 @@ class StageCosts:
                 if not fits and not (number is None and each.default is None):
                     takes = f"finite numbers, 0 or more{', by kind of action' if by_kind else ''}"
                     raise ScheduleError(f"{each.name} of StageCosts: times and bytes are {takes}, got {shown(number)}")
+        for kind, seconds in self.exchanged.items():
+            whole = self.of(kind) if kind in _TIMED else 0.0
+            if seconds > whole * (1 + _ROUNDING) or kind not in _TIMED:
+                given = f"{seconds:g} of {kind}, which takes {whole:g}"
+                raise ScheduleError(f"exchanged of StageCosts: take a part of the time of F, B, I or W, got {given}")
 
     def change(self, kind: Kind) -> tuple[int, int]:
         """Change of the rank's live bytes at the start of an F, B, I or W, and at its end."""
@@ -68,8 +75,14 @@ class StageCosts:
         whole = self.input_grad + self.weight_grad if self.backward is None else self.backward
         return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
 
+    def own_collectives(self, kind: Kind) -> float:
+        """`exchanged` of one kind; of a B whose time is that of I and W, theirs unless the B states its own."""
+        halves = (Kind.I, Kind.W) if kind is Kind.B and kind not in self.exchanged and self.backward is None else (kind,)
+        return sum(self.exchanged.get(half, 0.0) for half in halves)
+
 
 _TIME = Accepted("a finite number, 0 or more", lambda value: NUMBER.accepts(value) and 0 <= value < inf)  # type: ignore[operator]
+_SHARE = Accepted("a share from 0 to 1", lambda value: NUMBER.accepts(value) and 0 <= value <= 1)  # type: ignore[operator]
 _TIMES = Accepted(
     "a tuple of finite numbers, 0 or more", lambda value: isinstance(value, tuple | list) and all(map(_TIME.accepts, value))
 )
@@ -78,6 +91,8 @@ _STAGES = Accepted(
     lambda value: isinstance(value, tuple | list) and all(isinstance(each, StageCosts) for each in value),
 )
 
+_TIMED = (Kind.F, Kind.B, Kind.I, Kind.W)
+_ROUNDING = 1e-6  # of a time: sums of segments differ in the last digits
 DEPTH = 2
 """How many messages from one rank to another graphpp's transport has in flight at most."""
 
@@ -104,8 +119,8 @@ class Costs:
     """Costs of all stages and of the messages between them.
 
     `sends_forward[s]`: the time of a message from stage s to s + 1, `sends_backward[s]` from s + 1 to s; empty: messages take
-    no time. `overlap`: the time of an OVERLAP_F_B as a fraction of the sum of its parts' times. `blocking`: a message occupies
-    the sending and the receiving rank while it lasts (gloo on one thread); otherwise messages overlap with computations.
+    no time. `overlap`, `hidden`: the time of an OVERLAP_F_B, see `together`. `blocking`: a message occupies the sending and the
+    receiving rank while it lasts (gloo on one thread); otherwise messages overlap with computations.
     `overhead`: the runner's own time before each action. `gathers[s]`: the time to gather the parameters of stage s (UNSHARD);
     `reductions[s]`: to sum its gradients over the ranks that share them (REDUCE_GRAD, or a RESHARD after a backward); empty:
     none. `flow`: how long messages take memory. `woven`: whether the parts of an OVERLAP_F_B run together, so that the bytes of
@@ -122,11 +137,13 @@ class Costs:
     reductions: tuple[float, ...] = ()
     flow: MessageFlow = MessageFlow()
     woven: bool = True
+    hidden: float = 0.9
 
     def __post_init__(self) -> None:
         require(ScheduleError, "stages", _STAGES, self.stages)
         for name in ("overlap", "overhead"):
             require(ScheduleError, name, _TIME, getattr(self, name))
+        require(ScheduleError, "hidden", _SHARE, self.hidden)
         for name in ("sends_forward", "sends_backward", "gathers", "reductions"):
             times, stages = getattr(self, name), len(self.stages)
             kind, count = ("messages", max(stages - 1, 0)) if name.startswith("sends") else ("stages", stages)
@@ -146,8 +163,26 @@ class Costs:
         """The time for which a rank computes one action: 0 for anything but F, B, I, W and their overlaps."""
         if not action.is_compute:
             return 0.0
-        total = sum(self.stages[leaf.stage].of(leaf.kind) for leaf in action.leaves)
-        return total * self.overlap if action.parts else total
+        leaves = [(leaf.stage, leaf.kind) for leaf in action.leaves]
+        return self.together(leaves) if action.parts else self.stages[action.stage].of(action.kind)
+
+    def together(self, parts: Sequence[tuple[int, Kind]]) -> float:
+        """The time of an OVERLAP_F_B of these (stage, kind).
+
+        The parts have one line for their computation and one for their collectives (`StageCosts.exchanged`), so an OVERLAP_F_B
+        takes no less than all computation, all collectives, or a part alone. Of the seconds that the sum of the parts' times
+        exceeds the largest of these, the share `hidden` is saved. `overlap` is a factor on the rest: where no stage states
+        collectives, the fraction of the sum of the parts' times.
+        """
+        took = [self.stages[stage].of(kind) for stage, kind in parts]
+        total, exchanged = sum(took), sum(self.stages[stage].own_collectives(kind) for stage, kind in parts)
+        least = max(total - exchanged, exchanged, *took)
+        return self.overlap * (total - self.hidden * (total - least))
+
+    @property
+    def saves(self) -> bool:
+        """Whether an OVERLAP_F_B may take less time than its parts."""
+        return self.overlap < 1 or (self.hidden > 0 and any(any(stage.exchanged.values()) for stage in self.stages))
 
     def message(self, sends: Sequence[float], boundary: int) -> float:
         """The time of a message between stages `boundary` and `boundary` + 1; `sends`: the times of one direction."""

@@ -46,6 +46,11 @@ def _seconds(found: PricedModel) -> float:
     return sum(stage.forward + stage.of(Kind.B) for stage in found.segments.costs.stages)
 
 
+def _exchanged(found: PricedModel, *kinds: Kind) -> list[float]:
+    """Seconds of exchanges by segment."""
+    return [sum(map(stage.own_collectives, kinds or (Kind.F, Kind.B))) for stage in found.segments.costs.stages]
+
+
 def _of_experts(found: PricedModel, kind: str) -> int:
     """The sum of one figure of the experts' state."""
     pairs = zip(found.segments.state, found.expert_state, strict=True)
@@ -91,8 +96,8 @@ def test_tensor_parallelism_divides_what_its_plan_shards() -> None:
     norms = sum(each.elements * each.itemsize for each in costs.parameters if not each.sharded)
     assert weights[1] - norms == (weights[0] - norms) / 2
     assert two.flops == one.flops
-    assert all(a == 0 for exchanged in one.exchanges for a in exchanged)
-    assert two.exchanges[costs.layers[0]][0] == pytest.approx(2 * FLAT.all_reduce(16 * 32 * 4, 2))
+    assert not any(_exchanged(one))
+    assert _exchanged(two, Kind.F)[costs.layers[0]] == pytest.approx(2 * FLAT.all_reduce(16 * 32 * 4, 2))
     assert all(nbytes == 0 for sent in one.sent for nbytes in sent.values())
     assert two.sent[costs.layers[0]] == {"tp": 4 * 16 * 32 * 4, "ep": 0, "cp": 0}, "two sums forward and two backward"
     plain = priced(costs, FLAT, Deployment(tp=2, sequence=False))
@@ -106,8 +111,8 @@ def test_experts_are_divided_and_their_tokens_exchanged() -> None:
     assert (_of_experts(one, "weights"), _of_experts(four, "weights")) == (weights, weights // 4)
     layer = costs.layers[0]
     routed = 2 * 16 * 2 * 32  # rows, tokens, choices, width
-    assert four.exchanges[layer][0] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
-    assert four.exchanges[layer][1] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
+    assert _exchanged(four, Kind.F)[layer] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
+    assert _exchanged(four, Kind.B)[layer] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
     assert four.segments.costs.stages[layer].saved_bytes == one.segments.costs.stages[layer].saved_bytes
 
 
@@ -118,8 +123,9 @@ def test_folded_experts_take_no_part_in_tensor_parallelism() -> None:
     assert folded.executed == shared.executed
     layer, routed = costs.layers[0], 2 * 16 * 2 * 32  # rows, tokens, choices, width
     without = priced(costs, FLAT, Deployment(rows=2, tp=2))
-    attention = folded.exchanges[layer][0] - 2 * FLAT.all_to_all(routed * 2 / 2, 4)  # of half of the tokens, over tp x ep
-    assert 0 < attention < without.exchanges[layer][0], "an expert's sum over tp is left out"
+    of_experts = 2 * FLAT.all_to_all(routed * 2 / 2, 4)  # of half of the tokens, over tp x ep
+    attention = _exchanged(folded, Kind.F)[layer] - of_experts
+    assert 0 < attention < _exchanged(without, Kind.F)[layer], "an expert's sum over tp is left out"
     assert folded.sent[layer]["tp"] < shared.sent[layer]["tp"]
     over_context = priced(costs, FLAT, Deployment(rows=2, cp=2, ep=4, folded=True))
     assert _of_experts(over_context, "weights") == _of_experts(folded, "weights") // 2
@@ -130,7 +136,7 @@ def test_context_parallelism_divides_activations_and_exchanges_keys() -> None:
     one, two = priced(costs, FLAT), priced(costs, FLAT, Deployment(cp=2))
     assert two.segments.state == one.segments.state
     assert two.forward_bytes == tuple(each // 2 for each in one.forward_bytes)
-    forward, backward = two.exchanges[costs.layers[0]][:2]
+    forward, backward = (_exchanged(two, kind)[costs.layers[0]] for kind in (Kind.F, Kind.B))
     assert backward == 2 * forward > 0
     with pytest.raises(ScheduleError, match="cp: the model has no fused attention"):
         priced(_costs("convolutions"), FLAT, Deployment(cp=2))
@@ -212,11 +218,11 @@ def test_eager_kernels_move_more_bytes_and_wait_for_the_host() -> None:
 def test_overlapped_exchanges_cost_what_the_computations_lose_to_them() -> None:
     tp = 2
     plain, hidden = (
-        priced(_costs("llama"), FLAT, Deployment(tp=tp, overlapped=overlapped)).exchanges for overlapped in ((), ("tp",))
+        sum(_exchanged(priced(_costs("llama"), FLAT, Deployment(tp=tp, overlapped=each)))) for each in ((), ("tp",))
     )
     shown = 1 / tp + (1 - 1 / tp) * FLAT.contention(tp)
-    assert sum(map(sum, plain)) > 0
-    assert sum(map(sum, hidden)) == pytest.approx(shown * sum(map(sum, plain)))
+    assert plain > 0
+    assert hidden == pytest.approx(shown * plain)
 
 
 def test_heads_that_were_joined_with_the_rows_are_divided() -> None:

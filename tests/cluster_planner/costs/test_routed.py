@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import graphpp
 from graphpp.cluster_planner.costs import Deployment, ModelCosts, capture_costs, priced
 from graphpp.devices import Machines
+from graphpp.schedules.table.actions import Kind
 from tests import tensor_parallel
 from tests.exhaustive import further
 
@@ -71,6 +72,7 @@ def test_work_of_slots_is_that_of_a_second_capture(capacity: int | None) -> None
 
 def test_slots_are_exchanged_by_the_ranks_of_experts() -> None:
     costs = _costs(20, 2)
-    exchanged = priced(costs, H100, Deployment(rows=2, ep=4)).exchanges
-    assert [costs.names[segment] for segment, phases in enumerate(exchanged) if phases[0]] == ["layers.0", "layers.1"]
-    assert exchanged[costs.layers[0]][0] == pytest.approx(2 * H100.all_to_all(4 * 20 * 16 * 4, 4))
+    stages = priced(costs, H100, Deployment(rows=2, ep=4)).segments.costs.stages
+    exchanged = [stage.exchanged[Kind.F] for stage in stages]
+    assert [costs.names[segment] for segment, seconds in enumerate(exchanged) if seconds] == ["layers.0", "layers.1"]
+    assert exchanged[costs.layers[0]] == pytest.approx(2 * H100.all_to_all(4 * 20 * 16 * 4, 4))

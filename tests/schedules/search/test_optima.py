@@ -181,7 +181,9 @@ def test_bytes_are_saved_at_no_cost_of_time(name: str) -> None:
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_named_table_takes_what_the_simulator_says(ranks: int, stages: int, blocking: bool) -> None:
     """With its messages, where these occupy ranks, and with its pairs."""
-    costs = replace(Costs.unit(stages, ranks, send=0.1), overlap=0.7, overhead=0.05, blocking=blocking)
+    costs = replace(Costs.unit(stages, ranks, send=0.1), overlap=0.9, overhead=0.05, blocking=blocking)
+    exchanged = [{Kind.F: at % 2 * each.forward / 2, Kind.I: each.input_grad / 3} for at, each in enumerate(costs.stages)]
+    costs = replace(costs, stages=tuple(map(lambda each, own: replace(each, exchanged=own), costs.stages, exchanged)))
     for generator in SCHEDULES.values():
         try:
             table = generator(ranks, stages, 6)

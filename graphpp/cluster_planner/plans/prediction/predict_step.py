@@ -13,10 +13,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_seconds, with_sums
+from graphpp.cluster_planner.plans.prediction.lower_bound import least_seconds
 from graphpp.cluster_planner.plans.prediction.offloaded import host_bytes, windows_of_setting
 from graphpp.cluster_planner.plans.prediction.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, priced_setting
-from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
+from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
@@ -33,8 +34,8 @@ _SMALL = 2e-3  # of a step: gathers and reductions that together take less count
 @dataclass(frozen=True)
 class Prediction:
     """A setting's predicted step. `peaks`: peak bytes of each pipeline rank; `memory`: bytes by kind on the fullest rank;
-    `sent`: bytes per step along each mesh dimension, of the rank that sends most; `host`: bytes of offloaded values in the
-    memory of a machine."""
+    `sent`: bytes per step along each mesh dimension, of the rank that sends most; `moved`: the share of the most balanced cut's
+    seconds that moves of stage starts save; `host`: bytes of offloaded values in the memory of a machine."""
 
     setting: PlanSetting
     cut: Cut
@@ -43,6 +44,7 @@ class Prediction:
     memory: Mapping[str, int]
     sent: Mapping[str, int]
     host: int = 0
+    moved: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -77,10 +79,22 @@ def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: Rea
     return step.waiting, beside
 
 
+def costs_and_bound(request: PlanRequest, setting: PlanSetting, cut: Cut) -> tuple[Costs, float]:
+    """The costs of the stages, and a lower bound of the seconds under any cut, order and placement (`lower_bound.py`)."""
+    step = _Step(request, setting, cut)
+    return step.waiting, step.bound
+
+
 def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
     """Peak bytes of each pipeline rank, equal to `predict(..).peaks`."""
     step = _Step(request, setting, cut)
     return step.continued_peaks([step.rank_peaks(table) for table in tables], counts_of(setting))
+
+
+def continued(counts: Sequence[int], microbatches: int) -> Callable[[float, float], float]:
+    """A linear extrapolation from one or two simulated steps to all microbatches."""
+    further = (microbatches - counts[-1]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
+    return lambda low, high: high + further * (high - low)
 
 
 class _Simulated(NamedTuple):
@@ -132,8 +146,9 @@ class _Step:
         if keep != 0 and not self._request.usual.compiled:
             stages = with_sums(stages, state, machines, self._setting.microbatches)
         moving = replace(timed, stages=with_messages(stages, *crossing), flow=FLOW)
-        overlap = overlap_of(self._priced, keep)
-        return _Stages(replace(moving, overlap=overlap, woven=keep != 0), state, shared)
+        if keep == 0:  # computations gather single layers, so the parts of an OVERLAP_F_B run in sequence
+            moving = replace(moving, hidden=0.0, woven=False)
+        return _Stages(moving, state, shared)
 
     def _crossing(self) -> tuple[list[int], ...]:
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
@@ -171,18 +186,13 @@ class _Step:
 
     def continued_peaks(self, peaks: Sequence[tuple[StepPeak, ...]], counts: Sequence[int]) -> tuple[int, ...]:
         """Peak bytes of each rank with all microbatches, extrapolated from one or two simulated steps."""
-        continued = self._continued(counts)
+        further = continued(counts, self._setting.microbatches)
 
         def peak(low: StepPeak, high: StepPeak) -> int:  # messages do not grow with the microbatches
             rests = (each.nbytes - each.parts["messages"] for each in (low, high))
-            return round(continued(*rests)) + high.parts["messages"]
+            return round(further(*rests)) + high.parts["messages"]
 
         return tuple(map(peak, peaks[0], peaks[-1]))
-
-    def _continued(self, counts: Sequence[int]) -> Callable[[float, float], float]:
-        """A linear extrapolation from one or two simulated steps to all microbatches."""
-        further = (self._setting.microbatches - counts[-1]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
-        return lambda low, high: high + further * (high - low)
 
     def of(self, table: ReadTable) -> _Simulated:
         peaks = self.rank_peaks(table)
@@ -231,27 +241,27 @@ class _Step:
 
     def prediction(self, steps: Sequence[_Simulated], counts: tuple[int, ...]) -> Prediction:
         first, last = steps[0], steps[-1]
-        continued = self._continued(counts)
+        further = continued(counts, self._setting.microbatches)
         peaks = self.continued_peaks([first.peaks, last.peaks], counts)
         grown = {
-            kind: round(continued(first.memory.get(kind, nbytes), nbytes)) if kind == "activations" else nbytes
+            kind: round(further(first.memory.get(kind, nbytes), nbytes)) if kind == "activations" else nbytes
             for kind, nbytes in last.memory.items()
         }
-        makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
+        makespan, busy, alone, waits = (further(getattr(first, name), getattr(last, name)) for name in _GROWING)
         parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
-        sent = self._sent(continued(first.along, last.along), last.exchanged)
-        host = round(continued(first.host, last.host))
+        sent = self._sent(further(first.along, last.along), last.exchanged)
+        host = round(further(first.host, last.host))
         return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
         usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
-        costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
+        costs = self._priced.segments.costs.stages
         ends = [*self.cut[1:], len(costs)]
         own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
         forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
         again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
-        exchanged = [sum(exchanges[at][phase] for at in own) for phase in (0, 1)]
+        exchanged = [sum(costs[at].own_collectives(kind) for at in own) for kind in (Kind.F, Kind.B)]
         share = busy / (forward + backward) if forward + backward else 0.0
         return StepSeconds(
             forward=(forward - exchanged[0]) * share,
@@ -263,8 +273,21 @@ class _Step:
             optimizer=self._optimizer_seconds(),
         )
 
+    @property
+    def bound(self) -> float:
+        priced, shape, stride = self._priced, self._setting.shape, self._setting.shape.stride("pp")
+        crossing, send = (priced.forward_bytes, priced.backward_bytes), self._request.machines.send
+        on, back = (tuple(send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
+        segments = replace(priced.segments.costs, sends_forward=on, sends_backward=back, hidden=self._stages.costs.hidden)
+        optimizer = sum(self._optimizer_by_stage()) / shape.pp
+        return least_seconds(segments, shape.pp, self._setting.microbatches) + optimizer
+
     def _optimizer_seconds(self) -> float:
-        """Seconds to read and write the optimizer's operands on the rank with the largest stage, bound by memory bandwidth."""
+        """Seconds of the optimizer on the rank with the largest stage."""
+        return max(self._optimizer_by_stage()) * self._setting.schedule.stages_per_rank
+
+    def _optimizer_by_stage(self) -> list[float]:
+        """Seconds to read and write the optimizer's operands, bound by memory bandwidth."""
         by_stage = [0.0] * self._setting.stages
         for one in self._stages.state:
             shards = one.shards or 1
@@ -272,8 +295,7 @@ class _Step:
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
                 by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        device = self._request.machines.device
-        return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
+        return [nbytes / self._request.machines.device.memory_bandwidth for nbytes in by_stage]
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
         """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""

@@ -29,7 +29,7 @@ from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import LayerBytes
 
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-_BY_SEGMENT = ("exchanges", "layers", "offloadable")
+_BY_SEGMENT = ("layers", "offloadable")
 
 
 def layers_of_stages(costs: ModelCosts, cut: Cut) -> list[list[int]]:
