@@ -28,6 +28,7 @@ from graphpp.passes.stage.emit import emit
 from graphpp.passes.stage.fuse_grad_accumulation import ProductWorkspace, fuse_grad_accumulation
 from graphpp.passes.stage.gather_layers import ShardedLayers, follows_parameters, gather_layers
 from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
+from graphpp.passes.stage.split_recompute import split_recompute
 from graphpp.passes.stage.split_weight_grad import never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
 
@@ -49,7 +50,8 @@ Hook = Callable[[PassResult], None]
 class LoweringOptions:
     """The passes that a plan switches on, and their settings.
 
-    `split_backward`: every stage also gets I and W. `weight_grad_may_recompute`: the nodes of I that W may compute again.
+    `split_backward`: every stage also gets I and W. `recompute_ahead`: every stage gets R, whose values B, I and W read.
+    `weight_grad_may_recompute`: the nodes of I that W may compute again.
     `region_of`: the region of a forward operation; the backward recomputes whole regions. `may_recompute`: the operations of a
     region that may run again. `recompute_budget`: the terms of recomputing single values among the values still saved after
     `region_of`. `fuse_grad_accumulation`: a matrix product that is a gradient is added directly into the gradient's sum over
@@ -61,6 +63,7 @@ class LoweringOptions:
     """
 
     split_backward: bool = False
+    recompute_ahead: bool = False
     weight_grad_may_recompute: MayRecompute = never
     region_of: RegionOf | None = None
     may_recompute: MayRecompute = always
@@ -130,6 +133,8 @@ def staged_graphs(
     staged = passes.run(cut_stages, joint, stages)
     if options.hoist_per_step:
         staged = passes.run(hoist_per_step, joint, staged, follows_parameters(joint) if layers else ())
+    if options.recompute_ahead and joint.training:
+        staged = passes.run(split_recompute, joint, staged)
     if options.split_backward and joint.training:
         may_recompute = options.weight_grad_may_recompute if layers is None else _with_step_invariants(options)
         staged = passes.run(split_weight_grad, joint, staged, may_recompute)

@@ -59,7 +59,7 @@ def timelines_of(drawn: Sequence[Schedule | Timeline], costs: Costs | None = Non
 def _step(schedule: Schedule, costs: Costs | None) -> Timeline:
     if costs is not None:
         return simulate(schedule, costs)
-    unit = Costs.unit(schedule.stages, schedule.ranks) if schedule.stages else Costs(())
+    unit = Costs.unit(schedule.stages, schedule.ranks, recompute=Kind.R in schedule.kinds) if schedule.stages else Costs(())
     return replace(simulate(schedule, unit), unit="units")
 
 
@@ -112,7 +112,10 @@ class _Machine:
         works = Works(schedule, "d", self._time, blocking=costs.blocking)
         self.ranks, self._posted = list(map(_RankState, works.on)), works.records
         keys = (key for row in schedule.works for key in row if key[1] in COMPUTE)
-        self._seconds = {(stage, kind): costs.stages[stage].of(kind) for stage, kind in keys}
+        self._ahead, kinds = schedule.recomputed_ahead, list(keys)
+        self._seconds = {(stage, kind): costs.stages[stage].of(kind) for stage, kind in kinds}
+        stages = {stage for stage, _ in self._ahead}
+        self._seconds_ahead = {key: costs.stages[key[0]].of(key[1], True) for key in kinds if key[0] in stages}
 
     def events(self) -> EventColumns:
         """The events of the step. Raises `ScheduleError` if the table cannot run to its end."""
@@ -181,7 +184,8 @@ class _Machine:
         if rank.gathered:
             begin = max(begin, *(rank.gathered.get(leaf.stage, 0.0) for leaf in leaves))
         for leaf in leaves:
-            seconds += self._seconds[leaf[:2]]
+            ahead = self._ahead and leaf[:3:2] in self._ahead
+            seconds += (self._seconds_ahead if ahead else self._seconds)[leaf[:2]]
         end = rank.free = begin + (seconds * self.costs.overlap if action.parts else seconds)
         rank.starts.append(begin)
         rank.ends.append(end)

@@ -1,7 +1,8 @@
 """The times and bytes of a pipeline's actions: one description for the simulator, the scheduler and the profile.
 
 Times are in seconds, or all in another unit; bytes are per microbatch. A stage's activations live from the start of its F to
-the end of its B. With a split backward, `saved_bytes` live until the end of I, then `kept_bytes` until the end of W.
+the end of its B. With a split backward, `saved_bytes` live until the end of I, then `kept_bytes` until the end of W. Where an
+R recomputes values, `saved_bytes` live until the start of R, and then the bytes of `ahead`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from math import inf
 from numbers import Real
 
-from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, checked, one_of, or_none, require, shown
+from graphpp.arguments import COUNT, FLAG, INDEX, NUMBER, Accepted, checked, one_of, or_none, require, shown
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 
@@ -24,6 +25,10 @@ class StageCosts:
     values it received, saved and computes (missing: no more than it saves or has saved); `received_bytes`, the bytes that
     arrive from the neighbouring stage for an F, B or I; `sent_bytes`, the bytes of values for the neighbouring stage that share
     no memory with saved or kept values.
+
+    `backward`, `input_grad` and `weight_grad` include the recomputation of forward values, if there is any. `ahead`: the costs
+    of the microbatches that have an R. Its `forward` and `peak_bytes[Kind.F]` are those of R, which leaves its `saved_bytes`
+    behind; its other times and bytes are those of the B, I and W, which then recompute nothing.
     """
 
     forward: float = 1.0
@@ -35,9 +40,12 @@ class StageCosts:
     peak_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     received_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     sent_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+    ahead: StageCosts | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
+        if not isinstance(self.ahead, StageCosts | None) or (self.ahead is not None and self.ahead.ahead is not None):
+            raise ScheduleError(f"ahead of StageCosts: take StageCosts without `ahead`, or None, got {shown(self.ahead)}")
+        for each in fields(self)[:-1]:
             given, by_kind = getattr(self, each.name), each.default is MISSING
             for number in given.values() if by_kind and isinstance(given, Mapping) else (given,):
                 fits = isinstance(number, Real) and 0 <= number < inf and isinstance(given, Mapping) == by_kind  # type: ignore[operator]
@@ -63,8 +71,19 @@ class StageCosts:
         least = self.bytes_after_input_grad if kind is Kind.W else self.saved_bytes
         return max(least, self.peak_bytes.get(kind, 0))
 
-    def of(self, kind: Kind) -> float:
-        """The time of one F, B, I or W."""
+    @property
+    def after_recompute(self) -> StageCosts:
+        """`ahead`; raises `ScheduleError` if it is missing."""
+        if self.ahead is None:
+            raise ScheduleError("the table has an R of a stage, and its costs have no times of an R: give StageCosts.ahead")
+        return self.ahead
+
+    def of(self, kind: Kind, ahead: bool = False) -> float:
+        """The time of one F, B, I, W or R; `ahead`: of a microbatch that has an R."""
+        if kind is Kind.R:
+            return self.after_recompute.forward
+        if ahead and kind is not Kind.F:
+            return self.after_recompute.of(kind)
         whole = self.input_grad + self.weight_grad if self.backward is None else self.backward
         return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
 
@@ -135,11 +154,18 @@ class Costs:
                 raise ScheduleError(f"{name} has the times of {len(times)} {kind}, and there are {count}: give all, or none")
 
     @classmethod
-    @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)
-    def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
-        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, divided evenly among its stages."""
+    @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER, recompute=FLAG)
+    def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0, *, recompute: bool = False) -> Costs:
+        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, divided evenly among its stages.
+
+        `recompute`: F saves 100 bytes instead; R = 1 leaves 1000, and a B or I without an R takes 1 more.
+        """
         per_rank = stages / (stages if ranks is None else ranks)
-        each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
+        one, nbytes = 1 / per_rank, round(1000 / per_rank)
+        each = StageCosts(one, one, one, saved_bytes=nbytes)
+        if recompute:
+            peaks = dict.fromkeys((Kind.B, Kind.I), nbytes)
+            each = StageCosts(one, 2 * one, one, saved_bytes=nbytes // 10, peak_bytes=peaks, ahead=each)
         return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))
 
     def of(self, action: Action) -> float:
