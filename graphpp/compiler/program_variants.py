@@ -57,7 +57,7 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     hoists = not (options.backend.cudagraphs and place.sharding is not None) and (options.hoists_all or layers is None)
     cheap = options.hoists_all
     return LoweringOptions(
-        variant.split_backward, variant.ahead, rerun, whole, chosen, savings, fused, hoists, layers, shared_by, workspace, hoist_cheap=cheap
+        variant.split_backward, variant.ahead, rerun, whole, chosen, savings, fused, hoists, layers, shared_by, workspace, cheap
     )
 
 
