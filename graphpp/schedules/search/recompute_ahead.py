@@ -4,7 +4,7 @@
   None. Costs with `StageCosts.ahead` for the stages whose pairs may get an R.
 - Out: the table with Rs; all other actions keep their order. The simulated step takes no longer, and no rank exceeds its cap.
   The result depends on the arguments alone.
-- Method: first every backward gets an R directly before it, and keeps it if its input arrives after the start of the R. Then Rs
+- Method: first every backward gets an R directly before it, and keeps it if the rank waits for the backward's input. Then Rs
   move ahead into earlier waits into which they fit, as long as the step gets shorter; a move without which the step is as short
   is undone, because values live from their R on.
 """
@@ -45,13 +45,13 @@ def recompute_ahead(schedule: Schedule, costs: Costs, memory_cap: int | Sequence
     the table exceeds it already, has UNSHARDs (`graphpp.compile` adds them later), or cannot run, and if no costs have `ahead`.
     """
     if any(action.kind in PER_STAGE for _, _, action in schedule.cells()):
-        raise ScheduleError(f"{schedule.name}: place recomputations first, and the actions of sharded stages afterwards")
+        raise ScheduleError(f"{schedule.name}: place recomputations first, then the UNSHARDs and reductions of shards")
     if all(stage.ahead is None for stage in costs.stages):
         raise ScheduleError("costs: no stage has the times and bytes of an R: give StageCosts.ahead")
     caps = caps_of(memory_cap, schedule.ranks)
     for rank, (peak, cap) in enumerate(zip(peak_bytes(schedule, costs), caps, strict=True)):
         if peak > cap:
-            raise ScheduleError(f"memory_cap: rank {rank} of {schedule.name!r} needs {peak:,} bytes without any R, give as many")
+            raise ScheduleError(f"memory_cap: rank {rank} of {schedule.name!r} needs {peak:,} bytes without an R: give more")
     rows = _Rows(schedule, costs, caps)
     anchors = rows.in_earlier_waits(rows.before_backwards())
     return rows.with_ahead(anchors) if rows.seconds(anchors) * _MORE < rows.seconds({}) else schedule
@@ -76,15 +76,18 @@ class _Rows:
                 self.backwards.update({_pair(leaf): action for leaf in action.leaves if self._may_move(leaf)})
 
     def _may_move(self, leaf: Action) -> bool:
-        """Whether a leaf is a backward that recomputes, and takes no longer behind an R, which takes some time itself."""
+        """Whether a leaf is a backward that recomputes, and an R takes some time and makes the backward shorter."""
         stage, given = self.costs.stages[leaf.stage], self.table
         recomputes = given.recomputed is None or _pair(leaf) in given.recomputed
         if leaf.kind not in _BACKWARD or not recomputes or _pair(leaf) in given.recomputed_ahead or stage.ahead is None:
             return False
-        kinds = (Kind.B,) if leaf.kind is Kind.B else (Kind.I, Kind.W)
+        return stage.of(Kind.R) > 0 and self._longer(leaf) < stage.of(Kind.R)
+
+    def _longer(self, leaf: Action) -> float:
+        """By how much the R and the backward together take longer than the backward that recomputes itself."""
+        stage, kinds = self.costs.stages[leaf.stage], (Kind.B,) if leaf.kind is Kind.B else (Kind.I, Kind.W)
         before, after = (sum(stage.of(kind, ahead) for kind in kinds) for ahead in (False, True))
-        again = stage.of(Kind.R)
-        return again > 0 and again + after <= before * _MORE
+        return stage.of(Kind.R) + after - before
 
     def with_ahead(self, anchors: Anchors) -> Schedule:
         before: dict[Action, list[Action]] = defaultdict(list)
@@ -101,7 +104,11 @@ class _Rows:
 
     def before_backwards(self) -> Anchors:
         times = self._times(self.backwards)
-        waited = [pair for pair, action in self.backwards.items() if self._arrival(action, times) > times[_r(pair)][0] * _MORE]
+        waited = []
+        for pair, action in self.backwards.items():
+            longer = max(self._longer(leaf) for leaf in action.leaves if leaf.kind in _BACKWARD and _pair(leaf) == pair)
+            if self._arrival(action, times) > (times[_r(pair)][0] + max(0.0, longer)) * _MORE:
+                waited.append(pair)
         return self._within_caps({}, {pair: self.backwards[pair] for pair in reversed(waited)})  # waits are longest at the end
 
     def _arrival(self, action: Action, times: Times) -> float:
