@@ -26,6 +26,7 @@ from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
 from graphpp.compiler.word_stages import check_parts
+from graphpp.errors import ScheduleError
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
@@ -256,6 +257,11 @@ def offload_windows(
     choice = request.options.memory.offload
     if choice is None or not table.training:
         return ()
+    if table.plain.recomputed_ahead:
+        raise ScheduleError(
+            f"memory.offload: the schedule {table.plain.name!r} has an R, whose values cannot be offloaded: "
+            "leave out memory.offload, or take the Rs out of the table"
+        )
     sources = ProgramGraphs.joined(graph.sources for graph in graphs)
     return offload.choose_windows(choice, table.plain, programs, lambda item: sources.of(item).graph)
 

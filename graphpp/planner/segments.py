@@ -71,7 +71,21 @@ def _joined(parts: Sequence[StageCosts]) -> StageCosts:
         peak_bytes=peaks,
         received_bytes=_of_ends(parts, "received_bytes"),
         sent_bytes=_of_ends(parts, "sent_bytes"),
+        ahead=_joined_ahead(parts) if any(part.ahead is not None for part in parts) else None,
     )
+
+
+def _joined_ahead(parts: Sequence[StageCosts]) -> StageCosts:
+    """The costs of segments that form one stage, behind an R, which recomputes the last segment first."""
+    each = [replace(part, forward=0.0) if part.ahead is None else part.ahead for part in parts]
+    most, before, after = 0, sum(part.saved_bytes for part in parts), 0
+    for part, own in zip(reversed(parts), reversed(each), strict=True):
+        before -= part.saved_bytes
+        running = own.saved_bytes if part.ahead is None else own.running_bytes(Kind.F)
+        most = max(most, before + max(part.saved_bytes, running) + after)
+        after += own.saved_bytes
+    joined = _joined(each)
+    return replace(joined, peak_bytes={**joined.peak_bytes, Kind.F: most})
 
 
 def _of_ends(parts: Sequence[StageCosts], name: str) -> dict[Kind, int]:
@@ -178,7 +192,12 @@ def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: P
         forward = times.get(Phase.FORWARD, times.get(Phase.EVALUATE, 0.0))
         whole = times.get(Phase.BACKWARD, 0.0)
         first, second = times.get(Phase.INPUT_GRAD, whole), times.get(Phase.WEIGHT_GRAD, 0.0)
-        return replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
+        found = replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
+        if found.ahead is None:
+            return found
+        again = replace(found.ahead, forward=times[Phase.RECOMPUTE], input_grad=first, weight_grad=second, backward=whole)
+        more = times[Phase.RECOMPUTE]
+        return replace(found, input_grad=first + more, backward=whole + more, ahead=again)
 
     def sends(values: Callable[[Boundary], Sequence[program.TensorMeta]]) -> tuple[float, ...]:
         return tuple(pricing.message(sum(value.nbytes for value in values(each))) for each in lowered.boundaries)

@@ -194,13 +194,12 @@ def _r(pair: Pair) -> Action:
 
 
 def _with(row: Row, before: Mapping[Action, Sequence[Action]]) -> Row:
-    """The row with the Rs before each action, and before the receives directly in front of it."""
-    found: list[Action | None] = []
-    for action in row:
+    """The row with the Rs before each action, and before the receives directly in front of it; without idle cells."""
+    found: list[Action] = []
+    for action in (each for each in row if each is not None):
         at = len(found)
-        while at and action in before and (last := found[at - 1]) is not None and last.kind in _RECEIVES:
+        while at and action in before and found[at - 1].kind in _RECEIVES:
             at -= 1
-        if action is not None:
-            found[at:at] = before.get(action, ())
+        found[at:at] = before.get(action, ())
         found.append(action)
     return tuple(found)
