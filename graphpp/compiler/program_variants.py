@@ -55,10 +55,8 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     workspace = workspace_of(options.backend)
     # A CUDA graph reads a hoisted value in place, and gathered parameters may have another address each time.
     hoists = not (options.backend.cudagraphs and place.sharding is not None) and (options.hoists_all or layers is None)
-    cheap = options.hoists_all
-    return LoweringOptions(
-        variant.split_backward, variant.ahead, rerun, whole, chosen, savings, fused, hoists, layers, shared_by, workspace, cheap
-    )
+    how = fused, hoists, layers, shared_by, workspace, options.hoists_all, variant.ahead
+    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, *how)
 
 
 def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:

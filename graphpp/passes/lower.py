@@ -50,8 +50,7 @@ Hook = Callable[[PassResult], None]
 class LoweringOptions:
     """The passes that a plan switches on, and their settings.
 
-    `split_backward`: every stage also gets I and W. `recompute_ahead`: every stage gets R, whose values B, I and W read.
-    `weight_grad_may_recompute`: the nodes of I that W may compute again.
+    `split_backward`: every stage also gets I and W. `weight_grad_may_recompute`: the nodes of I that W may compute again.
     `region_of`: the region of a forward operation; the backward recomputes whole regions. `may_recompute`: the operations of a
     region that may run again. `recompute_budget`: the terms of recomputing single values among the values still saved after
     `region_of`. `fuse_grad_accumulation`: a matrix product that is a gradient is added directly into the gradient's sum over
@@ -60,10 +59,10 @@ class LoweringOptions:
     parameters that need a reduction or a product, such as weights in float8. `layers`: parameters are sharded, and
     programs gather one layer at a time; then values that depend on parameters are not hoisted. `shared_by`: the name of the
     group of ranks that share each layer; gradient sums over this group leave the graph, except with `layers`.
+    `recompute_ahead`: every stage gets R, whose values B, I and W read.
     """
 
     split_backward: bool = False
-    recompute_ahead: bool = False
     weight_grad_may_recompute: MayRecompute = never
     region_of: RegionOf | None = None
     may_recompute: MayRecompute = always
@@ -74,6 +73,7 @@ class LoweringOptions:
     shared_by: str | None = None
     product_workspace: ProductWorkspace | None = None
     hoist_cheap: bool = True
+    recompute_ahead: bool = False
 
 
 def lower(

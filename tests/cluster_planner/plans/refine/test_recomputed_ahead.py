@@ -15,7 +15,7 @@ from graphpp.schedules.table.actions import Kind
 from tests.cluster_planner.plans.refine.test_searched_order import OPTIONS, SETTING, predicted, request_of
 from tests.cluster_planner.plans.test_plan import plans
 
-FULL = replace(SETTING, recompute=["full"])
+FULL = replace(SETTING, recompute="full")
 
 
 @pytest.mark.parametrize("setting", [FULL, replace(FULL, recomputed=(1, 0))], ids=["all layers", "one layer"])
