@@ -1,6 +1,7 @@
 """Compare a step of ranks that compute without a core with the simulated one, schedule by schedule.
 
     torchrun --nproc-per-node 4 benchmarks/sleeping.py [--ms 20 5] [--schedules 1F1B ZBVZeroBubble searched] [--others torch]
+    torchrun --nproc-per-node 8 benchmarks/sleeping.py --ms 20 --schedules recomputed ahead --others
 
 A stage's computations sleep (sleeping_stages.py), so 4, 8 or 16 processes on 2 cores run a pipeline whose step takes exactly as
 long as its table says, plus what the runner, the messages and the other processes cost. F, I and W of a rank take --ms each
@@ -11,7 +12,8 @@ for a microbatch, with several stages a rank together. Microbatches: --times the
     graphpp         the pipeline that `graphpp.compile` makes, whole `pipe.step`, losses on all ranks
     torch           torch's runtime over manual stages with the same operators, where torch has the schedule
 
-`searched` is the table of `graphpp.schedule_auto` for two stages a rank. Before timing, the losses of all contenders must be
+`searched` is the table of `graphpp.schedule_auto` for two stages a rank. `recomputed` is 1F1B with `memory="full"`, whose
+backwards take one F longer; `ahead` is the same after `graphpp.schedules.recompute_ahead` within its bytes. Before timing, the losses of all contenders must be
 equal. A sample is --steps steps in a row, divided by their number. "over" is the median sample over a simulated makespan,
 minus 1.
 """
@@ -32,12 +34,13 @@ from contenders import TORCH, Case, Step, check_losses, pipeline, pipeline_step,
 from harness import RANK, RANKS, Contender, Sample, alternate, medians, start
 from rich.console import Console
 from rich.table import Table
-from sleeping_stages import costs, workload
+from sleeping_stages import costs, product_costs, product_workload, workload
 
 import graphpp
 from graphpp.schedules.generate.names import SCHEDULES
 
-SEARCHED = "searched"
+SEARCHED, RECOMPUTED, AHEAD = "searched", "recomputed", "ahead"
+FURTHER = (SEARCHED, RECOMPUTED, AHEAD)
 NAMED = tuple(name for name in SCHEDULES if name not in ("auto", "ForwardOnly"))
 
 
@@ -60,7 +63,7 @@ def main() -> None:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ms", type=float, nargs="+", default=[20.0, 5.0], help="of F, of I and of W, a rank and microbatch")
-    parser.add_argument("--schedules", nargs="+", default=[*NAMED, SEARCHED], choices=[*NAMED, SEARCHED])
+    parser.add_argument("--schedules", nargs="+", default=[*NAMED, SEARCHED], choices=[*NAMED, *FURTHER])
     parser.add_argument("--others", nargs="*", default=["torch"], choices=["torch"], help="contenders besides graphpp")
     parser.add_argument("--times", type=int, default=2, help="microbatches for each rank")
     parser.add_argument("--numbers", type=int, default=64, help="in the value that a message carries")
@@ -80,16 +83,27 @@ class Sleeping:
 
     case: Case
     costs: graphpp.Costs
+    recompute: str | None = None
 
     @classmethod
     def of(cls, name: str, seconds: float, option: argparse.Namespace) -> Sleeping:
         """`seconds`: of F, of I and of W, for all stages of a rank together."""
         microbatches = option.times * RANKS
+        if name in (RECOMPUTED, AHEAD):
+            return cls.of_products(name, seconds, microbatches, option.numbers)
         searched = name == SEARCHED
         stages = 2 * RANKS if searched else Case(workload(1, 1, 0.0), name, microbatches, 1).stages
         times = costs(stages, seconds * RANKS / stages)
         schedule = search(times, microbatches, option.effort) if searched else name
         return cls(Case(workload(option.numbers, stages, seconds * RANKS / stages), schedule, microbatches, 1), times)
+
+    @classmethod
+    def of_products(cls, name: str, seconds: float, microbatches: int, numbers: int) -> Sleeping:
+        times, table = product_costs(RANKS, seconds), graphpp.schedules.one_f_one_b(RANKS, RANKS, microbatches)
+        if name == AHEAD:
+            cap = graphpp.schedules.peak_bytes(table, times)
+            table = replace(graphpp.schedules.recompute_ahead(table, times, cap), name="1F1B, recomputed ahead")
+        return cls(Case(product_workload(numbers, RANKS, seconds), table, microbatches, 1), times, "full")
 
     def makespan(self, messages: graphpp.Costs | None = None) -> float:
         """Seconds of a step, as simulated; `messages`: costs of which the times of the messages are taken."""
@@ -114,7 +128,7 @@ def record(name: str, ms: float, option: argparse.Namespace, device: torch.devic
     """Check that the losses agree, then time the contenders in turn."""
     sleeping = Sleeping.of(name, ms / 1e3, option)
     case = sleeping.case
-    pipe = pipeline(case, device)
+    pipe = pipeline(case, device, recompute=sleeping.recompute)
     steps = {"graphpp": pipeline_step(pipe, case, device)}
     if "torch" in option.others and name in TORCH:
         steps["torch"] = torch_step(case, device)

@@ -8,11 +8,16 @@ Contract
 - `workload(numbers, stages, seconds)` is a workload as of `workloads.py`, with one such layer for each stage: `x * weight`.
 - `costs(stages, seconds)` are the times of its stages. The first stage has no `input_grad`, because nobody needs the gradient
   of the batch.
+- `product_workload` and `product_costs` are the same for layers `gelu(x @ weight)` that may be recomputed, as operators of
+  others may not: from then on every matrix product of two matrices on the CPU takes `seconds`. F and R have one, the whole
+  backward two.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -142,6 +147,47 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 def batch(size: Size, rows: int, generator: torch.Generator) -> Batch:
     draw = partial(torch.randn, rows, size.dim, generator=generator)
     return draw(), draw()
+
+
+class Product(nn.Module):
+    """`gelu(x @ weight)`; its backward reads the product."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(numbers, numbers) / numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(x @ self.weight)
+
+
+_took: list[float] = []  # the seconds of a matrix product, once products sleep
+
+
+def product_workload(numbers: int, stages: int, seconds: float) -> Workload:
+    if not _took:
+        with warnings.catch_warnings(action="ignore"):  # torch warns that its own kernel is replaced
+            torch.library.impl("aten::mm", "CPU", _sleeping_product)
+    _took[:] = [seconds]
+
+    def model(size: Size) -> nn.Module:
+        return Sleepers([Product(size.dim) for _ in range(size.layers)])
+
+    return Workload("products", Size(dim=numbers, layers=stages), model, part, loss, batch)
+
+
+def _sleeping_product(a: Tensor, b: Tensor) -> Tensor:
+    began = time.perf_counter()
+    result = torch.bmm(a[None], b[None])[0]
+    sleep(began, *_took)
+    return result
+
+
+def product_costs(stages: int, seconds: float) -> graphpp.Costs:
+    """The times of stages that are recomputed, in line or by an R."""
+    plain = costs(stages, seconds)
+    return replace(
+        plain, stages=tuple(replace(each, input_grad=each.input_grad + seconds, ahead=each) for each in plain.stages)
+    )
 
 
 def costs(stages: int, seconds: float) -> graphpp.Costs:

@@ -26,6 +26,7 @@ from graphpp.compiler.program_variants import ProgramVariant, choices_of, sized_
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
 from graphpp.compiler.word_stages import check_parts
+from graphpp.errors import ScheduleError
 from graphpp.parallel.facts import Facts
 from graphpp.passes.lower import PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
@@ -235,13 +236,16 @@ def _shard_plan(
 
 
 def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:
-    """The stage programs of each microbatch; equal (graph, recomputed stages) share one object."""
-    known: dict[tuple[int, frozenset[int]], PipelineProgram] = {}
+    """The stage programs of each microbatch; equal (graph, recomputed stages, stages with an R) share one object."""
+    known: dict[tuple[int, frozenset[int], frozenset[int]], PipelineProgram] = {}
     programs = []
-    for graph, stages in zip(graphs, table.recomputed_stages(request.options.memory.recompute is not None), strict=True):
-        key = (id(graph), stages)
+    recomputed = table.recomputed_stages(request.options.memory.recompute is not None)
+    for graph, stages, ahead in zip(graphs, recomputed, table.stages_ahead(), strict=True):
+        key = (id(graph), stages, ahead)
         if key not in known:
-            known[key] = _program(request, graph, table.splits_backward, stages)
+            split = table.splits_backward
+            each = [ProgramVariant(split, at in stages, at in ahead) for at in range(len(graph.program.stages))]
+            known[key] = _program(request, graph, each)
         programs.append(known[key])
     return programs
 
@@ -253,19 +257,23 @@ def offload_windows(
     choice = request.options.memory.offload
     if choice is None or not table.training:
         return ()
+    if table.plain.recomputed_ahead:
+        raise ScheduleError(
+            f"memory.offload: the schedule {table.plain.name!r} has an R, whose values cannot be offloaded: "
+            "leave out memory.offload, or take the Rs out of the table"
+        )
     sources = ProgramGraphs.joined(graph.sources for graph in graphs)
     return offload.choose_windows(choice, table.plain, programs, lambda item: sources.of(item).graph)
 
 
-def _program(request: CompileRequest, graph: CompiledGraph, split: bool, recomputed: frozenset[int]) -> PipelineProgram:
-    """The stage programs in which the stages `recomputed` recompute values that the others save."""
-    each = [stage.index in recomputed for stage in graph.program.stages]
-    variants = {flag: _variant(request, graph, ProgramVariant(split, flag)) for flag in set(each)}
+def _program(request: CompileRequest, graph: CompiledGraph, each: Sequence[ProgramVariant]) -> PipelineProgram:
+    """The stage programs in which each stage is of its variant."""
+    variants = {variant: _variant(request, graph, variant) for variant in dict.fromkeys(each)}
     program = variants[each[0]]
     if len(variants) == 1:
         return program
     assert all(other.boundaries == program.boundaries for other in variants.values()), "recomputation changed what travels"
-    return replace(program, stages=tuple(variants[flag].stages[stage] for stage, flag in enumerate(each)))
+    return replace(program, stages=tuple(variants[variant].stages[stage] for stage, variant in enumerate(each)))
 
 
 def _variant(request: CompileRequest, graph: CompiledGraph, variant: ProgramVariant) -> PipelineProgram:

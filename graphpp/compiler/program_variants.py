@@ -27,17 +27,18 @@ class ProgramVariant:
     """A variant of the stage programs of a joint graph.
 
     `split_backward`: the backward also exists as input gradient (I) and weight gradient (W). `recomputed`: the backward
-    recomputes the values that the option `recompute` names.
+    recomputes the values that the option `recompute` names; with `ahead` a program of its own (R) recomputes them.
     """
 
     split_backward: bool
     recomputed: bool
+    ahead: bool = False
 
 
 def variant_of(request: CompileRequest, table: CheckedTable) -> ProgramVariant:
     """The variant that a table uses first."""
     recomputed = table.recomputed_stages(request.options.memory.recompute is not None)
-    return ProgramVariant(table.splits_backward, any(recomputed))
+    return ProgramVariant(table.splits_backward, any(recomputed), bool(table.plain.recomputed_ahead))
 
 
 def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVariant) -> LoweringOptions:
@@ -54,10 +55,8 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     workspace = workspace_of(options.backend)
     # A CUDA graph reads a hoisted value in place, and gathered parameters may have another address each time.
     hoists = not (options.backend.cudagraphs and place.sharding is not None) and (options.hoists_all or layers is None)
-    cheap = options.hoists_all
-    return LoweringOptions(
-        variant.split_backward, rerun, whole, chosen, savings, fused, hoists, layers, shared_by, workspace, hoist_cheap=cheap
-    )
+    how = fused, hoists, layers, shared_by, workspace, options.hoists_all, variant.ahead
+    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, *how)
 
 
 def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:
@@ -100,6 +99,8 @@ def _stage(stage: StageProgram, values: Values) -> StageProgram:
         saved_memory=_metas(stage.saved_memory, values),
         kept_memory=_metas(stage.kept_memory, values),
         unread_memory=_metas(stage.unread_memory, values),
+        recomputed_memory=_metas(stage.recomputed_memory, values),
+        waiting_memory=_metas(stage.waiting_memory, values),
     )
 
 

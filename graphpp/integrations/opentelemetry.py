@@ -22,7 +22,8 @@ import graphpp
 from graphpp.schedules.table.actions import Action, Kind
 
 _NAMES: Mapping[Kind, str] = {
-    Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.OVERLAP_F_B: "overlap",
+    Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.R: "recompute",
+    Kind.OVERLAP_F_B: "overlap",
 }  # fmt: skip
 _NUMBERS = ("step", "rows", "waited", "sent_bytes", "shard_bytes", "grad_norm", "peak_bytes")
 

@@ -28,6 +28,7 @@ from graphpp.passes.stage.emit import emit
 from graphpp.passes.stage.fuse_grad_accumulation import ProductWorkspace, fuse_grad_accumulation
 from graphpp.passes.stage.gather_layers import ShardedLayers, follows_parameters, gather_layers
 from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
+from graphpp.passes.stage.split_recompute import split_recompute
 from graphpp.passes.stage.split_weight_grad import never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
 
@@ -58,6 +59,7 @@ class LoweringOptions:
     parameters that need a reduction or a product, such as weights in float8. `layers`: parameters are sharded, and
     programs gather one layer at a time; then values that depend on parameters are not hoisted. `shared_by`: the name of the
     group of ranks that share each layer; gradient sums over this group leave the graph, except with `layers`.
+    `recompute_ahead`: every stage gets R, whose values B, I and W read.
     """
 
     split_backward: bool = False
@@ -71,6 +73,7 @@ class LoweringOptions:
     shared_by: str | None = None
     product_workspace: ProductWorkspace | None = None
     hoist_cheap: bool = True
+    recompute_ahead: bool = False
 
 
 def lower(
@@ -130,6 +133,8 @@ def staged_graphs(
     staged = passes.run(cut_stages, joint, stages)
     if options.hoist_per_step:
         staged = passes.run(hoist_per_step, joint, staged, follows_parameters(joint) if layers else ())
+    if options.recompute_ahead and joint.training:
+        staged = passes.run(split_recompute, joint, staged)
     if options.split_backward and joint.training:
         may_recompute = options.weight_grad_may_recompute if layers is None else _with_step_invariants(options)
         staged = passes.run(split_weight_grad, joint, staged, may_recompute)

@@ -203,6 +203,11 @@ class GraphCache:
         self._assembly.keep_only(self._all_kept())
         return call
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the caller gave `memory.recompute`."""
+        return self._request.options.memory.recompute is not None
+
     def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
         """The same graphs under another table of the same ranks, without replicas; not cached. Called by all ranks."""
         table, owned = CheckedTable(schedule, training=True, shards=self._shards, flow=step.lowered.table.flow), self.ownership

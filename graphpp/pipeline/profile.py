@@ -64,12 +64,14 @@ class Profile:
     def __str__(self) -> str:
         """A table: each stage's times and saved bytes, and its message times to the next and the previous stage."""
         head = f"{self.timeline.schedule.name}: {spell_time(self.timeline.makespan, 's')} for a step"
-        names = ("stage", "F", "I", "W", "B", "saved", "sends on", "sends back")
+        again = ("R",) * any(each.ahead is not None for each in self.costs.stages)
+        names = ("stage", "F", "I", "W", "B", *again, "saved", "sends on", "sends back")
         return "\n".join([head, text_table(names, map(self._row, range(len(self.costs.stages))), lines=False)])
 
     def _row(self, stage: int) -> tuple[str, ...]:
         each, last = self.costs.stages[stage], len(self.costs.stages) - 1
-        times = [spell_time(each.of(kind), "s") for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+        kinds = (Kind.F, Kind.I, Kind.W, Kind.B, *((Kind.R,) if each.ahead is not None else ()))
+        times = [spell_time(each.of(kind), "s") for kind in kinds]
         on = spell_time(self.costs.sends_forward[stage], "s") if stage < last else ""
         back = spell_time(self.costs.sends_backward[stage - 1], "s") if stage else ""
         return str(stage), *times, spell_bytes(each.saved_bytes), on, back
@@ -162,20 +164,25 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
 
 def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[StageCosts, ...]:
     """Each stage's times; 0 for a kind that never ran. `measured`: runs per table; the first table with a kind counts."""
-    known = defaultdict[tuple[int, Kind], float](float)
+    known = defaultdict[tuple[int, Kind, bool], float](float)
     for runs in reversed(measured):
         known.update(median_of_means(map(_durations, runs)))
 
-    return tuple(
-        StageCosts(known[each, Kind.F], known[each, Kind.I], known[each, Kind.W], known.get((each, Kind.B)))
-        for each in range(stages)
-    )
+    def costs(stage: int, ahead: bool) -> StageCosts:
+        first, second, third = (known[stage, kind, ahead] for kind in (Kind.R if ahead else Kind.F, Kind.I, Kind.W))
+        return StageCosts(first, second, third, known.get((stage, Kind.B, ahead)))
+
+    again = (costs(each, True) if (each, Kind.R, True) in known else None for each in range(stages))
+    return tuple(replace(costs(stage, False), ahead=ahead) for stage, ahead in enumerate(again))
 
 
-def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
+def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind, bool], float]]:
+    """By stage, kind, and whether an R precedes it."""
     for event in run.events:
+        stage, kind, microbatch, _ = event.action
         if event.action.is_compute:
-            yield (event.action.stage, event.action.kind), event.duration
+            ahead = kind is not Kind.F and (stage, microbatch) in run.schedule.recomputed_ahead
+            yield (stage, kind, ahead), event.duration
 
 
 def median_of_means(runs: Iterable[Iterable[tuple[K, float]]]) -> dict[K, float]:
@@ -198,15 +205,22 @@ def _with_bytes(
     found = []
     for index, each in enumerate(costs):
         known = [costs_of_stage(program, index) for program in distinct.values()]
-        by_kind: dict[str, Any] = {}
-        for name in _BY_KIND:
-            several = [getattr(one, name) for one in known]
-            kinds = sorted({kind for nbytes in several for kind in nbytes})
-            by_kind[name] = {kind: max(nbytes.get(kind, 0) for nbytes in several) for kind in kinds}
         saved = max(program.stages[index].saved_bytes for program in own)
-        kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
-        found.append(replace(each, saved_bytes=saved, kept_bytes=kept, **by_kind))
+        ahead = [one.ahead for one in known if one.ahead is not None]
+        later = _largest(each.ahead, ahead, max(one.saved_bytes for one in ahead)) if each.ahead is not None else None
+        in_line = [one for one in known if one.ahead is None] or known
+        found.append(replace(_largest(each, in_line, saved), ahead=later))
     return tuple(found)
+
+
+def _largest(each: StageCosts, known: Sequence[StageCosts], saved: int) -> StageCosts:
+    by_kind: dict[str, Any] = {}
+    for name in _BY_KIND:
+        several = [getattr(one, name) for one in known]
+        kinds = sorted({kind for nbytes in several for kind in nbytes})
+        by_kind[name] = {kind: max(nbytes.get(kind, 0) for nbytes in several) for kind in kinds}
+    kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
+    return replace(each, saved_bytes=saved, kept_bytes=kept, **by_kind)
 
 
 def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[float]:
@@ -215,7 +229,8 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
         events = run.on(rank)
         for event in (event for event in events if event.action.is_compute and event.action.parts):
             within = [each for each in events if each.action.is_communication and event.start <= each.start < event.end]
-            apart = sum(costs[leaf.stage].of(leaf.kind) for leaf in event.action.leaves)
+            ahead = run.schedule.recomputed_ahead
+            apart = sum(costs[leaf.stage].of(leaf.kind, leaf[:3:2] in ahead) for leaf in event.action.leaves)
             if apart:
                 yield (event.duration - sum(each.duration for each in within)) / apart
 

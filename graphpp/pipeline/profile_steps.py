@@ -18,8 +18,10 @@ from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.profile import Profile, RecordedSteps, barrier, profile_of
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.recorder import Clock, Recorder
+from graphpp.schedules.rewrite.recompute import with_recompute, without_recompute
 from graphpp.schedules.rewrite.split_backward import merge_backward, split_backward, without_overlaps
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.recompute_marks import Pairs
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.streams import wait_for_device
 
@@ -36,7 +38,9 @@ class Trials:
     run: Callable[[PreparedStep, Recorder | None], object]
 
     def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
-        tables = _counterparts(prepared.runner.schedule)
+        stages = prepared.lowered.table.recomputed_stages(self.cache.recomputes)
+        pairs = frozenset((stage, microbatch) for microbatch, each in enumerate(stages) for stage in each)
+        tables = _counterparts(prepared.runner.schedule, pairs)
         runners = [self.cache.under(prepared, table) for table in tables]
         others = [self._measured(other, partial(self.run, other), repeat) for other in runners]
         return profile_of(self._measured(prepared, self.step, repeat), others)
@@ -58,8 +62,20 @@ class Trials:
             return time.perf_counter() - began
 
 
-def _counterparts(schedule: Schedule) -> Iterator[Schedule]:
-    """Tables that run the kinds missing from this schedule, so that every stage runs F, B, I and W in one of the tables."""
+def _counterparts(schedule: Schedule, recomputed: Pairs) -> Iterator[Schedule]:
+    """Tables that run the kinds missing from this schedule, so that every stage runs F, B, I and W in one of the tables.
+
+    So do stages that recompute in some pairs, with an R and without.
+    """
+    split = list(_of_kinds(schedule))
+    yield from split
+    for table in (schedule, *split) if recomputed else ():
+        for other in (with_recompute(table, recomputed), without_recompute(table, recomputed)):
+            if bool(other.recomputed_ahead) != bool(table.recomputed_ahead):
+                yield other
+
+
+def _of_kinds(schedule: Schedule) -> Iterator[Schedule]:
     run = {(action.stage, action.kind) for _, _, action in schedule.cells()}  # parts of overlaps not counted
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     lacking = {kind for kind in kinds if any((stage, kind) not in run for stage in range(schedule.stages))}

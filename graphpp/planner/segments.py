@@ -80,7 +80,21 @@ def _joined(parts: Sequence[StageCosts]) -> StageCosts:
         received_bytes=_of_ends(parts, "received_bytes"),
         sent_bytes=_of_ends(parts, "sent_bytes"),
         exchanged={kind: sum(part.own_collectives(kind) for part in parts) for kind in _KINDS} if exchanges else {},
+        ahead=_joined_ahead(parts) if any(part.ahead is not None for part in parts) else None,
     )
+
+
+def _joined_ahead(parts: Sequence[StageCosts]) -> StageCosts:
+    """The costs of segments that form one stage, behind an R, which recomputes the last segment first."""
+    each = [part.behind(0.0, part.peak_bytes) if part.ahead is None else part.ahead for part in parts]
+    most, before, after = 0, sum(part.saved_bytes for part in parts), 0
+    for part, own in zip(reversed(parts), reversed(each), strict=True):
+        before -= part.saved_bytes
+        running = own.saved_bytes if part.ahead is None else own.running_bytes(Kind.F)
+        most = max(most, before + max(part.saved_bytes, running) + after)
+        after += own.saved_bytes
+    joined = _joined(each)
+    return replace(joined, peak_bytes={**joined.peak_bytes, Kind.F: most})
 
 
 def _of_ends(parts: Sequence[StageCosts], name: str) -> dict[Kind, int]:
@@ -194,10 +208,16 @@ def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: P
         forward = times.get(Phase.FORWARD, times.get(Phase.EVALUATE, 0.0))
         whole = times.get(Phase.BACKWARD, 0.0)
         first, second = times.get(Phase.INPUT_GRAD, whole), times.get(Phase.WEIGHT_GRAD, 0.0)
-        each = replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
         run = {phase: sources.of(item).graph for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
         shares = {phase: pricing.exchanged(graph) for phase, graph in run.items()}
-        return replace(each, exchanged={Kind(phase.value): share * times[phase] for phase, share in shares.items() if share})
+        exchanged = {Kind(phase.value): share * times[phase] for phase, share in shares.items() if share}
+        own = replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
+        found = replace(own, exchanged=exchanged)
+        if found.ahead is None:
+            return found
+        again = replace(found.ahead, forward=times[Phase.RECOMPUTE], input_grad=first, weight_grad=second, backward=whole)
+        more = times[Phase.RECOMPUTE]
+        return replace(found, input_grad=first + more, backward=whole + more, ahead=again)
 
     def sends(values: Callable[[Boundary], Sequence[program.TensorMeta]]) -> tuple[float, ...]:
         return tuple(pricing.message(sum(value.nbytes for value in values(each))) for each in lowered.boundaries)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import product
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
@@ -21,6 +22,7 @@ from graphpp.schedules.rewrite.hoist_receives import hoist_receives
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import MessageFlow
+from graphpp.schedules.table.recompute_marks import Pairs
 from graphpp.schedules.table.schedule import Schedule
 
 _KEPT = 4  # tables; a table of 64 ranks and 512 microbatches takes 40 MB with its sends
@@ -64,15 +66,17 @@ class CheckedTable:
     def recomputed_stages(self, by_option: bool) -> Sequence[frozenset[int]]:
         """For each microbatch, the stages whose backward recomputes forward values.
 
-        A table that names these stages decides; else all stages if `by_option` (the caller gave `recompute`), or none.
+        A table that names these stages decides; else all stages if `by_option` (the caller gave `recompute`), or none. Stages
+        with an R always recompute.
         """
         pairs, count = self.plain.recomputed, self.plain.microbatches
         if pairs is None:
-            return [frozenset(range(self.plain.stages) if by_option else ())] * count
-        stages: dict[int, set[int]] = defaultdict(set)
-        for stage, microbatch in pairs:
-            stages[microbatch].add(stage)
-        return [frozenset(stages.get(microbatch, ())) for microbatch in range(count)]
+            pairs = frozenset(product(range(self.plain.stages if by_option else 0), range(count)))
+        return _by_microbatch(pairs | self.plain.recomputed_ahead, count)
+
+    def stages_ahead(self) -> Sequence[frozenset[int]]:
+        """For each microbatch, the stages that have an R."""
+        return _by_microbatch(self.plain.recomputed_ahead, self.plain.microbatches)
 
     def forward_orders(self) -> dict[int, list[int]]:
         """The microbatches of each stage's forwards, in execution order."""
@@ -82,6 +86,13 @@ class CheckedTable:
                 if leaf.kind is Kind.F:
                     orders[leaf.stage].append(leaf.microbatch or 0)
         return orders
+
+
+def _by_microbatch(pairs: Pairs, count: int) -> list[frozenset[int]]:
+    stages: dict[int, set[int]] = defaultdict(set)
+    for stage, microbatch in pairs:
+        stages[microbatch].add(stage)
+    return [frozenset(stages.get(microbatch, ())) for microbatch in range(count)]
 
 
 class Tables:

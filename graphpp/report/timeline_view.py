@@ -18,7 +18,7 @@ from graphpp.errors import GraphPPError
 from graphpp.schedules.simulate.timeline import Event, Timeline, stages_of_ranks
 from graphpp.schedules.table.actions import SENDS, Action
 
-KINDS = ("F", "B", "I", "W", "send", "receive", "collective")
+KINDS = ("F", "B", "I", "W", "R", "send", "receive", "collective")
 """The kinds of boxes; `Box.kind` is an index into it."""
 
 _MOST_MESSAGES = 60_000

@@ -33,14 +33,14 @@ _UNNAMED = contextlib.nullcontext()
 
 
 def to_torch(action: Action) -> TorchAction:
-    """The action in torch's own type. P2P becomes OVERLAP_F_B, torch's only kind with parts."""
+    """The action in torch's own type. P2P becomes OVERLAP_F_B, torch's only kind with parts; R, which is a forward again, F."""
     parts = tuple(map(to_torch, action.parts)) or None
     return TorchAction(action.stage, _type(action.kind), action.microbatch, parts)
 
 
 @cache  # a table of 64 ranks and 512 microbatches has 390,000 actions
 def _type(kind: Kind) -> ComputationType:
-    return ComputationType((Kind.OVERLAP_F_B if kind is Kind.P2P else kind).value)
+    return ComputationType({Kind.P2P: Kind.OVERLAP_F_B, Kind.R: Kind.F}.get(kind, kind).value)
 
 
 class ActionLoop(PipelineScheduleRuntime):
@@ -50,7 +50,7 @@ class ActionLoop(PipelineScheduleRuntime):
         ours = {rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)}
         self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
         self._sums = {stage.stage_index: stage.gradients for stage in stages}
-        self._row = [(action, f"PP:{to_torch(action)}", function) for action, function in row]
+        self._row = [(action, f"PP:{to_torch(action) if action.parts else action}", function) for action, function in row]
         self.anomaly = ""  # the first NaN of the last step's backward; empty for none, and outside of torch's anomaly mode
 
     def run(self, watch: ActionWatcher | None = None) -> None:

@@ -141,12 +141,16 @@ OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved | S
 
 
 class Phase(StrEnum):
-    """Phases by the letters of torch's actions. B does both I and W; HOIST computes the step-invariant values once a step."""
+    """Phases by the letters of actions. B does both I and W; HOIST computes the step-invariant values once a step.
+
+    RECOMPUTE computes forward values for B, or I and W, from the values that F saved.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+    RECOMPUTE = "R"
     EVALUATE = "E"
     HOIST = "P"
 
@@ -157,6 +161,10 @@ class Phase(StrEnum):
     @property
     def is_backward(self) -> bool:
         return self in (Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+
+    @property
+    def reads_saved(self) -> bool:
+        return self.is_backward or self is Phase.RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -276,8 +284,9 @@ class StageProgram:
 
     `parameters`, `buffers`: FQNs that any phase reads, or whose gradient or update it computes. `saved`: the values that the
     forward saves for a microbatch; `saved_memory`: the values that allocated their memory, each once. `kept_memory`: values
-    whose memory is alive from I to W; `unread_memory`: the part of them that I neither reads nor makes. `modules`: FQNs of the
-    called modules, for display. `hoisted` computes the `StepInvariant` values once, when a step begins.
+    whose memory is alive from I to W; `unread_memory`: the part of them that I neither reads nor makes. `recomputed_memory`,
+    `waiting_memory`: the same between R and B or I, where R is the first. `modules`: FQNs of the called modules, for display.
+    `hoisted` computes the `StepInvariant` values once, when a step begins.
     """
 
     index: int
@@ -288,6 +297,8 @@ class StageProgram:
     saved_memory: tuple[TensorMeta, ...] = ()
     kept_memory: tuple[TensorMeta, ...] = ()
     unread_memory: tuple[TensorMeta, ...] = ()
+    recomputed_memory: tuple[TensorMeta, ...] = ()
+    waiting_memory: tuple[TensorMeta, ...] = ()
     modules: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     hoisted: Program | None = None
@@ -302,8 +313,8 @@ class StageProgram:
 
     def peak_bytes(self, phase: Phase) -> int:
         """The most bytes of one microbatch alive at once while the phase runs."""
-        waiting = total_bytes(self.unread_memory) if phase is Phase.INPUT_GRAD else 0
-        return self.programs[phase].peak_bytes + waiting
+        waiting = {Phase.INPUT_GRAD: self.unread_memory, Phase.RECOMPUTE: self.waiting_memory}.get(phase, ())
+        return self.programs[phase].peak_bytes + total_bytes(waiting)
 
     @property
     def inputs(self) -> frozenset[InputRole]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from graphpp.runtime.messages.wire_layout import ReceiveBuffer
-from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
+from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta, total_bytes
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 
@@ -13,14 +14,20 @@ from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 def costs_of_stage(program: PipelineProgram, index: int) -> StageCosts:
     """The bytes of one microbatch of a stage: saved, kept from I to W, at each phase's peak, received and sent."""
     stage = program.stages[index]
-    run = {phase: item for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
-    return StageCosts(
+    run = {phase: item for phase, item in stage.programs.items() if phase not in (Phase.EVALUATE, Phase.RECOMPUTE)}
+    peaks = {Kind(phase.value): stage.peak_bytes(phase) for phase in run}
+    found = StageCosts(
         saved_bytes=stage.saved_bytes,
         kept_bytes=stage.kept_bytes if Phase.WEIGHT_GRAD in stage.programs else None,
-        peak_bytes={Kind(phase.value): stage.peak_bytes(phase) for phase in run},
+        peak_bytes=peaks,
         received_bytes=_received_bytes(program, index),
         sent_bytes={Kind(phase.value): item.sent_bytes for phase, item in run.items() if phase is not Phase.WEIGHT_GRAD},
     )
+    if Phase.RECOMPUTE not in stage.programs:
+        return found
+    recomputed = total_bytes(stage.recomputed_memory)
+    peaks_ahead = {**peaks, Kind.F: stage.peak_bytes(Phase.RECOMPUTE)}
+    return replace(found, ahead=StageCosts(saved_bytes=recomputed, kept_bytes=found.kept_bytes, peak_bytes=peaks_ahead))
 
 
 def _received_bytes(program: PipelineProgram, index: int) -> dict[Kind, int]:

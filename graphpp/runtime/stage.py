@@ -58,9 +58,10 @@ class Variant:
         return [wiring for phase, wiring in self.wirings.items() if phase.is_backward]
 
     def read_after(self, phase: Phase) -> frozenset[str]:
-        """Names of the saved values that a later backward phase reads: after I, the values that W reads."""
-        later = self.wirings.get(Phase.WEIGHT_GRAD) if phase is Phase.INPUT_GRAD else None
-        return frozenset(name for _, name in later.saved) if later is not None else frozenset()
+        """Names of the saved values that later phases read: after I those of W, after R those of the backward."""
+        last = self.wirings.get(Phase.WEIGHT_GRAD)
+        later = {Phase.INPUT_GRAD: [last] if last else [], Phase.RECOMPUTE: self.backwards}.get(phase, [])
+        return frozenset(name for wiring in later for _, name in wiring.saved)
 
 
 class GraphStage:
@@ -198,7 +199,7 @@ class GraphStage:
     def _receive(self, key: TaskKey, neighbour: GraphStage | None) -> Receive | None:
         """The function that returns the values that cross into this stage; None where no value does."""
         crossing = key.direction, key.microbatch
-        if key.phase is Phase.WEIGHT_GRAD or not 0 <= self.stage_index - _step(key.direction) < self.num_stages:
+        if not key.crosses or not 0 <= self.stage_index - _step(key.direction) < self.num_stages:
             return None
         if neighbour is not None:
             return partial(neighbour.buffers.outgoing.pop, crossing)

@@ -87,6 +87,11 @@ class TaskKey:
         """The direction in which the results leave the stage: F (to the next stage) or B (to the previous one)."""
         return "B" if self.phase.is_backward else "F"
 
+    @property
+    def crosses(self) -> bool:
+        """Whether values come from one neighbouring stage, and results go to the other."""
+        return self.phase not in (Phase.WEIGHT_GRAD, Phase.RECOMPUTE)
+
 
 class Task:
     def __init__(
@@ -105,8 +110,8 @@ class Task:
         self._wiring, self._buffers, self._receive = wiring, buffers, receive
         self._microbatch, self._read_later = key.microbatch, read_later
         self._reads_inputs = bool(wiring.inputs or wiring.numbers or wiring.seeds or wiring.keys)
-        self._backward = key.phase.is_backward
-        self._outgoing = None if key.phase is Phase.WEIGHT_GRAD else (key.direction, key.microbatch)
+        self._reads_saved = key.phase.reads_saved
+        self._outgoing = (key.direction, key.microbatch) if key.crosses else None
 
     def run(self) -> None:
         run, sink = self.run_program, self.sink
@@ -122,7 +127,7 @@ class Task:
             tensors = self._receive()
             for index, position in wiring.received:
                 arguments[index] = tensors[position]
-        if self._backward:
+        if self._reads_saved:
             self._add_saved(arguments)
         return arguments
 
@@ -152,7 +157,7 @@ class Task:
             for index in wiring.gradients:
                 if results[index] is not None:
                     self.sink(index, results[index])
-        if not self._backward:
+        if not self._reads_saved:
             self._file_forward(results)
         if wiring.keeps:
             saved = {name: results[index] for index, name in wiring.keeps}

@@ -29,6 +29,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
 from graphpp.schedules.rewrite.split_backward import defer_weight_grads, split_backward
 from graphpp.schedules.rewrite.unbatch_p2p import unbatch_p2p
+from graphpp.schedules.search.recompute_ahead import recompute_ahead
 
 __all__ = [
     "ALIASES",
@@ -54,6 +55,7 @@ __all__ = [
     "peak_bytes",
     "plain_loop",
     "rank_microbatches",
+    "recompute_ahead",
     "recompute_partially",
     "schedule_table",
     "split_backward",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.recompute import with_recompute
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.fuzz.programs import Net, Program
@@ -65,7 +67,7 @@ class Cut:
     and pointwise operations. `saving`: besides, all that is cheap is made again ("free"), of the regions what is no
     contraction ("selective"), or, instead of whole regions, as much as brings a stage to a fraction of what it saves.
     `prepare`: what depends on parameters alone is made once per step. `outlined`: the programs call their regions, which a
-    function of the caller's has compiled (into themselves).
+    function of the caller's has compiled (into themselves). `ahead`: an R stands before each backward.
     """
 
     at: tuple[int, ...]
@@ -76,10 +78,11 @@ class Cut:
     saving: str | float | None = None
     prepare: bool = False
     outlined: bool = False
+    ahead: bool = False
 
     def choices(self) -> LoweringOptions:
         """What the recipe is asked for."""
-        return replace(self._choices(), hoist_per_step=self.prepare)
+        return replace(self._choices(), hoist_per_step=self.prepare, recompute_ahead=self.ahead)
 
     def _choices(self) -> LoweringOptions:
         region = (lambda node: node.meta["position"] // self.region) if self.region else None
@@ -105,6 +108,8 @@ class Cut:
             table = shuffled(stages, self.microbatches, self.schedule)
         else:
             table = SCHEDULES[self.schedule](ranks, stages, self.microbatches)
+        if self.ahead:
+            table = with_recompute(table, frozenset(product(range(stages), range(self.microbatches))))
         check(table, ranks=ranks, stages=stages, microbatches=self.microbatches)
         return add_send_recv(table)
 
@@ -128,7 +133,8 @@ def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
     order = st.sampled_from(ONE_PER_RANK + SEVERAL) | st.integers(0, 1000)
     at = st.lists(st.integers(0, 1000), min_size=1, max_size=most).map(tuple)
     region, saving = st.sampled_from([0, 0, 1, 5, 1000]), st.sampled_from(SAVINGS)
-    return st.builds(Cut, at, order, st.integers(1, 4), region, st.booleans(), saving, st.booleans(), st.booleans())
+    flags = st.booleans(), saving, st.booleans(), st.booleans(), st.booleans()
+    return st.builds(Cut, at, order, st.integers(1, 4), region, *flags)
 
 
 def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:

@@ -81,10 +81,19 @@ def overlap_some(random: Random, rows: Rows, stages: int) -> None:
     row = random.choice(rows)
     at = random.randrange(max(1, len(row) - 1))
     pair = row[at : at + 2]
-    if len(pair) == 2 and not any(action.parts for action in pair):
+    if len(pair) == 2 and not any(action.parts or action.kind is Kind.R for action in pair):
         row[at : at + 2] = [Action(-1, Kind.OVERLAP_F_B, None, tuple(pair))]
         if not Machine(rows, stages).runs_to_its_end():
             row[at : at + 1] = pair
+
+
+def recompute_some(rows: Rows) -> None:
+    """Insert an R for some backwards, anywhere between their forward and them."""
+    draw = Random(str(rows))  # more draws of Hypothesis would make it discard large tables
+    for row in rows:
+        for backward in [action for action in row if action.kind in (Kind.B, Kind.I) and draw.random() < 0.2]:
+            first = row.index(backward._replace(kind=Kind.F))
+            row.insert(draw.randint(first + 1, row.index(backward)), backward._replace(kind=Kind.R))
 
 
 def sharded(random: Random, rows: Rows) -> None:
@@ -112,6 +121,7 @@ def legal_rows(random: Random, ranks: int, sharding: bool = True) -> tuple[Rows,
 def rows_for(random: Random, ranks: int, stages: int, microbatches: int, sharding: bool) -> Rows:
     """Like `legal_rows`, for given numbers."""
     rows = random_rows(random, ranks, stages, microbatches)
+    recompute_some(rows)
     for _ in range(random.choice([0, 0, 3])):
         overlap_some(random, rows, stages)
     form = random.choice(["computations", "messages", "batches"])
@@ -150,6 +160,7 @@ class Machine:
     def __init__(self, rows: Rows, stages: int) -> None:
         self.stages = stages
         self.home = {leaf.stage: rank for rank, row in enumerate(rows) for action in row for leaf in action.leaves}
+        self.again = {(action.stage, action.microbatch) for row in rows for action in row if action.kind is Kind.R}
         self.communicates = any(action.is_communication for row in rows for action in row)
         self.todo, self.queues = [deque(row) for row in rows], [deque[Batch]() for _ in rows]
         self.done: set[tuple[str, int, int | None]] = set()  # computed or received; an I counts as a B
@@ -161,8 +172,10 @@ class Machine:
 
     def needs(self, leaf: Action) -> Iterator[tuple[str, int]]:
         stage = leaf.stage
-        if leaf.kind in (Kind.B, Kind.I, Kind.W, Kind.SEND_F):
+        if leaf.kind in (Kind.B, Kind.I, Kind.W, Kind.R, Kind.SEND_F):
             yield "F", stage
+        if leaf.kind in (Kind.B, Kind.I) and (stage, leaf.microbatch) in self.again:
+            yield "R", stage
         if leaf.kind in (Kind.W, Kind.SEND_B):
             yield "B", stage
         if leaf.kind is Kind.F and stage > 0:

@@ -21,7 +21,7 @@ from graphpp.cluster_planner.plans.prediction.error_bars import error_of
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, costs_and_bound, predict
 from graphpp.cluster_planner.plans.prediction.read_tables import Work
 from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
-from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
+from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, recomputed_ahead, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.refine.moved_stages import moved_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
@@ -150,7 +150,7 @@ def _move_stages(search: Search) -> None:
 
 def _search_orders(search: Search) -> None:
     """Add searched orders of the fastest fitting plans that are faster than the named schedule. Weight gradients alone are
-    placed in each plan that would be the best without its idle time."""
+    placed in each plan that would be the best without its idle time, and recomputation in the fastest plans that recompute."""
     fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
     for named in fitting[:_ORDERS]:
         search.refine(searched_order, named)
@@ -161,6 +161,9 @@ def _search_orders(search: Search) -> None:
         if forwards <= left and named.setting.offload is None and named.seconds.total - named.seconds.bubble < soonest:
             search.refine(placed_weight_grads, named)
             left -= forwards
+    again = [each for each in search.found.values() if each.peak <= search.cap and each.setting.recompute is not None]
+    for each in sorted(again, key=order)[:_ORDERS]:
+        search.refine(recomputed_ahead, each)
 
 
 def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ _LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(valu
 _NAME = Accepted(
     f'the name of a schedule in graphpp.schedules.SCHEDULES, or "{ORDER}"', lambda value: value in SCHEDULES or value == ORDER
 )
+_RECOMPUTE = re.compile(r"\b[0-9]+R[0-9]")  # an R in the text of a table
 PIECE = 256
 """The tokens whose logits exist at one time, where the search lets a head work in pieces."""
 FRACTION = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
@@ -30,7 +32,7 @@ FRACTION = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.accep
 @dataclass(frozen=True)
 class ScheduleChoice:
     """A schedule and its stages per rank. `group`: of `megatron_interleaved`, else None. `order`: text of the `Schedule` to
-    run, for a "searched" one or a named one with moved weight gradients. Raises `ScheduleError`."""
+    run, for a "searched" one or a named one with moved weight gradients or recomputations. Raises `ScheduleError`."""
 
     name: str
     stages_per_rank: int = 1
@@ -58,7 +60,15 @@ class ScheduleChoice:
     def __str__(self) -> str:
         name = "loop" if self.name == "auto" else self.name
         named = name if self.group is None else f"{name} in groups of {self.group}"
-        return named if self.order is None or self.name == ORDER else f"{named}, weight gradients placed"
+        if self.order is None:
+            return named
+        title, _, counts = self.order.partition("\n")[0].rpartition(": ")
+        return title if counts.endswith("microbatches") else f"{named}, an order of its own"
+
+    @property
+    def recomputes_ahead(self) -> bool:
+        """Whether the order has an R."""
+        return self.order is not None and _RECOMPUTE.search(self.order) is not None
 
 
 @dataclass(frozen=True)

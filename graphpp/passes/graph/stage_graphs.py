@@ -38,7 +38,8 @@ class StagedGraphs:
 
     `graphs`: by phase and stage. `saved`: per stage, the values saved for the backward of one microbatch; `saved_memory`: the
     values that allocated their memory. `kept_memory`: per stage, the values that allocated the memory alive between I and W;
-    empty without `split_weight_grad`. `unread_memory`: the part of `kept_memory` that I neither reads nor makes. `fused`:
+    empty without `split_weight_grad`. `unread_memory`: the part of `kept_memory` that I neither reads nor makes.
+    `recomputed_memory`, `waiting_memory`: the same between R and B, where R is the first (`split_recompute`). `fused`:
     backwards pass the factors of gradients to the runtime (`fuse_grad_accumulation`). `hoisted`: per stage, the graph that
     computes the step-invariant values (`hoist_per_step`).
     """
@@ -49,6 +50,8 @@ class StagedGraphs:
     saved_memory: tuple[tuple[TensorMeta, ...], ...]
     kept_memory: tuple[tuple[TensorMeta, ...], ...] = ()
     unread_memory: tuple[tuple[TensorMeta, ...], ...] = ()
+    recomputed_memory: tuple[tuple[TensorMeta, ...], ...] = ()
+    waiting_memory: tuple[tuple[TensorMeta, ...], ...] = ()
     fused: bool = False
     hoisted: Mapping[int, PhaseGraph] = field(default_factory=dict)
 

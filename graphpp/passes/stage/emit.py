@@ -45,6 +45,8 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
             saved_memory=staged.saved_memory[stage],
             kept_memory=staged.kept_memory[stage] if staged.kept_memory else (),
             unread_memory=staged.unread_memory[stage] if staged.unread_memory else (),
+            recomputed_memory=staged.recomputed_memory[stage] if staged.recomputed_memory else (),
+            waiting_memory=staged.waiting_memory[stage] if staged.waiting_memory else (),
             modules=_modules(calls, stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, program.Constant)},
             hoisted=_program(staged.hoisted[stage], Phase.HOIST) if stage in staged.hoisted else None,

@@ -16,9 +16,9 @@ A stage that sends nothing (the first stage, or one after frozen stages) has an 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 I, W = Phase.INPUT_GRAD, Phase.WEIGHT_GRAD  # noqa: E741 - the letters of the papers
+Memory = tuple[TensorMeta, ...]
 
 
 def never(node: fx.Node) -> bool:
@@ -43,17 +44,20 @@ def split_weight_grad(joint: JointGraph, staged: StagedGraphs, may_recompute: Ma
     """Add I and W for every stage with a backward; B stays, so that a schedule may use either. `staged` stays unchanged."""
     named = {node.name: node for node in joint.graph.nodes}
     graphs = dict(staged.graphs)
-    kept: list[tuple[TensorMeta, ...]] = [()] * len(staged.saved)
+    kept: list[Memory] = [()] * len(staged.saved)
     unread = kept.copy()
     for (phase, stage), whole in staged.graphs.items():
         if phase is B:
-            first, second = _halves(whole, may_recompute)
-            graphs[I, stage], graphs[W, stage] = first, second
-            kept[stage] = memory_of(named[name] for name in _names(second.inputs))
-            in_first = memory_of(named[name] for name in _names((*first.inputs, *first.outputs)))
-            unread[stage] = tuple(memory for memory in kept[stage] if memory not in in_first)
-            _check(whole, first, second, may_recompute)
+            graphs[I, stage], graphs[W, stage] = _halves(whole, may_recompute)
+            kept[stage], unread[stage] = memory_between(graphs[I, stage], graphs[W, stage], named)
     return replace(staged, graphs=graphs, kept_memory=tuple(kept), unread_memory=tuple(unread))
+
+
+def memory_between(first: PhaseGraph, second: PhaseGraph, named: Mapping[str, fx.Node]) -> tuple[Memory, Memory]:
+    """The values whose memory is alive between two halves, and those of them that the first half neither reads nor makes."""
+    kept = memory_of(named[name] for name in _names(second.inputs))
+    in_first = memory_of(named[name] for name in _names((*first.inputs, *first.outputs)))
+    return kept, tuple(memory for memory in kept if memory not in in_first)
 
 
 def _names(roles: Iterable[InputRole | OutputRole]) -> list[str]:
@@ -65,16 +69,31 @@ def _halves(whole: PhaseGraph, may_recompute: MayRecompute) -> tuple[PhaseGraph,
     in_i = _needed(whole, [node for role, node in results if isinstance(role, program.Sent)])
     of_i = [(role, node) for role, node in results if isinstance(role, program.Sent) or node in in_i]
     of_w = [(role, node) for role, node in results if (role, node) not in of_i]
-    rest = {node for node in whole.graph.nodes if _runs(node) and node not in in_i}
-    seam = _Seam(whole, in_i, {node for _, node in of_w}, may_recompute)
+    rest = {node for node in whole.graph.nodes if runs(node) and node not in in_i}
+    seam = Seam(whole, in_i, {node for _, node in of_w}, may_recompute)
     kept, moved = seam.cut(_order(whole))
-    again = _until((seam.read(rest - moved) & in_i), kept)
-    handed = sorted((node for node in kept if not _stays(node)), key=_order(whole))
-    saved: GraphResults = [(program.Saved(node.name), node) for node in handed]
-    first = _half(whole, I, in_i | moved, [*of_i, *saved])
-    second = _half(whole, W, (rest - moved) | again, of_w, {node: program.Saved(node.name) for node in handed})
+    again = until((seam.read(rest - moved) & in_i), kept)
+    handed = [node for node in kept if not _stays(node)]
+    return checked_halves(whole, Half(I, in_i | moved, of_i), Half(W, (rest - moved) | again, of_w), handed, may_recompute)
+
+
+class Half(NamedTuple):
+    phase: Phase
+    nodes: set[fx.Node]
+    results: GraphResults
+
+
+def checked_halves(
+    whole: PhaseGraph, one: Half, two: Half, handed: Iterable[fx.Node], may_recompute: MayRecompute
+) -> tuple[PhaseGraph, PhaseGraph]:
+    """The graphs of two halves, the first of which saves the values `handed` for the second."""
+    ordered = sorted(handed, key=_order(whole))
+    saved: GraphResults = [(program.Saved(node.name), node) for node in ordered]
+    first = _half(whole, one.phase, one.nodes, [*one.results, *saved])
+    second = _half(whole, two.phase, two.nodes, two.results, {node: program.Saved(node.name) for node in ordered})
     for node in first.graph.find_nodes(op="placeholder"):
         node.meta["kept"] = isinstance(node.meta["role"], program.Saved) and node.meta["role"] in second.inputs
+    _check(whole, first, second, may_recompute)
     return first, second
 
 
@@ -97,14 +116,14 @@ def _needed(whole: PhaseGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
 
     def onward(node: fx.Node) -> list[fx.Node]:
         items = [user for user in node.users if not is_tensor(node) and user.op != "output"]
-        return [*filter(_runs, node.all_input_nodes), *items]
+        return [*filter(runs, node.all_input_nodes), *items]
 
-    needed = reached(filter(_runs, sent), onward)
+    needed = reached(filter(runs, sent), onward)
     checks = (node for node in whole.graph.nodes if is_check(node))
     return needed | {node for node in checks if needed.intersection(node.all_input_nodes)}
 
 
-def _runs(node: fx.Node) -> bool:
+def runs(node: fx.Node) -> bool:
     return node.op == "call_function"
 
 
@@ -117,23 +136,26 @@ def _order(whole: PhaseGraph) -> Callable[[fx.Node], int]:
     return {node: index for index, node in enumerate(whole.graph.nodes)}.__getitem__
 
 
-class _Seam:
+class Seam:
     """The cut between I and W: nodes `in_i` run in I, the others in W; W returns the results `of_w`.
 
-    `_movable`: nodes of W that may run in I instead: recomputed forward values, and values without a stage.
+    `_movable`: nodes of W that may run in I instead: recomputed forward values, and values without a stage. The same cut is
+    between R and B (`split_recompute.py`), where nothing is movable.
     """
 
-    def __init__(self, whole: PhaseGraph, in_i: set[fx.Node], of_w: set[fx.Node], may_recompute: MayRecompute) -> None:
+    def __init__(
+        self, whole: PhaseGraph, in_i: set[fx.Node], of_w: set[fx.Node], may_recompute: MayRecompute, *, moves: bool = True
+    ) -> None:
         self._in_i, self._of_w, self._may_recompute = in_i, of_w, may_recompute
-        self._rest = [node for node in whole.graph.nodes if _runs(node) and node not in in_i]
+        self._rest = [node for node in whole.graph.nodes if runs(node) and node not in in_i]
         self._movable: set[fx.Node] = set()
-        for node in self._rest if in_i else ():
+        for node in self._rest if in_i and moves else ():
             of_forward = node.meta.get("recomputed") or node.meta["stage"] is None
             if of_forward and node not in of_w and all(map(self._is_there, node.all_input_nodes)):
                 self._movable.add(node)
 
     def _is_there(self, node: fx.Node) -> bool:
-        return not _runs(node) or node in self._in_i or node in self._movable
+        return not runs(node) or node in self._in_i or node in self._movable
 
     def read(self, second: Iterable[fx.Node]) -> set[fx.Node]:
         return {source for node in second for source in node.all_input_nodes} | self._of_w
@@ -190,7 +212,7 @@ def _bytes(node: fx.Node) -> int | None:
     return tensor_meta(node).nbytes if is_tensor(node) else None
 
 
-def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
+def until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     def missing(node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if source not in kept and source.op != "placeholder"]
 
@@ -199,9 +221,9 @@ def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
 
 def _check(whole: PhaseGraph, first: PhaseGraph, second: PhaseGraph, may_recompute: MayRecompute) -> None:
     """Raise `AssertionError` unless every node of B is in a half, and every result comes from exactly one half."""
-    runs = Counter(node.name for half in (first, second) for node in half.graph.nodes if _runs(node))
-    again = {node.name: may_recompute(node) for node in whole.graph.nodes if _runs(node)}
-    assert runs.keys() == again.keys(), f"lost between I and W: {again.keys() - runs.keys()}"
-    assert all(again[name] for name, count in runs.items() if count > 1), "a node runs twice"
+    count = Counter(node.name for half in (first, second) for node in half.graph.nodes if runs(node))
+    again = {node.name: may_recompute(node) for node in whole.graph.nodes if runs(node)}
+    assert count.keys() == again.keys(), f"lost between two halves: {again.keys() - count.keys()}"
+    assert all(again[name] for name, times in count.items() if times > 1), "a node runs twice"
     results = [role for half in (first, second) for role in half.outputs if not isinstance(role, program.Saved)]
     assert sorted(map(repr, results)) == sorted(map(repr, whole.outputs)), "a result of the backward is lost or doubled"

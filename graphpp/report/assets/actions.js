@@ -1,6 +1,6 @@
 // The boxes of a timeline: a shape that draws all boxes of one rank, kind and colour at once, and the search for a box.
 "use strict";
-const MESSAGE = 4; // kinds from here on are sends, receives and collectives: a strip at the foot of the row
+const MESSAGE = 5; // kinds from here on are sends, receives and collectives: a strip at the foot of the row
 const STRIP = 0.8; // the top of that strip in the row
 const THICK = 0.84; // the share of its band that a row fills
 

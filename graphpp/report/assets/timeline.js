@@ -12,7 +12,7 @@ report.timelines.look = (kind, chunk, chunks, key) => {
 report.timelines.series = ({ view, boxes }) => {
   const ranks = view.rows.length - 1;
   const present = report.data.kinds.map((_, kind) => boxes.kind.includes(kind));
-  const names = ["F forward", "B backward", "I input gradient", "W weight gradient", "send", "receive", "collective"];
+  const names = ["F forward", "B backward", "I input gradient", "W weight gradient", "R recomputation", "send", "receive", "collective"];
   const series = names.flatMap((name, kind) => (present[kind] ? [{
     name, type: "custom", silent: true, clip: true, progressive: 0, z: kind >= MESSAGE ? 4 : 3,
     itemStyle: { color: report.colour(report.data.kinds[kind]), decal: report.decal(kind) },
@@ -125,7 +125,7 @@ report.timelines.under = ({ chart, boxes }, x, y) => {
 
 report.timelines.describe = ({ view, boxes }, at) => {
   const kind = report.data.kinds[boxes.kind[at]];
-  const names = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+  const names = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", R: "recomputation" };
   const what = names[kind] ? `${boxes.stage[at]}${kind}${boxes.microbatch[at]}  ${names[kind]}` : kind;
   const numbers = boxes.microbatch[at] >= 0 ? `stage ${boxes.stage[at]}, microbatch ${boxes.microbatch[at]}` : `stage ${boxes.stage[at]}`;
   const times = [boxes.start[at], boxes.start[at] + boxes.duration[at], boxes.duration[at]].map(time => report.time(time, view.unit));

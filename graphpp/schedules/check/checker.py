@@ -1,7 +1,7 @@
 """Prove, before the first action runs, that a schedule computes everything once and cannot hang. After `check`:
 
-- Each (stage, microbatch) has one F, then one B, or one I and then one W, all on the stage's one rank. No action is out of
-  range, doubled or left over. With `training=False` each has F alone.
+- Each (stage, microbatch) has one F, then one B, or one I and then one W, all on the stage's one rank; one R may stand between
+  F and B or I. No action is out of range, doubled or left over. With `training=False` each has F alone.
 - Parameters are unsharded wherever a computation reads them, and REDUCE_GRAD comes after its stage's last backward
   (`order.py`).
 - If the table has communication: sends and receives stand exactly where neighbouring stages are on different ranks, a SEND
@@ -61,6 +61,10 @@ def check(
     for leaf in subject.where:  # F before B or I, I before W
         if leaf.kind in BACKWARDS:
             subject.check_before(leaf._replace(kind=Kind.I if leaf.kind is Kind.W else Kind.F), leaf)
+        if leaf.kind is Kind.R:
+            whole = leaf._replace(kind=Kind.B)
+            subject.check_before(leaf._replace(kind=Kind.F), leaf)
+            subject.check_before(leaf, whole if whole in subject.where else leaf._replace(kind=Kind.I))
     check_sharding(subject)
     check_reductions(subject)
     if schedule.has_communication:

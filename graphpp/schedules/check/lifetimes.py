@@ -6,7 +6,8 @@
   `makes_sums(leaf)`; `gather_layers(leaves)` for all actions if computations gather single layers. `state_bytes` gives the
   bytes of `state`.
 - The activations of a stage's microbatch live from the start of its F to the end of its B, or to the end of its I and in part
-  to the end of its W. A forward without a backward keeps nothing.
+  to the end of its W. A forward without a backward keeps nothing. Where an R recomputes values, its bytes live from its start
+  on, and end with the B, I or W.
 - A value for the neighbouring stage lives from the end of its computation until its reader starts, if both are on one rank;
   else until its SEND ends, or while its transport keeps it (`MessageFlow.kept`). On the other rank it has a buffer from the
   RECV until its reader starts. In a table without messages a value for another rank takes no bytes in between.
@@ -20,7 +21,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -29,13 +30,24 @@ from graphpp.schedules.table.costs import StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
-Item = IntEnum("Item", "SAVED KEPT RUNS_F RUNS_B RUNS_I RUNS_W RECEIVED_F RECEIVED_B SENT_F SENT_B SENT_I", start=0)
-"""The kinds of values of one microbatch of a stage that may be alive."""
+Item = IntEnum(
+    "Item",
+    "SAVED KEPT RUNS_F RUNS_B RUNS_I RUNS_W RECEIVED_F RECEIVED_B SENT_F SENT_B SENT_I "
+    "AHEAD_SAVED AHEAD_KEPT RUNS_R AHEAD_RUNS_B AHEAD_RUNS_I AHEAD_RUNS_W",
+    start=0,
+)
+"""The kinds of values of one microbatch of a stage that may be alive; the `_WITH_R` last ones if the microbatch has an R."""
+_WITH_R = 6
 
-ITEMS = len(Item)
 _RUNS = {Kind.F: Item.RUNS_F, Kind.B: Item.RUNS_B, Kind.I: Item.RUNS_I, Kind.W: Item.RUNS_W}
 _TAKEN = {Kind.B: Item.SAVED, Kind.I: Item.SAVED, Kind.W: Item.KEPT}  # the item that a computation reads and frees
 _LEFT = {Kind.F: Item.SAVED, Kind.I: Item.KEPT}  # the item that a computation leaves behind
+_IN_LINE = _RUNS, _TAKEN, _LEFT
+_AHEAD = (
+    {Kind.R: Item.RUNS_R, Kind.B: Item.AHEAD_RUNS_B, Kind.I: Item.AHEAD_RUNS_I, Kind.W: Item.AHEAD_RUNS_W},
+    {Kind.R: Item.SAVED, Kind.B: Item.AHEAD_SAVED, Kind.I: Item.AHEAD_SAVED, Kind.W: Item.AHEAD_KEPT},
+    {Kind.R: Item.AHEAD_SAVED, Kind.I: Item.AHEAD_KEPT},
+)  # of a microbatch that has an R, but not of its F
 _READ = {Kind.F: Item.RECEIVED_F, Kind.B: Item.RECEIVED_B, Kind.I: Item.RECEIVED_B}
 _ARRIVES = {Kind.RECV_F: Item.RECEIVED_F, Kind.RECV_B: Item.RECEIVED_B}
 _SENT = {Kind.F: Item.SENT_F, Kind.B: Item.SENT_B, Kind.I: Item.SENT_I}
@@ -46,11 +58,17 @@ _BY_SEND = {Kind.SEND_F: (Item.SENT_F,), Kind.SEND_B: (Item.SENT_B, Item.SENT_I)
 _Value = tuple[int, Item, int | None]  # stage, item, microbatch
 
 
-def item_bytes(stage: StageCosts) -> list[int]:
-    """The bytes of each `Item` of a stage."""
+def item_bytes(stage: StageCosts, ahead: bool = False) -> list[int]:
+    """The bytes of each `Item` of a stage; those of a microbatch with an R if `ahead`, where 0 stands for costs without any."""
     received = (stage.received_bytes.get(kind, 0) for kind in (Kind.F, Kind.B))
     sent = (stage.sent_bytes.get(kind, 0) for kind in _SENT)
-    return [stage.saved_bytes, stage.bytes_after_input_grad, *map(stage.running_bytes, _RUNS), *received, *sent]
+    found = [stage.saved_bytes, stage.bytes_after_input_grad, *map(stage.running_bytes, _RUNS), *received, *sent]
+    later = stage.ahead
+    if not ahead or later is None:
+        return found + [0] * ahead * _WITH_R
+    recomputing = max(stage.saved_bytes, later.running_bytes(Kind.F))
+    running = (later.running_bytes(kind) for kind in (Kind.B, Kind.I, Kind.W))
+    return [*found, later.saved_bytes, later.bytes_after_input_grad, recomputing, *running]
 
 
 class LiveValues:
@@ -59,8 +77,10 @@ class LiveValues:
     def __init__(self, leaves: Sequence[Action], table: Schedule, costs_of: Sequence[int], kept: int) -> None:
         """`leaves`: of the rank's row; `costs_of`: by microbatch, the number of its costs; `kept`: `MessageFlow.kept`."""
         self.stages = sorted({leaf.stage for leaf in leaves})
-        self._at = {stage: ITEMS * number for number, stage in enumerate(self.stages)}
-        self._costs_of, self._width = costs_of, ITEMS * len(self.stages)
+        self._ahead = table.recomputed_ahead
+        self.items = list(Item) if self._ahead else list(Item)[:-_WITH_R]
+        self._at = {stage: len(self.items) * number for number, stage in enumerate(self.stages)}
+        self._costs_of, self._width = costs_of, len(self.items) * len(self.stages)
         self.counts = [0] * (self._width * (max(costs_of, default=0) + 1))
         bits = len(leaves).bit_length() + 2  # a leaf makes at most one value of an item
         self.key, self._digits = 0, [1 << bits * at for at in range(len(self.counts))]
@@ -73,17 +93,18 @@ class LiveValues:
     @property
     def messages(self) -> list[bool]:
         """For each of `counts`, whether it is a message from or to another rank; all others are activations."""
-        one = [item in _MESSAGES and stage + _MESSAGES[item] not in self._at for stage in self.stages for item in Item]
+        one = [item in _MESSAGES and stage + _MESSAGES[item] not in self._at for stage in self.stages for item in self.items]
         return one * (len(self.counts) // max(self._width, 1))
 
     def start(self, leaf: Action) -> None:
         stage, kind, microbatch, _ = leaf
-        if kind in _RUNS:
+        runs, taken, _ = self._roles(leaf)
+        if kind in runs:
             first = self._first(stage, microbatch)
             self._take_arriving(leaf)
-            if kind in _TAKEN:
-                self._count(first + _TAKEN[kind], -1)
-            self._count(first + _RUNS[kind], 1)
+            if kind in taken:
+                self._count(first + taken[kind], -1)
+            self._count(first + runs[kind], 1)
         elif kind in _ARRIVES:
             self._add((stage, _ARRIVES[kind], microbatch), self._first(stage, microbatch) + _ARRIVES[kind])
         elif kind in SENDS:
@@ -91,15 +112,16 @@ class LiveValues:
 
     def count_as_read(self, leaf: Action, change: int) -> None:
         """Count the saved values that a computation frees as freed while it runs (`change` -1), or as alive again (1)."""
-        self._count(self._first(leaf.stage, leaf.microbatch) + _TAKEN[leaf.kind], change)
+        self._count(self._first(leaf.stage, leaf.microbatch) + self._roles(leaf)[1][leaf.kind], change)
 
     def end(self, leaf: Action) -> None:
         stage, kind, microbatch, _ = leaf
-        if kind in _RUNS:
+        runs, _, left = self._roles(leaf)
+        if kind in runs:
             first = self._first(stage, microbatch)
-            self._count(first + _RUNS[kind], -1)
-            if kind in _LEFT and (kind is not Kind.F or (stage, microbatch) in self._followed):
-                self._count(first + _LEFT[kind], 1)
+            self._count(first + runs[kind], -1)
+            if kind in left and (kind is not Kind.F or (stage, microbatch) in self._followed):
+                self._count(first + left[kind], 1)
             ends = message(leaf, self._table.stages)
             if ends is not None and (self._sends or ends[1].stage in self._at):
                 self._add((stage, _SENT[kind], microbatch), first + _SENT[kind])
@@ -108,6 +130,10 @@ class LiveValues:
             found = ((stage, item, microbatch) for item in _BY_SEND[kind])
             kept += (value for value in found if value in self._between)
             self._make_room(kept, self._most)
+
+    def _roles(self, leaf: Action) -> tuple[Mapping[Kind, Item], ...]:
+        """By kind, the items that are alive while a computation runs, that it frees, and that it leaves behind."""
+        return _AHEAD if self._ahead and leaf.kind is not Kind.F and leaf[:3:2] in self._ahead else _IN_LINE
 
     def _first(self, stage: int, microbatch: int | None) -> int:
         """The place in `counts` of the first item of a stage's microbatch."""

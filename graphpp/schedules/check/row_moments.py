@@ -44,7 +44,7 @@ class RowMoments:
     """The distinct moments of a row; number 0 is before the row.
 
     `live`: [moments, entries], how many values are alive: `LiveValues.counts`, with `stages` and `messages`. `states`: the
-    distinct states, `state`: the number of each moment's state. `away`: the offloaded bytes.
+    distinct states, `state`: the number of each moment's state. `away`: the offloaded bytes. `ahead`: some microbatch has an R.
     """
 
     def __init__(self, row: Row, table: Schedule, reading: Reading) -> None:
@@ -53,6 +53,7 @@ class RowMoments:
         for action in row:
             self.columns.append(walk.run(action) if action is not None else ((self.last,), self.last))
         self.stages, self.messages, self.states = walk.values.stages, walk.values.messages, list(walk.states)
+        self.ahead = bool(table.recomputed_ahead)
         self.live: Integers = np.array(walk.live, dtype=np.int64)
         self.state: Integers = np.array([state for _, state, _ in walk.moments], dtype=np.int64)
         self.away: Integers = np.array([away for *_, away in walk.moments], dtype=np.int64)

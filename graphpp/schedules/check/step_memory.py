@@ -90,6 +90,8 @@ class StepMemory:
         like = all(each.flow.kept == reading.kept for each in costs) and any(each.woven for each in costs) == reading.woven
         if not like or (any(each.layers for each in held) and not reading.layers):
             raise ScheduleError(f"schedule {table.name!r} was read for another flow, other overlaps, or no single layers")
+        for stage, microbatch in table.recomputed_ahead:
+            assert costs[reading.costs_of[microbatch]].stages[stage].after_recompute, "it raises if it is missing"
         states = held or [HeldBytes()] * table.ranks
         return [_RankBytes(row, costs, own) for row, own in zip(self._rows, states, strict=True)]
 
@@ -176,7 +178,7 @@ class _RankBytes:
 
     def __init__(self, row: RowMoments, costs: Sequence[Costs], held: HeldBytes) -> None:
         self._row, self._held = row, held
-        items = [each for one in costs for stage in row.stages for each in item_bytes(one.stages[stage])]
+        items = [each for one in costs for stage in row.stages for each in item_bytes(one.stages[stage], row.ahead)]
         states = [state_bytes(state, held) for state in row.states]
         most = sum(items) * int(row.live.max(initial=0)) + max(map(sum, states))
         dtype = np.int64 if most < _LARGE and all(type(each) is int for each in items) else object

@@ -194,7 +194,7 @@ def _legend(timelines: Sequence[Timeline]) -> Iterator[tuple[list[str], str]]:
     events = _events(timelines)
     kinds = {leaf.kind for event in events if event.action.is_compute for leaf in event.action.leaves}
     chunks = max((len(stages) for each in timelines for stages in stages_of_ranks(each.schedule)), default=0)
-    drawn = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if kind in kinds]
+    drawn = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R) if kind in kinds]
     yield from (([shade(kind, 0, 1)], legend_text(kind)) for kind in drawn)
     if chunks > 1 and drawn:
         yield [shade(drawn[0], chunk, chunks) for chunk in range(chunks)], "first to last stage of a rank"

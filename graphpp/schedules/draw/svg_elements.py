@@ -81,14 +81,16 @@ def _attribute_text(value: object) -> str:
 
 
 IDLE = "#e4e6e8"
-_OF_KIND = {Kind.F: "#2a6fbb", Kind.B: "#2f8f5b", Kind.I: "#c8641b", Kind.W: "#7d55a8"}
+_OF_KIND = {Kind.F: "#2a6fbb", Kind.B: "#2f8f5b", Kind.I: "#c8641b", Kind.W: "#7d55a8", Kind.R: "#1d8a99"}
 SEND, RECEIVE, COLLECTIVE = "#b3261e", "#e58a84", "#8a6d1a"
 _LIGHTEST = 0.55  # fraction of white in the shade of a rank's last stage
-_MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+_MEANINGS = {
+    Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.R: "recomputation",
+}  # fmt: skip
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of an F, B, I or W on the stage that is number `chunk` of its rank's `chunks` stages."""
+    """The colour of an F, B, I, W or R on the stage that is number `chunk` of its rank's `chunks` stages."""
     white = _LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
     return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in _rgb(_OF_KIND[kind]))
 

@@ -31,6 +31,8 @@ def place_weight_grads(
     table: Schedule, costs: Costs, memory_cap: int | Sequence[int] | None = None, *, name: str | None = None
 ) -> Schedule:
     """The table, or a sooner one called `name` within `memory_cap` bytes, with its messages if they occupy ranks."""
+    if table.recomputed_ahead:
+        raise ScheduleError(f"{table.name!r} has an R: place weight gradients first, then call schedules.recompute_ahead")
     home, caps = table.rank_of_stage, caps_of(memory_cap, table.ranks)
     problem = Problem.of(costs, home, table.microbatches, caps)
     tables, given = Tables(costs, [home], table.microbatches, caps), rows_of(problem, table)

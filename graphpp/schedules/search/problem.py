@@ -172,7 +172,7 @@ def _beside(costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]],
         forward, inputs = costs.stages[f].forward, costs.stages[b].input_grad
         # messages that occupy the rank, and one overhead, do not overlap
         apart = times[0][f] * unit - forward + times[1][b] * unit - inputs - costs.overhead
-        split, together = (costs.together(((f, Kind.F), (b, kind))) + apart for kind in (Kind.I, Kind.B))
+        split, together = (costs.together(((f, Kind.F, False), (b, kind, False))) + apart for kind in (Kind.I, Kind.B))
         found[b, f] = Pair(split / unit, together / unit)
     return found
 

@@ -60,7 +60,7 @@ def timelines_of(drawn: Sequence[Schedule | Timeline], costs: Costs | None = Non
 def _step(schedule: Schedule, costs: Costs | None) -> Timeline:
     if costs is not None:
         return simulate(schedule, costs)
-    unit = Costs.unit(schedule.stages, schedule.ranks) if schedule.stages else Costs(())
+    unit = Costs.unit(schedule.stages, schedule.ranks, recompute=Kind.R in schedule.kinds) if schedule.stages else Costs(())
     return replace(simulate(schedule, unit), unit="units")
 
 
@@ -113,7 +113,10 @@ class _Machine:
         works = Works(schedule, "d", self._time, blocking=costs.blocking)
         self.ranks, self._posted = list(map(_RankState, works.on)), works.records
         keys = (key for row in schedule.works for key in row if key[1] in COMPUTE)
-        self._seconds = {(stage, kind): costs.stages[stage].of(kind) for stage, kind in keys}
+        self._ahead, kinds = schedule.recomputed_ahead, list(keys)
+        self._seconds = {(stage, kind): costs.stages[stage].of(kind) for stage, kind in kinds}
+        stages = {stage for stage, _ in self._ahead}
+        self._seconds_ahead = {key: costs.stages[key[0]].of(key[1], True) for key in kinds if key[0] in stages}
         self._together = cache(costs.together)
 
     def events(self) -> EventColumns:
@@ -182,8 +185,12 @@ class _Machine:
         works, leaves = rank.works, _leaves(action)
         if rank.gathered:
             begin = max(begin, *(rank.gathered.get(leaf.stage, 0.0) for leaf in leaves))
-        keys = tuple([leaf[:2] for leaf in leaves])
-        end = rank.free = begin + (self._together(keys) if action.parts else self._seconds[keys[0]])
+        if action.parts:
+            seconds = self._together(tuple([(leaf.stage, leaf.kind, leaf[:3:2] in self._ahead) for leaf in leaves]))
+        else:
+            leaf = leaves[0]
+            seconds = (self._seconds_ahead if self._ahead and leaf[:3:2] in self._ahead else self._seconds)[leaf[:2]]
+        end = rank.free = begin + seconds
         rank.starts.append(begin)
         rank.ends.append(end)
         for stage, kind, microbatch, _ in leaves:

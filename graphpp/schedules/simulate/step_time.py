@@ -23,6 +23,7 @@ from graphpp.schedules.table.actions import COMPUTE, PER_STAGE, Action, Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.in_order import in_order
 from graphpp.schedules.table.offload_window import OffloadWindow
+from graphpp.schedules.table.recompute_marks import Pairs
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -87,7 +88,7 @@ class _Price(NamedTuple):
     """The facts that all steps of one price share. `kind`: UNSHARD, REDUCE_GRAD, OVERLAP_F_B, or the kind of the only leaf."""
 
     kind: Kind
-    leaves: tuple[tuple[int, Kind], ...]
+    leaves: tuple[tuple[int, Kind, bool], ...]  # the last: of a microbatch that has an R
 
     @property
     def is_collective(self) -> bool:
@@ -99,8 +100,8 @@ class _Price(NamedTuple):
             return times[self.leaves[0][0]] if times else 0.0
         if self.kind is Kind.OVERLAP_F_B:
             return costs.together(self.leaves)
-        stage, kind = self.leaves[0]
-        return costs.stages[stage].of(kind)
+        stage, kind, ahead = self.leaves[0]
+        return costs.stages[stage].of(kind, ahead)
 
 
 class StepTimes:
@@ -112,7 +113,8 @@ class StepTimes:
         self._steps: list[_Step] = []
         self._actions: list[Action] = []
         for rank, action, reads in _Reading(schedule).steps():
-            self._steps.append((rank, numbers.setdefault(_price(action), len(numbers)), reads))
+            number = numbers.setdefault(_price(action, schedule.recomputed_ahead), len(numbers))
+            self._steps.append((rank, number, reads))
             self._actions.append(action)
         self._prices = list(numbers)
         self._collective = [price.is_collective for price in self._prices]
@@ -161,12 +163,11 @@ def check_stages(costs: Costs, name: str, stages: int) -> None:
         raise ScheduleError(f"{given}; give the costs of each of its stages")
 
 
-def _price(action: Action) -> _Price:
-    stage, kind, _, parts = action
-    if parts:
-        return _Price(kind, tuple([(part.stage, part.kind) for part in parts]))
-    kind = Kind.REDUCE_GRAD if kind is Kind.RESHARD else kind
-    return _Price(kind, ((stage, kind),))
+def _price(action: Action, ahead: Pairs) -> _Price:
+    leaves = tuple([(leaf.stage, leaf.kind, leaf[:3:2] in ahead) for leaf in action.leaves])
+    if action.kind is not Kind.RESHARD:
+        return _Price(action.kind, leaves)
+    return _Price(Kind.REDUCE_GRAD, ((action.stage, Kind.REDUCE_GRAD, False),))
 
 
 def _lags(costs: Costs) -> list[float]:

@@ -4,11 +4,14 @@ An action says which stage runs which kind of work on which microbatch. `str(par
 action`.
     2F0                       stage 2 runs the forward of microbatch 0
     2B0   2I0   2W0           its backward: whole, input gradients only, weight gradients only (B = I + W)
+    2R0                       stage 2 recomputes forward values of microbatch 0, which its B, or I and W, then read
     2SEND_F0   3RECV_F0       stage 2 sends its activations of microbatch 0, stage 3 receives them
     2SEND_B0   1RECV_B0       stage 2 sends input gradients, stage 1 receives them
     3UNSHARD   3RESHARD   3REDUCE_GRAD         once for a stage, so without a microbatch
     (0F3;3B1)OVERLAP_F_B      the parts run interleaved; no part may wait for another
-    (0SEND_F1;0RECV_B0)P2P    the parts are posted as one batch; torch has no such instruction
+    (0SEND_F1;0RECV_B0)P2P    the parts are posted as one batch
+torch has no R and no P2P. An R stands between the F and the B or I of its stage and microbatch, and is no part of an overlap.
+It marks its (stage, microbatch) as recomputed; one that is only marked (`recompute_marks`) recomputes within its B or I.
 Only this file defines the data flow between stages: `inputs`, `upstream`, `message`, `peer`, `computations`.
 """
 
@@ -23,12 +26,13 @@ from graphpp.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """The kind of work of an action; the values of torch's `_ComputationType`, and P2P, which torch lacks."""
+    """The kind of work of an action; the values of torch's `_ComputationType`, and R and P2P, which torch lacks."""
 
     F = "F"
     B = "B"
     I = "I"  # noqa: E741 - the letter torch and the zero-bubble papers use
     W = "W"
+    R = "R"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -41,10 +45,10 @@ class Kind(StrEnum):
 
 
 BACKWARDS = (Kind.B, Kind.I, Kind.W)
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OVERLAP_F_B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 COMMUNICATION = SENDS | {Kind.RECV_F, Kind.RECV_B, Kind.P2P}
-WITH_PARTS = {Kind.OVERLAP_F_B: COMPUTE - {Kind.OVERLAP_F_B}, Kind.P2P: COMMUNICATION - {Kind.P2P}}
+WITH_PARTS = {Kind.OVERLAP_F_B: frozenset({Kind.F, *BACKWARDS}), Kind.P2P: COMMUNICATION - {Kind.P2P}}
 """The kinds of action that have parts, with the kinds that their parts may have."""
 PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 
@@ -72,7 +76,7 @@ class Action(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """True for F, B, I, W and OVERLAP_F_B, the only kinds in a schedule without communication."""
+        """True for F, B, I, W, R and OVERLAP_F_B, the only kinds in a schedule without communication."""
         return self.kind in COMPUTE
 
     @property
@@ -124,9 +128,9 @@ def message(action: Action, stages: int) -> tuple[Action, Action] | None:
 def inputs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
     """For each value that a computation reads, the computations of which any one makes that value.
 
-    A B or an I reads the values that its stage's forward saved, a W the values that its I left, and all read `upstream`.
+    A B, an I or an R reads the values that its stage's forward saved, a W the values that its I left, and all read `upstream`.
     """
-    own = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
+    own = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.R: Kind.F, Kind.W: Kind.I}.get(action.kind)
     makers = upstream(action, stages)
     return (*([(action._replace(kind=own),)] if own else []), *([makers] if makers else []))
 

@@ -1,7 +1,8 @@
 """The times and bytes of a pipeline's actions: one description for the simulator, the scheduler and the profile.
 
 Times are in seconds, or all in another unit; bytes are per microbatch. A stage's activations live from the start of its F to
-the end of its B. With a split backward, `saved_bytes` live until the end of I, then `kept_bytes` until the end of W.
+the end of its B. With a split backward, `saved_bytes` live until the end of I, then `kept_bytes` until the end of W. Where an
+R recomputes values, `saved_bytes` live until the start of R, and then the bytes of `ahead`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from math import inf
 from numbers import Real
 
-from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, checked, one_of, or_none, require, shown
+from graphpp.arguments import COUNT, FLAG, INDEX, NUMBER, Accepted, checked, one_of, or_none, require, shown
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 
@@ -25,6 +26,10 @@ class StageCosts:
     arrive from the neighbouring stage for an F, B or I; `sent_bytes`, the bytes of values for the neighbouring stage that share
     no memory with saved or kept values; `exchanged`, the seconds of the stage's own collectives, included in its time, that
     computation of another part of an OVERLAP_F_B can hide (`Costs.together`).
+
+    `backward`, `input_grad` and `weight_grad` include the recomputation of forward values, if there is any. `ahead`: the costs
+    of the microbatches that have an R. Its `forward` and `peak_bytes[Kind.F]` are those of R, which leaves its `saved_bytes`
+    behind; its other times and bytes are those of the B, I and W, which then recompute nothing.
     """
 
     forward: float = 1.0
@@ -37,9 +42,12 @@ class StageCosts:
     received_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     sent_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     exchanged: Mapping[Kind, float] = field(default_factory=dict, hash=False)
+    ahead: StageCosts | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
+        if not isinstance(self.ahead, StageCosts | None) or (self.ahead is not None and self.ahead.ahead is not None):
+            raise ScheduleError(f"ahead of StageCosts: take StageCosts without `ahead`, or None, got {shown(self.ahead)}")
+        for each in fields(self)[:-1]:
             given, by_kind = getattr(self, each.name), each.default is MISSING
             for number in given.values() if by_kind and isinstance(given, Mapping) else (given,):
                 fits = isinstance(number, Real) and 0 <= number < inf and isinstance(given, Mapping) == by_kind  # type: ignore[operator]
@@ -70,13 +78,31 @@ class StageCosts:
         least = self.bytes_after_input_grad if kind is Kind.W else self.saved_bytes
         return max(least, self.peak_bytes.get(kind, 0))
 
-    def of(self, kind: Kind) -> float:
-        """The time of one F, B, I or W."""
+    @property
+    def after_recompute(self) -> StageCosts:
+        """`ahead`; raises `ScheduleError` if it is missing."""
+        if self.ahead is None:
+            raise ScheduleError("the table has an R of a stage, and its costs have no times of an R: give StageCosts.ahead")
+        return self.ahead
+
+    def of(self, kind: Kind, ahead: bool = False) -> float:
+        """The time of one F, B, I, W or R; `ahead`: of a microbatch that has an R."""
+        if kind is Kind.R:
+            return self.after_recompute.forward
+        if ahead and kind is not Kind.F:
+            return self.after_recompute.of(kind)
         whole = self.input_grad + self.weight_grad if self.backward is None else self.backward
         return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
 
-    def own_collectives(self, kind: Kind) -> float:
+    def behind(self, seconds: float, peak_bytes: Mapping[Kind, int]) -> StageCosts:
+        """These costs as `ahead`: behind an R of so many seconds, which runs no collectives."""
+        exchanged = {kind: each for kind, each in self.exchanged.items() if kind is not Kind.F}
+        return replace(self, forward=seconds, peak_bytes=peak_bytes, exchanged=exchanged)
+
+    def own_collectives(self, kind: Kind, ahead: bool = False) -> float:
         """`exchanged` of one kind; of a B whose time is that of I and W, theirs unless the B states its own."""
+        if ahead and kind is not Kind.F:
+            return self.after_recompute.own_collectives(kind)
         halves = (Kind.I, Kind.W) if kind is Kind.B and kind not in self.exchanged and self.backward is None else (kind,)
         return sum(self.exchanged.get(half, 0.0) for half in halves)
 
@@ -152,30 +178,37 @@ class Costs:
                 raise ScheduleError(f"{name} has the times of {len(times)} {kind}, and there are {count}: give all, or none")
 
     @classmethod
-    @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)
-    def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
-        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, divided evenly among its stages."""
+    @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER, recompute=FLAG)
+    def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0, *, recompute: bool = False) -> Costs:
+        """F = I = W = 1, and 1000 bytes of activations, for each *rank* and microbatch, divided evenly among its stages.
+
+        `recompute`: F saves 100 bytes instead; R = 1 leaves 1000, and a B or I without an R takes 1 more.
+        """
         per_rank = stages / (stages if ranks is None else ranks)
-        each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
+        one, nbytes = 1 / per_rank, round(1000 / per_rank)
+        each = StageCosts(one, one, one, saved_bytes=nbytes)
+        if recompute:
+            peaks = dict.fromkeys((Kind.B, Kind.I), nbytes)
+            each = StageCosts(one, 2 * one, one, saved_bytes=nbytes // 10, peak_bytes=peaks, ahead=each)
         return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))
 
     def of(self, action: Action) -> float:
         """The time for which a rank computes one action: 0 for anything but F, B, I, W and their overlaps."""
         if not action.is_compute:
             return 0.0
-        leaves = [(leaf.stage, leaf.kind) for leaf in action.leaves]
+        leaves = [(leaf.stage, leaf.kind, False) for leaf in action.leaves]
         return self.together(leaves) if action.parts else self.stages[action.stage].of(action.kind)
 
-    def together(self, parts: Sequence[tuple[int, Kind]]) -> float:
-        """The time of an OVERLAP_F_B of these (stage, kind).
+    def together(self, parts: Sequence[tuple[int, Kind, bool]]) -> float:
+        """The time of an OVERLAP_F_B of these (stage, kind, whether of a microbatch that has an R).
 
         The parts have one line for their computation and one for their collectives (`StageCosts.exchanged`), so an OVERLAP_F_B
         takes no less than all computation, all collectives, or a part alone. Of the seconds that the sum of the parts' times
         exceeds the largest of these, the share `hidden` is saved. `overlap` is a factor on the rest: where no stage states
         collectives, the fraction of the sum of the parts' times.
         """
-        took = [self.stages[stage].of(kind) for stage, kind in parts]
-        total, exchanged = sum(took), sum(self.stages[stage].own_collectives(kind) for stage, kind in parts)
+        took = [self.stages[stage].of(kind, ahead) for stage, kind, ahead in parts]
+        total, exchanged = sum(took), sum(self.stages[stage].own_collectives(kind, ahead) for stage, kind, ahead in parts)
         least = max(total - exchanged, exchanged, *took)
         return self.overlap * (total - self.hidden * (total - least))
 

@@ -1,5 +1,6 @@
-"""The (stage, microbatch) pairs of a schedule whose forward is recomputed before the backward, as one line of its text.
+"""The (stage, microbatch) pairs of a schedule whose backward recomputes forward values, as one line of its text.
 
+A pair that has an R in the table is recomputed by this R instead, whether the line lists the pair or not.
 `parse_pairs(spell_pairs(pairs)) == pairs`; a line that `is_pairs_line` accepts is no row of any table.
 
     recompute none

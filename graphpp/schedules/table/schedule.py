@@ -43,7 +43,8 @@ class Schedule:
     """The rows of all ranks. Two schedules are equal if their tables and counts are equal; the name is only a label.
 
     `stages` and `microbatches` are the pipeline's counts, even if the table lacks actions for some of them. `recomputed`: the
-    (stage, microbatch) pairs whose backward recomputes forward values; None: `memory.recompute` decides.
+    (stage, microbatch) pairs whose backward recomputes forward values; None: `memory.recompute` decides. An R in the table
+    recomputes the values of its own pair ahead of the backward (`recomputed_ahead`), listed in `recomputed` or not.
     """
 
     table: tuple[Row, ...]
@@ -103,8 +104,15 @@ class Schedule:
         return any(kind in COMMUNICATION for works in self.works for _, kind in works)
 
     @cached_property
+    def recomputed_ahead(self) -> Pairs:
+        """The (stage, microbatch) pairs that have an R."""
+        if Kind.R not in self.kinds:
+            return frozenset()
+        return frozenset((action.stage, action.microbatch or 0) for _, _, action in self.cells() if action.kind is Kind.R)
+
+    @cached_property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of the computations in the table (F, B, I, W), parts of overlaps included."""
+        """The kinds of the computations in the table (F, B, I, W, R), parts of overlaps included."""
         return frozenset(kind for works in self.works for _, kind in works if kind in COMPUTE)
 
     @cached_property

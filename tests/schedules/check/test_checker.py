@@ -36,6 +36,7 @@ def complete(rows: Rows, stages: int, microbatches: int) -> bool:
         rank = home.get(stage, -1)
         whole = (rank, Action(stage, Kind.B, m)) in leaves
         kinds = [Kind.F, Kind.B] if whole else [Kind.F, Kind.I, Kind.W]
+        kinds += [Kind.R] if (rank, Action(stage, Kind.R, m)) in leaves else []
         if any(leaf.is_communication for _, leaf in leaves):
             kinds += [Kind.SEND_F, Kind.RECV_B] if home.get(stage + 1, rank) != rank else []
             kinds += [Kind.RECV_F, Kind.SEND_B] if home.get(stage - 1, rank) != rank else []
@@ -49,7 +50,7 @@ def well_formed(action: Action) -> bool:
     kinds = set(Kind) - PER_STAGE - {Kind.OVERLAP_F_B, Kind.P2P}
     compute = {Kind.F, Kind.B, Kind.I, Kind.W}
     return bool(action.parts) and {part.kind for part in action.parts} <= (
-        compute if action.kind is Kind.OVERLAP_F_B else kinds - compute
+        compute if action.kind is Kind.OVERLAP_F_B else kinds - compute - {Kind.R}
     )
 
 
@@ -126,6 +127,11 @@ TORCH_ACCEPTS = {
     "microbatch 7": (f"0F0 0F1 0F7 0B0 0B1\n{GOOD_1}", "rank 0, column 2: 0F7: there is no microbatch 7"),
     "B beside W": (f"0F0 0F1 0B0 0W0 0B1\n{GOOD_1}", "rank 0, column 3: 0W0 beside 0B0"),
     "B beside I and W": (f"0F0 0F1 0B0 0I0 0W0 0B1\n{GOOD_1}", "rank 0, column 3: 0I0 beside 0B0"),
+    "R before F": (f"0R0 0F0 0F1 0B0 0B1\n{GOOD_1}", "rank 0, column 0: 0R0 needs 0F0, which stands in column 1; move 0F0"),
+    "R after B": (f"0F0 0F1 0B0 0R0 0B1\n{GOOD_1}", "rank 0, column 2: 0B0 needs 0R0, which stands in column 3; move 0R0"),
+    "R after I": (f"0F0 0F1 0I0 0R0 0W0 0B1\n{GOOD_1}", "rank 0, column 2: 0I0 needs 0R0, which stands in column 3"),
+    "doubled R": (f"0F0 0F1 0R0 0R0 0B0 0B1\n{GOOD_1}", "rank 0, column 3: 0R0 stands in column 2 already"),
+    "R alone": (f"0F0 0F1 0R0 0B1\n{GOOD_1}", "0B0 is missing from this rank; add 0B0 (or I and W)"),
     "deadlock": ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "rank 0, column 1: deadlock"),
     "missing receive": (
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",

@@ -29,7 +29,8 @@ def peaks(schedule: Schedule, costs: Costs, offloaded: Sequence[OffloadWindow] =
 
 
 def of_bytes(*stages: tuple[int, int | None]) -> Costs:
-    return Costs(tuple(StageCosts(saved_bytes=saved, kept_bytes=kept) for saved, kept in stages))
+    again = StageCosts(saved_bytes=100)
+    return Costs(tuple(StageCosts(saved_bytes=saved, kept_bytes=kept, ahead=again) for saved, kept in stages))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,9 @@ def of_bytes(*stages: tuple[int, int | None]) -> Costs:
         ("0F0 0I0 0W0", [(10, 14)], (1, 14)),  # more bytes may be kept than were saved
         ("0F0 (0F1;0B0)OVERLAP_F_B 0B1", [(10, None)], (1, 20)),  # the bytes of both parts are alive together
         ("0F0 1F0 1B0 0B0", [(10, None), (5, None)], (1, 15)),
+        ("0F0 0F1 0R0 0B0 0R1 0B1", [(10, None)], (2, 110)),  # of each microbatch 100 from R on
+        ("0F0 0F1 0R1 0R0 0I0 0I1 0W0 0W1", [(10, None)], (3, 200)),
+        ("0F0 0R0 0I0 0F1 0W0 0B1", [(10, None)], (3, 110)),  # all of them are kept for W
         ("0F0 0F1", [(10, None)], (0, 10)),  # no backward: the bytes are freed at the end of each forward
     ],
 )
@@ -92,8 +96,9 @@ def some_bytes(random: Random) -> StageCosts:
 
     received, sent = ({kind: some() for kind in kinds} for kinds in ((Kind.F, Kind.B), (Kind.F, Kind.B, Kind.I)))
     running = {kind: 3 * some() for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
-    kept = random.choice([None, some()])
-    return StageCosts(saved_bytes=some(), kept_bytes=kept, peak_bytes=running, received_bytes=received, sent_bytes=sent)
+    kept, again = random.choice([None, some()]), {kind: 3 * some() for kind in running}
+    ahead = StageCosts(saved_bytes=some(), kept_bytes=random.choice([None, some()]), peak_bytes=again)
+    return StageCosts(1.0, 1.0, 1.0, None, some(), kept, running, received, sent, ahead)
 
 
 def lives(row: list[Action], schedule: Schedule, costs: Sequence[Costs]) -> Lives:
@@ -103,13 +108,16 @@ def lives(row: list[Action], schedule: Schedule, costs: Sequence[Costs]) -> Live
     leaving = defaultdict[int, list[tuple[int, int, int]]](list)  # by rank: (column, place in a batch, bytes) of sent values
     for leaf, column in at.items():
         stage, here = costs[leaf.microbatch or 0].stages[leaf.stage], 2 * column
-        kept = stage.saved_bytes if stage.kept_bytes is None else stage.kept_bytes
+        again = at.get(leaf._replace(kind=Kind.R))
+        later = stage if again is None or stage.ahead is None else stage.ahead
+        kept = later.saved_bytes if later.kept_bytes is None else later.kept_bytes
         if leaf.kind in stage.peak_bytes:
-            least = kept if leaf.kind is Kind.W else stage.saved_bytes
-            found.add(max(0, stage.peak_bytes[leaf.kind] - least), here, here)
+            add_running(found, stage if leaf.kind is Kind.F else later, leaf.kind, here)
         whole = next((at[each] for kind in (Kind.B, Kind.I) if (each := leaf._replace(kind=kind)) in at), None)
+        if leaf.kind is Kind.R:
+            add_recomputed(found, stage, here, whole)
         if leaf.kind is Kind.F:
-            found.add(stage.saved_bytes, here, here if whole is None else 2 * whole)
+            found.add(stage.saved_bytes, here, here if whole is None else 2 * whole if again is None else 2 * again - 1)
             rest = at.get(leaf._replace(kind=Kind.W))
             if rest is not None and whole is not None:
                 found.add(kept, 2 * whole + 1, 2 * rest)
@@ -132,6 +140,18 @@ def lives(row: list[Action], schedule: Schedule, costs: Sequence[Costs]) -> Live
     for sent in leaving.values():
         add_kept(found, sorted(sent), costs[0].flow.kept)
     return found
+
+
+def add_running(found: Lives, stage: StageCosts, kind: Kind, here: int) -> None:
+    """Add the bytes of a computation beyond the values that it saves, reads or keeps."""
+    kept = stage.saved_bytes if stage.kept_bytes is None else stage.kept_bytes
+    found.add(max(0, stage.peak_bytes[kind] - (kept if kind is Kind.W else stage.saved_bytes)), here, here)
+
+
+def add_recomputed(found: Lives, stage: StageCosts, here: int, backward: int | None) -> None:
+    assert stage.ahead is not None and backward is not None
+    found.add(max(stage.saved_bytes, stage.ahead.saved_bytes, stage.ahead.peak_bytes[Kind.F]), here, here)
+    found.add(stage.ahead.saved_bytes, here + 1, 2 * backward)
 
 
 def add_kept(found: Lives, sent: list[tuple[int, int, int]], most: int) -> None:

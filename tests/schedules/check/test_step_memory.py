@@ -118,6 +118,7 @@ def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
     rows, stages, microbatches, random = table
     plain = Schedule.of(rows, stages=stages, microbatches=microbatches)
     costs = saving(*(random.randint(0, 9) for _ in range(stages)))
+    costs = replace(costs, stages=tuple(replace(each, ahead=each) for each in costs.stages))
     state = [StateBytes((s,), (s,), weights=random.randint(0, 9), sums=random.randint(0, 9)) for s in range(stages)]
     placed = place_shards(plain, None)
     for peak in step_peaks(placed, costs, held_bytes(state, placed.rank_of_stage, placed.ranks, 3, frees=True)):

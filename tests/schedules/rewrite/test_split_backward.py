@@ -124,7 +124,7 @@ def test_any_legal_table(table: tuple) -> None:  # type: ignore[type-arg]
     for made in (split_backward(without_overlaps(schedule)), merge_backward(schedule)):
         check(add_send_recv(made), ranks=schedule.ranks, stages=stages, microbatches=microbatches)
     assert Kind.B not in kinds(split_backward(without_overlaps(schedule)))
-    assert kinds(merge_backward(schedule)) == {Kind.F, Kind.B}
+    assert kinds(merge_backward(schedule)) - {Kind.R} == {Kind.F, Kind.B}
 
 
 def test_overlaps_and_messages_are_taken_apart() -> None:

@@ -21,7 +21,7 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.exhaustive import examples
 
-PAIR = ((0, Kind.F), (1, Kind.B))
+PAIR = ((0, Kind.F, False), (1, Kind.B, False))
 
 
 @pytest.mark.parametrize(

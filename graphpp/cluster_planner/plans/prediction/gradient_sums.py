@@ -74,7 +74,9 @@ def with_sums(
         nbytes = 2 * one.sums + one.weights  # a gradient is as large as the weights in computation
         for stage in one.makers:
             seconds[stage] += (1 - 1 / microbatches) * machines.slowest * machines.device.seconds(0.0, nbytes, "")
-    return tuple(
-        replace(each, backward=each.of(Kind.B) + more, weight_grad=each.weight_grad + more)
-        for each, more in zip(stages, seconds, strict=True)
-    )
+    return tuple(map(_longer, stages, seconds))
+
+
+def _longer(each: StageCosts, more: float) -> StageCosts:
+    ahead = None if each.ahead is None else _longer(each.ahead, more)
+    return replace(each, backward=each.of(Kind.B) + more, weight_grad=each.weight_grad + more, ahead=ahead)

@@ -69,10 +69,12 @@ def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | N
     return [each for each in found if each is not None] if all(found) else None
 
 
-def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[Costs, list[tuple[int, ...]]]:
+def order_costs(
+    request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable, ahead: bool = False
+) -> tuple[Costs, list[tuple[int, ...]]]:
     """The costs for an order search, and two lists of each rank's bytes without activations: at its peak, and the sum of the
-    maxima of each kind."""
-    step = _Step(request, setting, cut)
+    maxima of each kind. `ahead`: with the costs of an R."""
+    step = _Step(request, setting, cut, ahead)
     peaks = step.rank_peaks(table)
     totals = [each.nbytes for each in peaks], [sum(each.most.values()) for each in peaks]
     beside = [tuple(own - each.most["activations"] for own, each in zip(total, peaks, strict=True)) for total in totals]
@@ -126,9 +128,9 @@ _GROWING = ("makespan", "busy", "alone", "waits")
 
 
 class _Step:
-    def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut) -> None:
+    def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut, ahead: bool = False) -> None:
         self._request, self._setting, self.cut = request.of(setting), setting, cut
-        self._priced = priced_setting(self._request, setting, cut)
+        self._priced = priced_setting(self._request, setting, cut, ahead or setting.schedule.recomputes_ahead)
 
     @cached_property
     def _stages(self) -> _Stages:

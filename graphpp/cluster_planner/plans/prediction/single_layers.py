@@ -10,7 +10,7 @@ sends no input gradients, so its I is empty, and its W reads and makes as much a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -24,7 +24,7 @@ from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.devices import Machines
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import LayerBytes
 
@@ -43,21 +43,31 @@ def layer_names(costs: ModelCosts, setting: PlanSetting, cut: Cut) -> tuple[str,
     return tuple(costs.names[layer] for layer in _recomputed(costs, setting.recomputed, cut)) if setting.recomputed else ()
 
 
-def priced_setting(request: PlanRequest, setting: PlanSetting, cut: Cut) -> PricedModel:
-    """The segment costs of a setting, of which some are recomputed."""
+def priced_setting(request: PlanRequest, setting: PlanSetting, cut: Cut, ahead: bool = False) -> PricedModel:
+    """The segment costs of a setting, of which some are recomputed; `ahead`: with the costs behind an R too."""
     again = request.priced(setting.shape, setting.rows, setting.recompute)
-    if setting.recomputed is None:
+    if setting.recomputed is None and not ahead:
         return again
     plain, costs = request.priced(setting.shape, setting.rows, None), request.costs
-    chosen = {at for layer in _recomputed(costs, setting.recomputed, cut) for at in _segments_of(costs, layer)}
+    chosen: Collection[int] = range(len(plain.segments.costs.stages))
+    if setting.recomputed is not None:
+        chosen = {at for layer in _recomputed(costs, setting.recomputed, cut) for at in _segments_of(costs, layer)}
     stages, mixed = list(plain.segments.costs.stages), {name: list(getattr(plain, name)) for name in _BY_SEGMENT}
     for at in chosen:
-        stages[at] = again.segments.costs.stages[at]
+        own = again.segments.costs.stages[at]
+        stages[at] = _with_ahead(own, stages[at]) if ahead else own
         for name, values in mixed.items():
             values[at] = getattr(again, name)[at]
     by_segment: dict[str, Any] = {name: tuple(values) for name, values in mixed.items()}
     segments = replace(plain.segments, costs=replace(plain.segments.costs, stages=tuple(stages)))
     return replace(plain, segments=segments, **by_segment)
+
+
+def _with_ahead(own: StageCosts, plain: StageCosts) -> StageCosts:
+    """The costs of a segment that recomputes, with an R that makes the values which `plain` saves."""
+    peaks = {**plain.peak_bytes, Kind.F: max(plain.saved_bytes, plain.peak_bytes.get(Kind.F, 0))}
+    seconds = max(0.0, own.of(Kind.B) - plain.of(Kind.B))
+    return replace(own, ahead=plain.behind(seconds, peaks))
 
 
 def _recomputed(costs: ModelCosts, counts: Sequence[int], cut: Cut) -> list[int]:

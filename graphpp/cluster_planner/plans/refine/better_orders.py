@@ -1,4 +1,4 @@
-"""Search orders of F, B, I and W that finish earlier than a named schedule, under a plan's own costs and memory.
+"""Search orders of F, B, I, W and R that finish earlier than a plan's own one, under its costs and memory.
 
 The result is None if no order fits or is faster, if the setting offloads values, or if the step is too long to simulate in
 full. The memory available to activations is the cap minus each rank's other bytes under the named schedule. If the predicted
@@ -16,6 +16,7 @@ from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice, table_of
 from graphpp.errors import ScheduleError
 from graphpp.schedules.search.place_weight_grads import place_weight_grads
+from graphpp.schedules.search.recompute_ahead import recompute_ahead
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.table.costs import Costs
 
@@ -58,6 +59,22 @@ def placed_weight_grads(request: PlanRequest, found: Prediction, cap: int) -> Pr
     return _order_within(request, found, cap, tables[-1], place)
 
 
+def recomputed_ahead(request: PlanRequest, found: Prediction, cap: int) -> Prediction | None:
+    """Move only recomputation, into idle time."""
+    setting = found.setting
+    layers = setting.keep == 0  # an R would gather the layers once more
+    tables = None if layers or setting.recompute is None else _tables(request, setting, MOST_PLACED)
+    table = table_of(setting.schedule, setting.shape.pp, setting.microbatches)
+    if tables is None or table is None or table.recomputed_ahead:
+        return None
+
+    def place(costs: Costs, room: Sequence[int]) -> ScheduleChoice | None:
+        placed = recompute_ahead(replace(table, name=f"{setting.schedule}, recomputed ahead"), costs, room)
+        return replace(setting.schedule, order=str(placed)) if placed.recomputed_ahead else None
+
+    return _order_within(request, found, cap, tables[-1], place, ahead=True)
+
+
 def _tables(request: PlanRequest, setting: PlanSetting, most: int) -> list[ReadTable] | None:
     """The tables of a setting that may get another order; None for any other setting."""
     long = setting.stages * setting.microbatches > most
@@ -65,8 +82,10 @@ def _tables(request: PlanRequest, setting: PlanSetting, most: int) -> list[ReadT
     return None if offloads or long or setting.shape.pp == 1 else tables_of(request, setting)
 
 
-def _order_within(request: PlanRequest, found: Prediction, cap: int, table: ReadTable, make: Make) -> Prediction | None:
-    costs, held = order_costs(request, found.setting, found.cut, table)
+def _order_within(
+    request: PlanRequest, found: Prediction, cap: int, table: ReadTable, make: Make, *, ahead: bool = False
+) -> Prediction | None:
+    costs, held = order_costs(request, found.setting, found.cut, table, ahead)
     for beside in dict.fromkeys(held):
         room = [cap - nbytes for nbytes in beside]
         choice = _made(make, costs, room) if min(room) > 0 else None

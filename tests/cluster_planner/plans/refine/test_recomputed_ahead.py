@@ -1,0 +1,52 @@
+"""Recomputation ahead of backwards: a plan that recomputes may have an order with R where it is faster, and runs by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import graphpp
+from graphpp import Schedule, TrainingPlan
+from graphpp.cluster_planner.plans.prediction.predict_step import predict
+from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, recomputed_ahead
+from graphpp.cluster_planner.plans.settings import PlanSetting
+from graphpp.schedules.table.actions import Kind
+from tests.cluster_planner.plans.refine.test_searched_order import OPTIONS, SETTING, predicted, request_of
+from tests.cluster_planner.plans.test_plan import plans
+
+FULL = replace(SETTING, recompute="full")
+
+
+@pytest.mark.parametrize("setting", [FULL, replace(FULL, recomputed=(1, 0))], ids=["all layers", "one layer"])
+def test_recomputation_moves_where_that_is_faster_and_fits(setting: PlanSetting) -> None:
+    named = predicted(setting)
+    found = recomputed_ahead(request_of(), named, 2**33)
+    assert found is not None and found.seconds.total < named.seconds.total
+    assert found == predict(request_of(), found.setting, named.cut) == recomputed_ahead(request_of(), named, found.peak)
+    assert str(found.setting.schedule) == "1F1B, recomputed ahead"
+    assert found.setting.schedule.table(2, 4).recomputed_ahead <= {(0, microbatch) for microbatch in range(4)}
+    assert replace(found.setting, schedule=SETTING.schedule) == setting
+    assert recomputed_ahead(request_of(), found, 2**33) is None and recomputed_ahead(request_of(), named, 1000) is None
+
+
+def test_recomputation_moves_behind_placed_weight_gradients_too() -> None:
+    placed = placed_weight_grads(request_of(), predicted(FULL), 2**33)
+    assert placed is not None
+    found = recomputed_ahead(request_of(), placed, 2**33)
+    assert found is None or (found.seconds.total < placed.seconds.total and found.setting.schedule.recomputes_ahead)
+
+
+@pytest.mark.parametrize("setting", [SETTING, replace(FULL, keep=0), replace(FULL, offload=0.5)])
+def test_other_settings_stay_as_they_are(setting: PlanSetting) -> None:
+    assert recomputed_ahead(request_of(), replace(predicted(FULL), setting=setting), 2**33) is None
+
+
+def test_the_plan_comes_back_from_json_and_gives_the_table() -> None:
+    found = plans(**OPTIONS, schedules=["1F1B", "searched"], recompute=["full"])
+    ahead = [each for each in found if each.setting.schedule.recomputes_ahead]
+    assert ahead and found.best in ahead
+    best = found.best
+    assert TrainingPlan.from_json(best.to_json()) == best
+    assert best.table() == Schedule.parse(best.setting.schedule.order or "") and Kind.R in best.table().kinds
+    assert graphpp.simulate(best.table(), best.costs).makespan < graphpp.simulate("1F1B", best.costs, microbatches=4).makespan
