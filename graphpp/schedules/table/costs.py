@@ -96,7 +96,7 @@ class StageCosts:
 
     def behind(self, seconds: float, peak_bytes: Mapping[Kind, int]) -> StageCosts:
         """These costs as `ahead`: behind an R of so many seconds, which runs no collectives."""
-        exchanged = {kind: each for kind, each in self.exchanged.items() if kind is not Kind.F}
+        exchanged: dict[Kind, float] = {kind: each for kind, each in self.exchanged.items() if kind is not Kind.F}
         return replace(self, forward=seconds, peak_bytes=peak_bytes, exchanged=exchanged)
 
     def own_collectives(self, kind: Kind, ahead: bool = False) -> float:
