@@ -11,24 +11,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offload
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
 from graphpp.cluster_planner.plans.layouts.fixed import Fixed
-from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
+from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.prediction.error_bars import error_of
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, order_costs, predict, tables_of
 from graphpp.cluster_planner.plans.prediction.read_tables import Work
 from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
+from graphpp.cluster_planner.plans.refine.cut_by_memory import predict_within
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
+from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.costs import Costs
 
+T = TypeVar("T")
 _WORK = 150_000  # simulated computations
 _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
 _LAST = 0.25  # of the work, added for the settings with least memory if no plan fits yet
@@ -67,10 +70,38 @@ class _Candidate(NamedTuple):
 
 
 def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> TrainingPlans:
-    """The plans for a request. Raises `NoPlanError` if none fits `cap` bytes, `ScheduleError` if none is simulated."""
-    search = searched(request, limits, cap, space)
-    further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # added by the search
-    return ranked(list(search.found.values()), cap, search.considered + further, lambda each: facts_of(request, each))
+    """The plans for a request, on mixed machines for each order of some groups. Raises `NoPlanError` if none fits `cap` bytes,
+    `ScheduleError` if none is simulated."""
+    searches = on_each_order(request, limits, cap, lambda one, to, most: searched(one, to, most, space))
+    further = sum(  # added by the search
+        bool(each.recomputed or each.schedule.order or each.offload) for search in searches for each in search.found
+    )
+    found = {id(each): (each, search.request) for search in searches for each in search.found.values()}
+    considered = further + sum(search.considered for search in searches)
+    return ranked([each for each, _ in found.values()], cap, considered, lambda each: facts_of(found[id(each)][1], each))
+
+
+def on_each_order(
+    request: PlanRequest,
+    limits: MeshLimits,
+    cap: int,
+    search: Callable[[PlanRequest, MeshLimits, int], T],
+    *,
+    all_of: bool = False,
+) -> list[T]:
+    """What a search finds on the machines, on mixed ones in each order of some groups, or of all. Raises the first
+    `ScheduleError` if it finds nothing."""
+    if isinstance(request.machines, Machines):
+        return [search(request, limits, cap)]
+    found, errors = list[T](), list[ScheduleError]()
+    for machines in request.machines.orders(len(request.machines.groups) if all_of else 1):
+        try:
+            found.append(search(request.on(machines), replace(limits, domain=machines.per_machine), max(machines.caps)))
+        except ScheduleError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
@@ -85,7 +116,7 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
         less = (each for each in ordered if each.guess.nbytes <= cap * share)
         search.work.grant(round(space.work * of_work))
         _simulate(search, (each for each in less if share > _FRONT or each.guess.seconds <= most))
-    if not any(each.peak <= cap for each in search.found.values()):
+    if not any(each.over(cap) <= 0 for each in search.found.values()):
         search.work.grant(round(space.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
     if space.offload and space.fixed.cut is None:
@@ -101,7 +132,9 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
 def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
     """The fields of a `TrainingPlan` that its prediction lacks."""
     request = request.of(found.setting)
-    names = request.costs.names
+    names, devices = request.costs.names, [each.device.name for each in request.machines.groups]
+    of_ranks = request.groups_of_ranks(found.setting.shape)
+    kind = bool(request.costs.expert_ranks), found.setting.shape.pp > 1
     return {
         "machines": str(request.machines),
         "split": tuple(names[first] for first in found.cut[1:]),
@@ -109,7 +142,8 @@ def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
         "batch": request.batch,
         "tokens": request.tokens,
         **_utilizations(request, found),
-        "error": error_of(request.machines.device.name, bool(request.costs.expert_ranks), found.setting.shape.pp > 1),
+        **({} if isinstance(request.machines, Machines) else {"devices": tuple(devices[each] for each in of_ranks)}),
+        "error": error_of(devices[0], *kind) if len(devices) == 1 else None,
         "dtype": request.dtype,
         "float8": request.costs.float8,
         "costs": _costs_of(request, found),
@@ -125,7 +159,7 @@ def _costs_of(request: PlanRequest, found: Prediction) -> Costs:
 def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
     """Add settings with the least offload that fits, in the machines' memory too, and may beat the best plan, the fastest first
     (the smallest if none fits)."""
-    fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
+    fitting = [each.seconds.total for each in search.found.values() if each.over(search.cap) <= 0]
     most, promising = min(fitting, default=inf), []
     for guess, setting, least in ordered:
         if not least and guess.seconds < most and not isinstance(setting.recompute, float):
@@ -143,10 +177,10 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
 def _search_orders(search: Search) -> None:
     """Add searched orders of the fastest fitting plans that are faster than the named schedule. Weight gradients alone are
     placed in each plan that would be the best without its idle time."""
-    fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
+    fitting = sorted((each for each in search.found.values() if each.over(search.cap) <= 0), key=order)
     for named in fitting[:_ORDERS]:
         search.refine(searched_order, named)
-    soonest = min((each.seconds.total for each in search.found.values() if each.peak <= search.cap), default=inf)
+    soonest = min((each.seconds.total for each in search.found.values() if each.over(search.cap) <= 0), default=inf)
     left = _PLACED
     for named in fitting:
         forwards = named.setting.stages * named.setting.microbatches
@@ -184,7 +218,7 @@ def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
 
 def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[PlanSetting]:
     fixed = space.fixed
-    for shape in filter(fixed.admits, mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes)):
+    for shape in filter(fixed.admits, request.shapes(limits, fixed.sizes)):
         if any(getattr(shape, name) not in sizes for name, sizes in space.sizes.items()):
             continue
         for rows, microbatches in rows_of(request, shape, space):
@@ -235,8 +269,8 @@ def _simulate(search: Search, candidates: Iterable[_Candidate]) -> None:
         if least:
             search.least(setting)
         elif setting not in search.found and search.work.take(setting):
-            search.add(known := predict(search.request, setting, search.cut))
-            if known is not None and known.peak > search.cap and setting.recompute is None:
+            search.add(known := predict_within(search.request, setting, search.cap, search.cut))
+            if known is not None and known.over(search.cap) > 0 and setting.recompute is None:
                 for word in search.words:
                     search.least(replace(setting, recompute=word))
 
@@ -282,16 +316,18 @@ def _utilizations(request: PlanRequest, found: Prediction) -> dict[str, float]:
     again, plain = (request.priced(setting.shape, setting.rows, each) for each in (setting.recompute, None))
     layers = 1.0 if setting.recomputed is None else sum(setting.recomputed) / len(request.costs.layers)
     executed = plain.executed + layers * (again.executed - plain.executed)
-    peak = machines.device.peak(request.dtype or request.costs.dtype)
-    times = setting.microbatches * setting.shape.data_ranks / (found.seconds.total * machines.gpus * peak)
+    dtype = request.dtype or request.costs.dtype
+    peaks = sum(found.seconds.total * each.gpus * each.device.peak(dtype) for each in machines.groups)
+    times = setting.microbatches * setting.shape.data_ranks / peaks
     return {"mfu": times * plain.flops, "hfu": times * executed}
 
 
 def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> str:
     asked = [f"{name} of {sorted(sizes)}" for name, sizes in space.sizes.items()]
     asked += [f"rows of {sorted(space.rows)}", *([f"schedules of {list(space.schedules)}"] if space.schedules else [])]
+    groups = f", and the GPUs of a pipeline rank each group of {request.machines}" if len(request.machines.groups) > 1 else ""
     return (
         f"no setting for {request.machines.gpus} GPUs and a batch of {request.batch} rows is left: the model admits up to "
         f"{limits.stages} stages, divisors of {limits.tp} along tp (1 without a tensor_plan=), of {limits.experts} along ep, "
-        f"up to {limits.cp} along cp; the search may choose {', '.join(asked)}; data ranks x rows divide the batch"
+        f"up to {limits.cp} along cp; the search may choose {', '.join(asked)}; data ranks x rows divide the batch{groups}"
     )

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_seconds, with_sums
+from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_on, with_sums
 from graphpp.cluster_planner.plans.prediction.offloaded import host_bytes, windows_of_setting
 from graphpp.cluster_planner.plans.prediction.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, priced_setting
 from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
-from graphpp.cluster_planner.plans.training_plan import StepSeconds
+from graphpp.cluster_planner.plans.training_plan import RankBytes, StepSeconds, fullest_rank
+from graphpp.devices import Link, MixedMachines, message
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.simulate.step_time import HostCopies
@@ -31,10 +32,10 @@ _SMALL = 2e-3  # of a step: gathers and reductions that together take less count
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(RankBytes):
     """A setting's predicted step. `peaks`: peak bytes of each pipeline rank; `memory`: bytes by kind on the fullest rank;
     `sent`: bytes per step along each mesh dimension, of the rank that sends most; `host`: bytes of offloaded values in the
-    memory of a machine."""
+    memory of a machine. `caps`: bytes that each pipeline rank may hold, if they are of unlike devices."""
 
     setting: PlanSetting
     cut: Cut
@@ -43,10 +44,7 @@ class Prediction:
     memory: Mapping[str, int]
     sent: Mapping[str, int]
     host: int = 0
-
-    @property
-    def peak(self) -> int:
-        return max(self.peaks)
+    caps: tuple[int, ...] = ()
 
 
 def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) -> Prediction | None:
@@ -115,6 +113,7 @@ class _Step:
     def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut) -> None:
         self._request, self._setting, self.cut = request.of(setting), setting, cut
         self._priced = priced_setting(self._request, setting, cut)
+        self._machines = [request.machines.groups[group] for group in request.groups(setting)]  # of each stage
 
     @cached_property
     def _stages(self) -> _Stages:
@@ -123,10 +122,12 @@ class _Step:
         pairs = zip(segments.state, experts, strict=True)
         named = tuple(replace(one, shards=shape.dp_shard if expert else shape.shards) for one, expert in pairs)
         costs, state = replace(segments, state=named).stages(self.cut)
-        machines, stride, keep = self._request.machines, shape.stride("pp"), self._setting.keep
-        shared = shared_seconds(machines, self._setting, state, experts)
-        crossing = self._crossing()
-        on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
+        machines, stride, keep = self._machines, shape.stride("pp"), self._setting.keep
+        shared = shared_on(machines, self._setting, state, experts)
+        crossing, ends = self._crossing(), list(pairwise(machines))
+        on, back = (
+            tuple(message(*pair, nbytes, stride) for pair, nbytes in zip(ends, sizes, strict=True)) for sizes in crossing
+        )
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=shared.gathers, reductions=shared.reductions)
         stages = costs.stages
         if keep != 0 and not self._request.usual.compiled:
@@ -134,6 +135,11 @@ class _Step:
         moving = replace(timed, stages=with_messages(stages, *crossing), flow=FLOW)
         overlap = overlap_of(self._priced, keep)
         return _Stages(replace(moving, overlap=overlap, woven=keep != 0), state, shared)
+
+    @property
+    def _caps(self) -> tuple[int, ...]:
+        """Bytes that each pipeline rank may hold; () on equal machines, which have one cap."""
+        return tuple(self._request.caps(self._setting.shape, 0)) if isinstance(self._request.machines, MixedMachines) else ()
 
     def _crossing(self) -> tuple[list[int], ...]:
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
@@ -152,7 +158,7 @@ class _Step:
 
     @cached_property
     def _layers(self) -> LayerGathers:
-        return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut)
+        return LayerGathers(self._machines, self._setting.shape, self._priced, self.cut)
 
     @property
     def waiting(self) -> Costs:
@@ -188,18 +194,24 @@ class _Step:
         peaks = self.rank_peaks(table)
         makespan, busy, alone = self._spans(table)
         waits = self._waits_for_copies(table)
-        fullest = max(peaks, key=lambda each: each.nbytes)
+        fullest = peaks[fullest_rank([each.nbytes for each in peaks], self._caps)]
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        host = host_bytes(table.schedule, self._windows(table), self._setting.shape, self._request.machines)
+        of_ranks = [self._request.machines.groups[each] for each in self._request.groups_of_ranks(self._setting.shape)]
+        host = host_bytes(table.schedule, self._windows(table), self._setting.shape, of_ranks)
         bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table), host
         return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
 
     def _waits_for_copies(self, table: ReadTable) -> float:
-        link, windows, collectives = self._request.machines.host, self._windows(table), self._setting.keep != 0
-        if link is None or not windows:
+        windows, collectives = self._windows(table), self._setting.keep != 0
+        if self._request.machines.host is None or not windows:
             return 0.0
-        copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
+        links = [cast(Link, each.host) for each in self._machines]
+
+        def seconds(each: OffloadWindow) -> float:
+            return len(each.values) * links[each.stage].latency + links[each.stage].seconds(each.nbytes)
+
+        copies = HostCopies(windows, seconds)
         delayed = table.times.seconds(self.waiting, collectives=collectives, copies=copies).makespan
         return max(0.0, delayed - table.times.seconds(self.waiting, collectives=collectives).makespan)
 
@@ -241,11 +253,12 @@ class _Step:
         parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
         sent = self._sent(continued(first.along, last.along), last.exchanged)
         host = round(continued(first.host, last.host))
-        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host)
+        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host, self._caps)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
-        usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
+        plain = replace(self._setting, recompute=None, recomputed=None)
+        usual = priced_setting(self._request, plain, self.cut).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
         ends = [*self.cut[1:], len(costs)]
         own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
@@ -272,8 +285,9 @@ class _Step:
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
                 by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        device = self._request.machines.device
-        return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
+        speeds = [each.device.memory_bandwidth for each in self._machines]
+        most = {speed: max(own for own, each in zip(by_stage, speeds, strict=True) if each == speed) for speed in speeds}
+        return max(own * self._setting.schedule.stages_per_rank / speed for speed, own in most.items())
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
         """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""
