@@ -72,7 +72,8 @@ class _Candidate(NamedTuple):
 def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> TrainingPlans:
     """The plans for a request, on mixed machines for each order of some groups. Raises `NoPlanError` if none fits `cap` bytes,
     `ScheduleError` if none is simulated."""
-    searches = on_each_order(request, limits, cap, lambda one, to, most: searched(one, to, most, space))
+    searches = on_each_order(request, limits, cap, lambda one, to, most: _named(one, to, most, space))
+    _search_orders(searches, space)
     further = sum(  # added by the search
         bool(each.recomputed or each.schedule.order or each.offload) for search in searches for each in search.found
     )
@@ -106,6 +107,13 @@ def on_each_order(
 
 def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
     """The predictions for a request, of which none may fit. Raises `ScheduleError` if there is none."""
+    search = _named(request, limits, cap, space)
+    _search_orders([search], space)
+    return search
+
+
+def _named(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
+    """The predictions with named schedules."""
     ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(request, limits, space))
@@ -124,8 +132,6 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
-    if space.fixed.values.keys().isdisjoint(("schedule", "group")) and (space.schedules is None or ORDER in space.schedules):
-        _search_orders(search)
     return search
 
 
@@ -174,19 +180,32 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
         search.add(found if found is not None and found.host <= search.request.machines.host_memory else None)
 
 
-def _search_orders(search: Search) -> None:
-    """Add searched orders of the fastest fitting plans that are faster than the named schedule. Weight gradients alone are
-    placed in each plan that would be the best without its idle time."""
-    fitting = sorted((each for each in search.found.values() if each.over(search.cap) <= 0), key=order)
-    for named in fitting[:_ORDERS]:
+def _search_orders(searches: Sequence[Search], space: SearchSpace) -> None:
+    """Add searched orders of the fastest fitting plans that are faster than the named schedule; of each search on one kind of
+    device, too, where they may be the fastest. Weight gradients alone are placed in each plan that would be the best without
+    its idle time."""
+    if not space.fixed.values.keys().isdisjoint(("schedule", "group")) or ORDER not in (space.schedules or (ORDER,)):
+        return
+    fitting = sorted((pair for search in searches for pair in search.fitting()), key=lambda pair: order(pair[0]))
+    soonest = min((each.seconds.total for each, _ in fitting), default=inf)
+    chosen = fitting[:_ORDERS]
+    for search in searches:
+        own = [each for each, its in fitting if its is search and len(its.request.machines.groups) == 1][:_ORDERS]
+        chosen += [(each, search) for each in own if _may_win(each, soonest) and (each, search) not in chosen]
+    for named, search in chosen:
         search.refine(searched_order, named)
-    soonest = min((each.seconds.total for each in search.found.values() if each.over(search.cap) <= 0), default=inf)
-    left = _PLACED
-    for named in fitting:
+    soonest = min((each.seconds.total for search in searches for each, _ in search.fitting()), default=inf)
+    left = dict.fromkeys(map(id, searches), _PLACED)
+    for named, search in fitting:
         forwards = named.setting.stages * named.setting.microbatches
-        if forwards <= left and named.setting.offload is None and named.seconds.total - named.seconds.bubble < soonest:
+        if forwards <= left[id(search)] and named.setting.offload is None and _may_win(named, soonest):
             search.refine(placed_weight_grads, named)
-            left -= forwards
+            left[id(search)] -= forwards
+
+
+def _may_win(named: Prediction, soonest: float) -> bool:
+    """Whether a plan without its idle time would be faster."""
+    return named.seconds.total - named.seconds.bubble < soonest
 
 
 def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
@@ -292,6 +311,9 @@ class Search:
     def add(self, prediction: Prediction | None) -> None:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
+
+    def fitting(self) -> Iterator[tuple[Prediction, Search]]:
+        return ((each, self) for each in self.found.values() if each.over(self.cap) <= 0)
 
     def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> None:
         found = refined(self.request, named, self.cap)
