@@ -34,9 +34,9 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """`tokens`: of the whole training; `price`: dollars of a GPU hour, or those of each group of unlike machines; `mtbf`: hours between failures of a GPU;
-    `checkpoint`, `restart`: seconds of a save and of a restart. None: not asked. Raises `GraphPPError` for one without those
-    that it needs."""
+    """`tokens`: of the whole training; `price`: dollars of a GPU hour, or those of each group of unlike machines; `mtbf`: hours
+    between failures of a GPU; `checkpoint`, `restart`: seconds of a save and of a restart. None: not asked. Raises
+    `GraphPPError` for one without those that it needs."""
 
     tokens: float | None = None
     price: tuple[float, ...] | None = None

@@ -32,7 +32,8 @@ from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, SEARCHED
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
-from graphpp.devices import USABLE, Machines, MixedMachines, read_machines
+from graphpp.devices import Machines, MixedMachines, read_machines
+from graphpp.devices.mixed import USABLE
 from graphpp.errors import NoPlanError, ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.search.arguments import check_size

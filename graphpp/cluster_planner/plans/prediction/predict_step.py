@@ -19,7 +19,8 @@ from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers,
 from graphpp.cluster_planner.plans.request import PlanRequest, overlap_of
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
 from graphpp.cluster_planner.plans.training_plan import RankBytes, StepSeconds, fullest_rank
-from graphpp.devices import Link, MixedMachines, message
+from graphpp.devices import Link, MixedMachines
+from graphpp.devices.mixed import message
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.simulate.step_time import HostCopies
