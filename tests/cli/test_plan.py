@@ -219,7 +219,7 @@ def test_random_tokens_need_a_length(tmp_path: Path) -> None:
         (["--machines", "2xH100", "--batch", "0"], "--batch: take a positive number, or several with commas, got '0'"),
         (["--machines", "2xH100", "--batch", "8,16", "--save", "x"], "--save: it is for one search: give one of --machines"),
         (["--machines", "2xH100", "--batch", "8", "--price", "2"], "--price: say for how many tokens: --tokens 1e12"),
-        (["--machines", "2xH100 + 2xA100", "--batch", "8", "--cap", "1GB,2GB,3GB"], "take a number of bytes for each of 2 groups"),
+        (["--machines", "2xH100 + 2xA100", "--batch", "8", "--cap", "1GB,2GB,3GB"], "a number of bytes for each of 2 groups"),
         (["--machines", "2xH100", "--batch", "8", "--tokens", "9", "--price", "much"], "--price: take dollars of a GPU hour"),
         (["--machines", "2xH100", "--batch", "8", "--mtbf", "9"], "--mtbf, --checkpoint, --restart: give all three"),
         (["--machines", "2xH100", "--batch", "8", "--pp", "two"], "--pp: take a positive number"),

@@ -91,10 +91,12 @@ def on_each_order(
     all_of: bool = False,
 ) -> list[T]:
     """What a search finds on the machines, on mixed ones in each order of some groups, or of all. Raises the first
-    `ScheduleError` if it finds nothing."""
+    `ScheduleError` if it finds nothing, and for a device without figures of a dtype."""
     if isinstance(request.machines, Machines):
         return [search(request, limits, cap)]
     found, errors = list[T](), list[ScheduleError]()
+    for group in range(len(request.machines.groups)):
+        request.priced(MeshShape(), 1, None, group)  # no group stays idle because its device lacks figures of a dtype
     for machines in request.machines.orders(len(request.machines.groups) if all_of else 1):
         try:
             found.append(search(request.on(machines), replace(limits, domain=machines.per_machine), max(machines.caps)))

@@ -46,7 +46,7 @@ _DOUBLED = 6  # most doublings of the GPUs that are tried where no plan fits
 _TRIED = 10_000  # simulated computations of each
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
 _SPEED = Accepted("a positive number of bytes per second", lambda value: NUMBER.accepts(value) and value > 0)  # type: ignore[operator]
-_CAPS = Accepted("a number of bytes, or a list of them", lambda value: all(map(BYTES.accepts, _listed(value) or [0])))
+_CAPS = Accepted("a number of bytes, or a list of them", lambda value: all(map(BYTES.accepts, _listed(value) or [-1])))
 _MACHINES = one_of(str, Machines, MixedMachines, takes=(
     '"<count>x<device>", e.g. "512xH100" or "8xH100 + 8xA100", or a graphpp.devices.Machines or MixedMachines'
 ))  # fmt: skip

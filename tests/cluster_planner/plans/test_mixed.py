@@ -19,6 +19,8 @@ from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.devices import CPU_CORE, H100_SXM, Machines, MixedMachines, read_machines
 from graphpp.errors import NoPlanError, ScheduleError
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.table.placement import usual_stages
 from graphpp.units import spell_bytes
 from tests.cluster_planner.plans.test_plan import LENGTH, costs, plans, trained
 from tests.distributed import run_ranks
@@ -149,3 +151,15 @@ def test_what_cannot_be_planned_names_the_device_or_the_group() -> None:
     for text, options, message in refused:
         with pytest.raises(ScheduleError, match=message):
             plans(text, **options)
+    halves = Machines(replace(H100_SXM, name="halves", flops={"float16": 1e15}), 8)
+    with pytest.raises(ScheduleError, match="dtype: halves has peak FLOP/s of float16, not of bfloat16"):
+        graphpp.plan(costs(torch.bfloat16, "cuda"), machines=MixedMachines((Machines(H100_SXM, 8), halves)), batch=32)
+
+
+@pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"ForwardOnly"}))
+def test_the_ranks_of_stages_are_those_of_the_table(name: str) -> None:
+    choice = ScheduleChoice(name, usual_stages(SCHEDULES[name], 4) // 4)
+    table = choice.table(4, 8)
+    for each in (choice, replace(choice, order=str(table))):
+        assert dict(enumerate(each.homes(4))) == table.rank_of_stage
+    assert set(ScheduleChoice("auto", 8).homes(1)) == {0}
