@@ -7,11 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from graphpp import devices
 from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command, write_text
 from graphpp.cli.plan_table import Question, Training, plan_table, spelled
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 
 _MACHINES_HELP = (
     'Machines as "<count>x<device>": 512xH100, or 512xh100.json with a file of graphpp doctor --calibrate; or a JSON file with '
-    "the fields of graphpp.devices.Machines."
+    'the fields of graphpp.devices.Machines. Unlike ones in one job: "8xH100 + 8xA100@40GB".'
 )
+_CAP_HELP = "Bytes that a GPU may hold: 72GiB; of unlike machines 72GiB,36GiB. 90 % of its memory if left out."
 _SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
 _FLOAT8_HELP = (
     "The recipe of torchao for linear layers inside of numbered modules: tensorwise, rowwise, rowwise_with_gw_hp. Or recipes "
@@ -42,6 +45,7 @@ _LIKE_HELP = (
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
 
+_PRICE_HELP = "Dollars of a GPU hour: print those of the training; of unlike machines with commas: 2.5,1.2."
 _MTBF_HELP = "Hours between failures of one GPU: print the share of the time that makes progress, and how often to save."
 _FILE_HELP = "The JSON of `graphpp plan --json`, or of its --save."
 _FIRST_HELP = f"{_FILE_HELP} FILE:3 is its third plan, FILE:yours that of --like, FILE alone the best one."
@@ -57,7 +61,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     machines: Annotated[str, typer.Option(help=_MACHINES_HELP)],
     batch: Annotated[str, typer.Option(help="Rows of a training step, on all ranks together.")],
     length: Annotated[str | None, typer.Option(help="Tokens in a row of a Hugging Face model.")] = None,
-    cap: Annotated[str | None, typer.Option(help="Bytes that a GPU may hold: 72GiB. 90 % of its memory if left out.")] = None,
+    cap: Annotated[str | None, typer.Option(help=_CAP_HELP)] = None,
     dtype: Annotated[str, typer.Option(help='Dtype of the computation, or "own" for that of the model.')] = "bfloat16",
     pp: Annotated[str | None, typer.Option(help=_SIZES_HELP.format("the pipeline"))] = None,
     tp: Annotated[str | None, typer.Option(help=_SIZES_HELP.format("tensor parallelism"))] = None,
@@ -79,7 +83,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     html: Annotated[Path | None, typer.Option(help="A file for a page of all plans, to look at in a browser.")] = None,
     front: Annotated[bool, typer.Option("--front", help="Print the plans of the front of time and memory.")] = False,
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the training: print its days.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars of a GPU hour: print those of the training.")] = None,
+    price: Annotated[str | None, typer.Option(help=_PRICE_HELP)] = None,
     mtbf: Annotated[float | None, typer.Option(min=0, help=_MTBF_HELP)] = None,
     checkpoint: Annotated[float | None, typer.Option(min=0, help="Seconds for which a save stops the training.")] = None,
     restart: Annotated[float | None, typer.Option(min=0, help="Seconds from a failure to the next step.")] = None,
@@ -92,14 +96,15 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     from graphpp.cli.models import load_model  # load torch, which help pages need not
     from graphpp.cluster_planner.plans.plan import plan as find
 
-    training = Training(tokens, price, mtbf, checkpoint, restart)
-    known = [read_machines(each) for each in _listed(machines)]
+    prices = None if price is None else tuple(map(_dollars, _listed(price)))
+    training = Training(tokens, prices, mtbf, checkpoint, restart)
+    known = [devices.read_machines(each, read_machines) for each in _listed(machines)]
     lengths: Sequence[int | None] = _sizes("length", length) or [None]
     questions = [Question(*each) for each in product(lengths, known, _sizes("batch", batch) or [])]
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
     searched: dict[str, Any] = {
         **sizes,
-        "memory_cap": None if cap is None else forms.read_bytes("--cap", cap),
+        "memory_cap": None if cap is None else _caps(cap),
         "schedules": None if schedules is None else _listed(schedules),
         "recompute": None if recompute is None else [_number(each) for each in _listed(recompute)],
         "work": work,
@@ -130,7 +135,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     files = (save, found.best.to_json), (html, found.to_html)
     notes = [write_text(file, text()) for file, text in files if file is not None]
     text = "\n\n".join(map(str, found.front)) if front else str(found)
-    numbers = training.numbers(found.best)
+    numbers = training.numbers(found.best, question.machines)
     document = json.loads(found.to_json()) | ({"training": numbers} if numbers else {})
     return Answer("\n".join([text, *([spelled(numbers)] if numbers else [])]), document, notes=notes)
 
@@ -204,6 +209,18 @@ def _sizes(name: str, text: str | None) -> Sequence[int] | None:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise GraphPPError(f"--{name}: take a positive number, or several with commas, got {text!r}")
     return [int(part) for part in parts]
+
+
+def _caps(text: str) -> int | list[int]:
+    found = [forms.read_bytes("--cap", each) for each in _listed(text)]
+    return found[0] if len(found) == 1 else found
+
+
+def _dollars(text: str) -> float:
+    found = _number(text)
+    if not isinstance(found, float) or not 0 <= found < inf:
+        raise GraphPPError(f"--price: take dollars of a GPU hour, from 0, got {text!r}")
+    return found
 
 
 def _listed(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphpp.cli.command import Answer
-from graphpp.devices import Machines
+from graphpp.devices import Machines, MixedMachines
 from graphpp.errors import GraphPPError, NoPlanError
 from graphpp.report.text_table import text_table
 from graphpp.units import spell_bytes, spell_time
@@ -28,18 +28,18 @@ class Question(NamedTuple):
     """One search: tokens of a row (None: the model's own), machines, and rows of a step."""
 
     length: int | None
-    machines: Machines
+    machines: Machines | MixedMachines
     batch: int
 
 
 @dataclass(frozen=True)
 class Training:
-    """`tokens`: of the whole training; `price`: dollars of a GPU hour; `mtbf`: hours between failures of a GPU;
-    `checkpoint`, `restart`: seconds of a save and of a restart. None: not asked. Raises `GraphPPError` for one without those
-    that it needs."""
+    """`tokens`: of the whole training; `price`: dollars of a GPU hour, or those of each group of unlike machines; `mtbf`: hours
+    between failures of a GPU; `checkpoint`, `restart`: seconds of a save and of a restart. None: not asked. Raises
+    `GraphPPError` for one without those that it needs."""
 
     tokens: float | None = None
-    price: float | None = None
+    price: tuple[float, ...] | None = None
     mtbf: float | None = None
     checkpoint: float | None = None
     restart: float | None = None
@@ -50,8 +50,9 @@ class Training:
         if len({each is None for each in (self.mtbf, self.checkpoint, self.restart)}) > 1:
             raise GraphPPError("--mtbf, --checkpoint, --restart: give all three, hours and twice seconds, or none")
 
-    def numbers(self, plan: TrainingPlan) -> dict[str, float]:
-        """The numbers that were asked for, by name: the share of the time that makes progress, `days` and `dollars`."""
+    def numbers(self, plan: TrainingPlan, machines: Machines | MixedMachines) -> dict[str, float]:
+        """The numbers that were asked for, by name: the share of the time that makes progress, `days` and `dollars`, those of
+        idle groups too. Raises `GraphPPError` for other prices than one, or one for each group."""
         found, share = dict[str, float](), 1.0
         if self.mtbf is not None and self.checkpoint is not None and self.restart is not None:
             failing = plan.goodput(mtbf_hours=self.mtbf, save_seconds=self.checkpoint, restart_seconds=self.restart)
@@ -63,7 +64,12 @@ class Training:
                 raise GraphPPError("--tokens: the rows of this model have no tokens: leave it out")
             found["days"] = self.tokens / (plan.tokens_per_second * share) / _DAY if share else float("inf")
             if self.price is not None:
-                found["dollars"] = found["days"] * 24 * plan.setting.shape.ranks * self.price
+                groups = machines.groups
+                if len(self.price) not in (1, len(groups)):
+                    raise GraphPPError(f"--price: take one number, or one for each of {len(groups)} groups of {machines}")
+                prices = self.price * (len(groups) if len(self.price) == 1 else 1)
+                hourly = sum(each.gpus * dollars for each, dollars in zip(groups, prices, strict=True))
+                found["dollars"] = found["days"] * 24 * hourly
         return found
 
 
@@ -83,7 +89,7 @@ def plan_table(
 ) -> Answer:
     """The best plan for each question. `captured`, `searched`: keywords of `capture_costs` and of `graphpp.plan`."""
     answers = list(_answers(model, questions, captured, searched))
-    numbers = [{} if isinstance(found, str) else training.numbers(found) for _, found in answers]
+    numbers = [{} if isinstance(found, str) else training.numbers(found, question.machines) for question, found in answers]
     further = list(dict.fromkeys(name for each in numbers for name in each))
     own = [name.replace("_", " ") for name in further]
     heads = ("machines", "batch", "length", "plan", "step", "tokens/s", "MFU", "memory", *own)

@@ -19,3 +19,5 @@ from graphpp.devices.known import KNOWN_NAMES as KNOWN_NAMES
 from graphpp.devices.known import MI300X as MI300X
 from graphpp.devices.known import known_device as known_device
 from graphpp.devices.machines import Machines as Machines
+from graphpp.devices.mixed import MixedMachines as MixedMachines
+from graphpp.devices.mixed import read_machines as read_machines

@@ -83,8 +83,12 @@ KNOWN_NAMES = f"{', '.join(sorted({each.name for each in _KNOWN.values()}))}, H1
 
 
 def known_device(name: str) -> Device | None:
-    """The device of a name in any case, under a power limit after "@", e.g. "H100@500W"; None for other names. Raises
-    `ScheduleError` for a limit that the device cannot have."""
-    found = re.fullmatch(r"([^@]+?)(?:\s*@\s*([0-9]{1,5}(?:\.[0-9]+)?)\s*w)?", name.strip().lower())
+    """The device of a name in any case, under a power limit or with another memory after "@", e.g. "H100@500W", "A100@40GB";
+    None for other names. Raises `ScheduleError` for a limit that the device cannot have."""
+    found = re.fullmatch(r"([^@]+?)(?:\s*@\s*([0-9]{1,5}(?:\.[0-9]+)?)\s*(w|gb))?", name.strip().lower())
     device = _KNOWN.get(found[1].replace("-", "_").replace(" ", "_")) if found else None
-    return device.limited(float(found[2])) if device and found and found[2] else device
+    if device is None or found is None or found[2] is None:
+        return device
+    if found[3] == "w":
+        return device.limited(float(found[2]))
+    return replace(device, name=f"{device.name}@{float(found[2]):g}GB", memory=round(float(found[2]) * GB))

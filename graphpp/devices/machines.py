@@ -16,7 +16,7 @@ from functools import cache
 from math import ceil, log, log2, sqrt
 from typing import NamedTuple
 
-from graphpp.arguments import BYTES, COUNT, TEXT, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import BYTES, COUNT, INDEX, TEXT, Accepted, checked, one_of, or_none, require
 from graphpp.devices.device import Device, Link
 from graphpp.devices.efficiency import FROM_ZERO, PEAK
 from graphpp.devices.known import KNOWN_NAMES, known_device
@@ -60,8 +60,8 @@ class Machines:
     If `per_machine` does not divide `gpus`, the last machine has the rest. The bytes of a collective are those of the whole
     value: of an all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has
     `ranks` ranks, `stride` apart. `host_memory`: bytes of a machine's own memory for offloaded values; `host_bandwidth`:
-    bytes/s in each direction between this memory and all devices of the machine together. Raises `ScheduleError` for other
-    values.
+    bytes/s in each direction between this memory and all devices of the machine together. `beside`: devices of other groups in
+    the same job (`MixedMachines` sets it), among which the slowest one may be. Raises `ScheduleError` for other values.
     """
 
     device: Device
@@ -71,6 +71,7 @@ class Machines:
     between: Link = field(default=None)  # type: ignore[assignment]
     host_memory: int = 16 * 10**11  # of 2 TB, as usual beside eight H100
     host_bandwidth: float = 300e9  # half of 16 channels of DDR5-4800, which both directions share
+    beside: int = 0
 
     def __post_init__(self) -> None:
         require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
@@ -78,6 +79,7 @@ class Machines:
         require(ScheduleError, "per_machine", COUNT, self.per_machine)
         require(ScheduleError, "host_memory", BYTES, self.host_memory)
         require(ScheduleError, "host_bandwidth", PEAK, self.host_bandwidth)
+        require(ScheduleError, "beside", INDEX, self.beside)
         for name in ("inside", "between"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.device, name))
@@ -88,8 +90,9 @@ class Machines:
     def read(cls, text: str) -> Machines:
         """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine, and the rest in the last one.
 
-        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, with a power limit or none ("512xH100@500W"), or a file
-        "mine.json" for `Device.load`. Raises `GraphPPError` for other texts, counts and files.
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU, with a power limit ("512xH100@500W"), another memory
+        ("8xA100@40GB") or none of both; or a file "mine.json" for `Device.load`. `devices.read_machines` reads several groups
+        too. Raises `GraphPPError` for other texts, counts and files.
         """
         found = re.fullmatch(r"\s*([0-9]{1,9})\s*[xX]\s*(.+?)\s*", text)
         count, name = (int(found[1]), found[2]) if found else (0, "")
@@ -110,6 +113,11 @@ class Machines:
         return self.inside if self._spread(ranks, stride).machines == 1 else self.between
 
     @property
+    def groups(self) -> tuple[Machines, ...]:
+        """These machines alone, as `MixedMachines.groups`."""
+        return (self,)
+
+    @property
     def host(self) -> Link | None:
         """The link of one device to its host's memory while all devices of the machine copy; None: no offloading."""
         link, sharing = self.device.host, min(self.gpus, self.per_machine)
@@ -120,7 +128,7 @@ class Machines:
     @property
     def slowest(self) -> float:
         """Seconds of a kernel on the slowest of all devices over those on a usual one, for normally distributed seconds."""
-        return 1 + self.device.spread * sqrt(2 * log(self.gpus))
+        return 1 + self.device.spread * sqrt(2 * log(self.gpus + self.beside))
 
     def contention(self, ranks: int, stride: int = 1) -> float:
         """Seconds that computations lose per second of a collective of the group beside them."""

@@ -130,6 +130,20 @@ def test_failures_time_and_money_stand_below_the_best_plan(model: str) -> None:
     assert "training" not in document(*asked[:-4])
 
 
+def test_unlike_machines_have_caps_and_prices_of_their_own(model: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"device": "A100", "gpus": 2, "per_machine": 2}')
+    machines = f"2xH100@500W + {tmp_path / 'mine.json'}"
+    asked = "plan", model, "--machines", machines, "--batch", "8", "--work", "200", "--schedules", "1F1B,auto", "--rows", "1"
+    found = document(*asked, "--cap", "8GiB,4GiB", "--tokens", "1e12", "--price", "2,1")
+    best = graphpp.TrainingPlans.from_json(json.dumps(found)).best
+    assert found["asked"]["machines"] == "2xH100_SXM@500W + 2xA100" and found["asked"]["memory cap"].endswith("A100 4.0 GiB")
+    assert set(best.caps) <= {2**33, 2**32} and len(best.devices) == best.setting.shape.pp
+    assert found["training"]["dollars"] == pytest.approx(found["training"]["days"] * 24 * (2 * 2 + 2 * 1))
+    row = document(*asked[:3], f"{machines},2xA100", *asked[4:])["rows"]
+    assert [each["machines"] for each in row] == ["2xH100_SXM@500W + 2xA100", "2xA100"]
+    assert "--price: take one number, or one for each of 2 groups" in refusal(*asked, "--tokens", "1e12", "--price", "1,2,3")
+
+
 @pytest.mark.exhaustive
 def test_options_of_the_search_reach_it(model: str) -> None:
     asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--rows", "2", "--schedules", "auto,1F1B"
@@ -205,6 +219,8 @@ def test_random_tokens_need_a_length(tmp_path: Path) -> None:
         (["--machines", "2xH100", "--batch", "0"], "--batch: take a positive number, or several with commas, got '0'"),
         (["--machines", "2xH100", "--batch", "8,16", "--save", "x"], "--save: it is for one search: give one of --machines"),
         (["--machines", "2xH100", "--batch", "8", "--price", "2"], "--price: say for how many tokens: --tokens 1e12"),
+        (["--machines", "2xH100 + 2xA100", "--batch", "8", "--cap", "1GB,2GB,3GB"], "a number of bytes for each of 2 groups"),
+        (["--machines", "2xH100", "--batch", "8", "--tokens", "9", "--price", "much"], "--price: take dollars of a GPU hour"),
         (["--machines", "2xH100", "--batch", "8", "--mtbf", "9"], "--mtbf, --checkpoint, --restart: give all three"),
         (["--machines", "2xH100", "--batch", "8", "--pp", "two"], "--pp: take a positive number"),
         (["--machines", "2xH100", "--batch", "8", "--dtype", "int8"], "--dtype: take the name of a floating dtype"),

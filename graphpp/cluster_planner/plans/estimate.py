@@ -88,7 +88,9 @@ def estimate(request: PlanRequest, setting: PlanSetting) -> Estimate:
         computed += min(1.0, setting.stages / len(request.costs.starts)) * collected
     seconds = max(computed, collected)
     saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
-    return Estimate(seconds, (_held(request, setting, cut.totals) + alive * saved) / shape.pp)
+    caps = request.caps(shape, 0)  # on unlike devices, stages that fill all of them alike are assumed
+    lacking = max(caps) - sum(caps) / len(caps)
+    return Estimate(seconds, (_held(request, setting, cut.totals) + alive * saved) / shape.pp + lacking)
 
 
 def with_offload(request: PlanRequest, setting: PlanSetting, guess: Estimate, cap: int) -> Estimate | None:
@@ -135,14 +137,17 @@ def _turns(setting: PlanSetting) -> float:
 
 def _seconds_of_turn(request: PlanRequest, setting: PlanSetting, totals: ModelTotals) -> float:
     """Seconds to gather all stages of a rank once, and to reduce them every second time."""
-    shape, machines = setting.shape, request.machines
+    shape = setting.shape
     experts = totals.expert_rows / max(1, totals.rows + totals.expert_rows)  # their share of the parameters
     seconds = 0.0
     for share, ranks, along in ((experts, shape.dp_shard, "dp_shard"), (1 - experts, shape.shards, "ep")):
         weights, sums = (share * nbytes / shape.pp for nbytes in (totals.weights, totals.whole - totals.weights))
         if ranks > 1:
             stride = shape.stride(along)
-            seconds += machines.all_gather(weights, ranks, stride) + machines.reduce_scatter(sums, ranks, stride) / 2
+            seconds += max(
+                group.all_gather(weights, ranks, stride) + group.reduce_scatter(sums, ranks, stride) / 2
+                for group in request.machines.groups
+            )
     return seconds
 
 

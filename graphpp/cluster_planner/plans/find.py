@@ -11,24 +11,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offload
 from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
 from graphpp.cluster_planner.plans.layouts.fixed import Fixed
-from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
+from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.prediction.error_bars import error_of
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, costs_and_bound, predict
 from graphpp.cluster_planner.plans.prediction.read_tables import Work
 from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, recomputed_ahead, searched_order
+from graphpp.cluster_planner.plans.refine.cut_by_memory import predict_within
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.refine.moved_stages import moved_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
+from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
 from graphpp.planner.segments import Cut
 
+T = TypeVar("T")
 _WORK = 150_000  # simulated computations
 _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
 _LAST = 0.25  # of the work, added for the settings with least memory if no plan fits yet
@@ -68,14 +71,52 @@ class _Candidate(NamedTuple):
 
 
 def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> TrainingPlans:
-    """The plans for a request. Raises `NoPlanError` if none fits `cap` bytes, `ScheduleError` if none is simulated."""
-    search = searched(request, limits, cap, space)
-    further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # added by the search
-    return ranked(list(search.found.values()), cap, search.considered + further, lambda each: facts_of(request, each))
+    """The plans for a request, on mixed machines for each order of some groups. Raises `NoPlanError` if none fits `cap` bytes,
+    `ScheduleError` if none is simulated."""
+    searches = on_each_order(request, limits, cap, lambda one, to, most: _named(one, to, most, space))
+    _search_orders(searches, space)
+    further = sum(  # added by the search
+        bool(each.recomputed or each.schedule.order or each.offload) for search in searches for each in search.found
+    )
+    found = {id(each): (each, search.request) for search in searches for each in search.found.values()}
+    considered = further + sum(search.considered for search in searches)
+    return ranked([each for each, _ in found.values()], cap, considered, lambda each: facts_of(found[id(each)][1], each))
+
+
+def on_each_order(
+    request: PlanRequest,
+    limits: MeshLimits,
+    cap: int,
+    search: Callable[[PlanRequest, MeshLimits, int], T],
+    *,
+    all_of: bool = False,
+) -> list[T]:
+    """What a search finds on the machines, on mixed ones in each order of some groups, or of all. Raises the first
+    `ScheduleError` if it finds nothing, and for a device without figures of a dtype."""
+    if isinstance(request.machines, Machines):
+        return [search(request, limits, cap)]
+    found, errors = list[T](), list[ScheduleError]()
+    for group in range(len(request.machines.groups)):
+        request.priced(MeshShape(), 1, None, group)  # no group stays idle because its device lacks figures of a dtype
+    for machines in request.machines.orders(len(request.machines.groups) if all_of else 1):
+        try:
+            found.append(search(request.on(machines), replace(limits, domain=machines.per_machine), max(machines.caps)))
+        except ScheduleError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
     """The predictions for a request, of which none may fit. Raises `ScheduleError` if there is none."""
+    search = _named(request, limits, cap, space)
+    _search_orders([search], space)
+    return search
+
+
+def _named(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
+    """The predictions with named schedules."""
     ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(request, limits, space))
@@ -86,7 +127,7 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
         less = (each for each in ordered if each.guess.nbytes <= cap * share)
         search.work.grant(round(space.work * of_work))
         _simulate(search, (each for each in less if share > _FRONT or each.guess.seconds <= most))
-    if not any(each.peak <= cap for each in search.found.values()):
+    if not any(each.over(cap) <= 0 for each in search.found.values()):
         search.work.grant(round(space.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
     if space.offload and space.fixed.cut is None:
@@ -96,15 +137,15 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
     if space.fixed.cut is None:
         _move_stages(search)
-    if space.fixed.values.keys().isdisjoint(("schedule", "group")) and (space.schedules is None or ORDER in space.schedules):
-        _search_orders(search)
     return search
 
 
 def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
     """The fields of a `TrainingPlan` that its prediction lacks."""
     request = request.of(found.setting)
-    names = request.costs.names
+    names, devices = request.costs.names, [each.device.name for each in request.machines.groups]
+    of_ranks = request.groups_of_ranks(found.setting.shape)
+    kind = bool(request.costs.expert_ranks), found.setting.shape.pp > 1
     costs, bound = costs_and_bound(request, found.setting, found.cut)
     return {
         "machines": str(request.machines),
@@ -113,7 +154,8 @@ def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
         "batch": request.batch,
         "tokens": request.tokens,
         **_utilizations(request, found),
-        "error": error_of(request.machines.device.name, bool(request.costs.expert_ranks), found.setting.shape.pp > 1),
+        **({} if isinstance(request.machines, Machines) else {"devices": tuple(devices[each] for each in of_ranks)}),
+        "error": error_of(devices[0], *kind) if len(devices) == 1 else None,
         "dtype": request.dtype,
         "float8": request.costs.float8,
         "costs": costs,
@@ -124,7 +166,7 @@ def facts_of(request: PlanRequest, found: Prediction) -> dict[str, Any]:
 def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
     """Add settings with the least offload that fits, in the machines' memory too, and may beat the best plan, the fastest first
     (the smallest if none fits)."""
-    fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
+    fitting = [each.seconds.total for each in search.found.values() if each.over(search.cap) <= 0]
     most, promising = min(fitting, default=inf), []
     for guess, setting, least in ordered:
         if not least and guess.seconds < most and not isinstance(setting.recompute, float):
@@ -141,29 +183,41 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
 
 def _move_stages(search: Search) -> None:
     """Give the fastest fitting plans the cuts under which they are faster."""
-    fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
-    for balanced in fitting[:_MOVED]:
+    for balanced, _ in sorted(search.fitting(), key=lambda pair: order(pair[0]))[:_MOVED]:
         found = moved_stages(search.request, balanced, search.cap)
         if found is not None and rounded(found) < rounded(balanced):
             search.found[found.setting] = found
 
 
-def _search_orders(search: Search) -> None:
-    """Add searched orders of the fastest fitting plans that are faster than the named schedule. Weight gradients alone are
-    placed in each plan that would be the best without its idle time, and recomputation in the fastest plans that recompute."""
-    fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
-    for named in fitting[:_ORDERS]:
+def _search_orders(searches: Sequence[Search], space: SearchSpace) -> None:
+    """Add searched orders of the fastest fitting plans that are faster than the named schedule; of each search on one kind of
+    device, too, where they may be the fastest. Weight gradients alone are placed in each plan that would be the best without
+    its idle time, and recomputation in the fastest plans that recompute."""
+    if not space.fixed.values.keys().isdisjoint(("schedule", "group")) or ORDER not in (space.schedules or (ORDER,)):
+        return
+    fitting = sorted((pair for search in searches for pair in search.fitting()), key=lambda pair: order(pair[0]))
+    soonest = min((each.seconds.total for each, _ in fitting), default=inf)
+    chosen = fitting[:_ORDERS]
+    for search in searches:
+        own = [each for each, its in fitting if its is search and len(its.request.machines.groups) == 1][:_ORDERS]
+        chosen += [(each, search) for each in own if _may_win(each, soonest) and (each, search) not in chosen]
+    for named, search in chosen:
         search.refine(searched_order, named)
-    soonest = min((each.seconds.total for each in search.found.values() if each.peak <= search.cap), default=inf)
-    left = _PLACED
-    for named in fitting:
+    soonest = min((each.seconds.total for search in searches for each, _ in search.fitting()), default=inf)
+    left = dict.fromkeys(map(id, searches), _PLACED)
+    for named, search in fitting:
         forwards = named.setting.stages * named.setting.microbatches
-        if forwards <= left and named.setting.offload is None and named.seconds.total - named.seconds.bubble < soonest:
+        if forwards <= left[id(search)] and named.setting.offload is None and _may_win(named, soonest):
             search.refine(placed_weight_grads, named)
-            left -= forwards
-    again = [each for each in search.found.values() if each.peak <= search.cap and each.setting.recompute is not None]
-    for each in sorted(again, key=order)[:_ORDERS]:
-        search.refine(recomputed_ahead, each)
+            left[id(search)] -= forwards
+    again = [pair for search in searches for pair in search.fitting() if pair[0].setting.recompute is not None]
+    for named, search in sorted(again, key=lambda pair: order(pair[0]))[:_ORDERS]:
+        search.refine(recomputed_ahead, named)
+
+
+def _may_win(named: Prediction, soonest: float) -> bool:
+    """Whether a plan without its idle time would be faster."""
+    return named.seconds.total - named.seconds.bubble < soonest
 
 
 def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
@@ -195,7 +249,7 @@ def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
 
 def _settings(request: PlanRequest, limits: MeshLimits, space: SearchSpace, cap: int) -> Iterator[PlanSetting]:
     fixed = space.fixed
-    for shape in filter(fixed.admits, mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes)):
+    for shape in filter(fixed.admits, request.shapes(limits, fixed.sizes)):
         if any(getattr(shape, name) not in sizes for name, sizes in space.sizes.items()):
             continue
         for rows, microbatches in rows_of(request, shape, space):
@@ -246,8 +300,8 @@ def _simulate(search: Search, candidates: Iterable[_Candidate]) -> None:
         if least:
             search.least(setting)
         elif setting not in search.found and search.work.take(setting):
-            search.add(known := predict(search.request, setting, search.cut))
-            if known is not None and known.peak > search.cap and setting.recompute is None:
+            search.add(known := predict_within(search.request, setting, search.cap, search.cut))
+            if known is not None and known.over(search.cap) > 0 and setting.recompute is None:
                 for word in search.words:
                     search.least(replace(setting, recompute=word))
 
@@ -269,6 +323,9 @@ class Search:
     def add(self, prediction: Prediction | None) -> None:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
+
+    def fitting(self) -> Iterator[tuple[Prediction, Search]]:
+        return ((each, self) for each in self.found.values() if each.over(self.cap) <= 0)
 
     def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> None:
         found = refined(self.request, named, self.cap)
@@ -293,16 +350,18 @@ def _utilizations(request: PlanRequest, found: Prediction) -> dict[str, float]:
     again, plain = (request.priced(setting.shape, setting.rows, each) for each in (setting.recompute, None))
     layers = 1.0 if setting.recomputed is None else sum(setting.recomputed) / len(request.costs.layers)
     executed = plain.executed + layers * (again.executed - plain.executed)
-    peak = machines.device.peak(request.dtype or request.costs.dtype)
-    times = setting.microbatches * setting.shape.data_ranks / (found.seconds.total * machines.gpus * peak)
+    dtype = request.dtype or request.costs.dtype
+    peaks = sum(found.seconds.total * each.gpus * each.device.peak(dtype) for each in machines.groups)
+    times = setting.microbatches * setting.shape.data_ranks / peaks
     return {"mfu": times * plain.flops, "hfu": times * executed}
 
 
 def _nothing(request: PlanRequest, limits: MeshLimits, space: SearchSpace) -> str:
     asked = [f"{name} of {sorted(sizes)}" for name, sizes in space.sizes.items()]
     asked += [f"rows of {sorted(space.rows)}", *([f"schedules of {list(space.schedules)}"] if space.schedules else [])]
+    groups = f", and the GPUs of a pipeline rank each group of {request.machines}" if len(request.machines.groups) > 1 else ""
     return (
         f"no setting for {request.machines.gpus} GPUs and a batch of {request.batch} rows is left: the model admits up to "
         f"{limits.stages} stages, divisors of {limits.tp} along tp (1 without a tensor_plan=), of {limits.experts} along ep, "
-        f"up to {limits.cp} along cp; the search may choose {', '.join(asked)}; data ranks x rows divide the batch"
+        f"up to {limits.cp} along cp; the search may choose {', '.join(asked)}; data ranks x rows divide the batch{groups}"
     )

@@ -36,9 +36,9 @@ _LOST = {
 @dataclass(frozen=True)
 class TrainingPlans:
     """The plans: the best, the others that fit, the fastest first, then those over the cap, by excess bytes. `considered`:
-    number of settings estimated or derived. `cap`: bytes that a device may hold (None: any). `yours`: the layout of `like`,
-    priced; `notes`: what is priced in another way than the layout has it. `asked`: what was given to the search, as text by
-    name."""
+    number of settings estimated or derived. `cap`: bytes that a device may hold, of unlike devices the most (None: any).
+    `yours`: the layout of `like`, priced; `notes`: what is priced in another way than the layout has it. `asked`: what was
+    given to the search, as text by name."""
 
     plans: tuple[TrainingPlan, ...]
     considered: int = 0
@@ -120,8 +120,8 @@ class TrainingPlans:
     def _of_yours(self) -> str:
         """The layout beside the best plan, in one line."""
         assert self.yours is not None
-        over = 0 if self.cap is None else self.yours.peak - self.cap
-        cap = f"; {spell_bytes(over)} over the cap" if over > 0 else ""
+        over = 0 if self.cap is None else self.yours.over(self.cap)
+        cap = f"; {spell_bytes(int(over))} over the cap" if over > 0 else ""
         return f"{self.yours.setting}: {self._compared.line()}{cap}"
 
     def __str__(self) -> str:
@@ -141,8 +141,9 @@ class TrainingPlans:
 
 def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
     setting = plan.setting
+    mesh = f"{setting.shape} on {plan.machines}" if plan.devices else str(setting.shape)
     return (
-        f"{number}{'*' if plan.on_front else ''}", str(setting.shape), f"{setting.stages}, {setting.schedule}",
+        f"{number}{'*' if plan.on_front else ''}", mesh, f"{setting.stages}, {setting.schedule}",
         f"{setting.microbatches} x {setting.rows}", "all" if setting.keep is None else str(setting.keep),
         setting.degree, "-" if setting.offload is None else f"{setting.offload:g}",
         spell_time(plan.step_seconds, "s"), plan.over_bound, plan.utilization, f"{plan.bubble:.1%}",
@@ -167,11 +168,11 @@ def ranked(
     found: Sequence[Prediction], cap: float, considered: int, facts: Callable[[Prediction], dict[str, Any]]
 ) -> TrainingPlans:
     """The plans of predictions, in order. `facts`: the `TrainingPlan` fields that a prediction lacks. Raises `NoPlanError`."""
-    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
+    ordered = sorted(found, key=lambda each: (max(0, each.over(cap)), *order(each)))
     fastest = ordered[0]
-    if fastest.peak > cap:
-        raise _no_plan(fastest, cap)
-    close = (each for each in ordered if each.peak <= cap and rounded(each) <= _CLOSE * rounded(fastest))
+    if fastest.over(cap) > 0:
+        raise _no_plan(fastest, facts(fastest), cap)
+    close = (each for each in ordered if each.over(cap) <= 0 and rounded(each) <= _CLOSE * rounded(fastest))
     best, front = min(close, key=lambda each: simplicity(each.setting)), _front(ordered)
     reasons = {id(each): _reason(each, best, cap) for each in ordered} | {id(best): ""}
     if rounded(fastest) < rounded(best):
@@ -183,15 +184,17 @@ def ranked(
     return TrainingPlans(tuple(plans), considered, int(cap) if cap < float("inf") else None)
 
 
-def _no_plan(closest: Prediction, cap: float) -> NoPlanError:
+def _no_plan(closest: Prediction, facts: Mapping[str, Any], cap: float) -> NoPlanError:
     """The error that says how many bytes the closest prediction lacks, and how many are state, equal for every batch."""
-    memory = closest.memory
-    state = min(closest.peak, sum(memory.get(kind, 0) for kind in _STATE))  # the most of each kind may come at different times
+    memory, taken, cap = closest.memory, closest.peaks[closest.fullest], closest.caps[closest.fullest] if closest.caps else cap
+    devices = facts.get("devices")
+    on, device = (f" on {facts['machines']}", f", {devices[closest.fullest]}") if devices else ("", "")
+    state = min(taken, sum(memory.get(kind, 0) for kind in _STATE))  # the most of each kind may come at different times
     kinds = ", ".join(f"{kind} {spell_bytes(nbytes)}" for kind, nbytes in memory.items() if nbytes)
     smaller = "" if state > cap else "a smaller batch, "
     return NoPlanError(
-        f"memory_cap={cap:,} bytes: no plan fits; the closest, {closest.setting}, takes {spell_bytes(closest.peak)} on its "
-        f"fullest rank, {spell_bytes(closest.peak - int(cap))} too much: {spell_bytes(state)} of it are state"
+        f"memory_cap={cap:,} bytes: no plan fits; the closest, {closest.setting}{on}, takes {spell_bytes(taken)} on its "
+        f"fullest rank{device}, {spell_bytes(taken - int(cap))} too much: {spell_bytes(state)} of it are state"
         f"{', which alone is over the cap' if state > cap else ''} ({kinds}): take more GPUs, {smaller}or GPUs with more memory"
     )
 
@@ -201,16 +204,17 @@ def plan_of(found: Prediction, facts: dict[str, Any], reason: str = "", *, on_fr
     stages = tuple(replace(each, peak_bytes={}, received_bytes={}, sent_bytes={}) for each in costs.stages)
     return TrainingPlan(
         setting=found.setting, seconds=found.seconds, peaks=found.peaks, memory=found.memory, sent=found.sent, reason=reason,
-        host=found.host, moved=found.moved, on_front=on_front, **{**facts, "costs": replace(costs, stages=stages)},
+        host=found.host, caps=found.caps, moved=found.moved, on_front=on_front,
+        **{**facts, "costs": replace(costs, stages=stages)},
     )  # fmt: skip
 
 
 def with_yours(plans: TrainingPlans | None, yours: TrainingPlan, notes: tuple[str, ...], cap: int) -> TrainingPlans:
     """The plans with a layout's own; `plans=None`: the layout alone."""
     if plans is None:
-        over = f"{spell_bytes(yours.peak - cap)} over the cap" if yours.peak > cap else ""
+        over = f"{spell_bytes(int(yours.over(cap)))} over the cap" if yours.over(cap) > 0 else ""
         return TrainingPlans((replace(yours, reason=over),), 1, cap, replace(yours, reason=over), notes)
-    faster = 1 - yours.step_seconds / min(each.step_seconds for each in plans if each.peak <= cap)
+    faster = 1 - yours.step_seconds / min(each.step_seconds for each in plans if each.over(cap) <= 0)
     reason = f"faster by {faster:.1%} than what the search found" if faster > _EQUAL else _reason(yours, plans.best, cap)
     return replace(plans, yours=replace(yours, reason=reason), notes=notes)
 
@@ -226,9 +230,9 @@ def _front(found: Sequence[Prediction]) -> set[int]:
 
 def _reason(each: Prediction | TrainingPlan, best: Prediction | TrainingPlan, cap: float) -> str:
     """Why `each` is not the best: its excess bytes, what makes it less simple, or where its step loses most."""
-    if each.peak > cap:
+    if each.over(cap) > 0:
         kind = max(each.memory, key=lambda name: each.memory[name] - best.memory.get(name, 0))
-        return f"{spell_bytes(each.peak - int(cap))} over the cap, most of it {kind}"
+        return f"{spell_bytes(int(each.over(cap)))} over the cap, most of it {kind}"
     slower, faster = each.seconds.total / best.seconds.total - 1, best.seconds.total / each.seconds.total - 1
     less_simple = simplicity(each.setting) > simplicity(best.setting)
     but = f", but {unlike(each.setting, best.setting)}" if less_simple else ""

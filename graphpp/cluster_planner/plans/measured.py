@@ -51,9 +51,15 @@ class MeasuredPipeline:
         return replace(self.costs, gathers=gathers, reductions=reductions)
 
 
-def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collection[str] | None = None) -> TrainingPlans:
-    """The plans. Raises `NoPlanError` if none fits the cap, `ScheduleError` if no schedule admits the numbers."""
+def measured_plans(
+    found: MeasuredPipeline, cap: int | Sequence[int] | None, schedules: Collection[str] | None = None
+) -> TrainingPlans:
+    """The plans. `cap`: of all ranks, or one for each. Raises `NoPlanError` if none fits the cap, `ScheduleError` if no
+    schedule admits the numbers."""
     stages, ranks = len(found.costs.stages), found.shape.pp
+    caps = tuple(cap) if isinstance(cap, Sequence) else ()
+    if len(caps) not in (0, ranks):
+        raise ScheduleError(f"memory_cap: take one number of bytes, or one for each of {ranks} pipeline ranks, got {len(caps)}")
     wrong = next((stage for each in found.state for stage in each.readers if not 0 <= stage < stages), None)
     if wrong is not None:
         raise ScheduleError(f"state: there is no stage {wrong}, the costs are of {stages} stages: give both of one split")
@@ -72,7 +78,8 @@ def measured_plans(found: MeasuredPipeline, cap: int | None, schedules: Collecti
         "machines": "measured", "split": (), "batch": rows, "tokens": 0, "mfu": 0.0, "dtype": None, "costs": found.timed,
         "bound": least_seconds(found.timed, ranks, found.microbatches),
     }  # fmt: skip
-    return ranked(steps, inf if cap is None else cap, len(steps), lambda each: facts)
+    most = max(cap) if isinstance(cap, Sequence) else inf if cap is None else cap
+    return ranked([replace(each, caps=caps) for each in steps], most, len(steps), lambda each: facts)
 
 
 def _choices(found: MeasuredPipeline, schedules: Collection[str] | None) -> Iterator[ScheduleChoice]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,15 +22,18 @@ from graphpp.batch.microbatch import Microbatch
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
-from graphpp.cluster_planner.plans.find import SearchSpace, facts_of, find_plans, searched
-from graphpp.cluster_planner.plans.found_plans import TrainingPlans, plan_of, with_yours
-from graphpp.cluster_planner.plans.layouts.other_systems import Context
+from graphpp.cluster_planner.plans.find import SearchSpace, facts_of, find_plans, on_each_order, searched
+from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, plan_of, with_yours
+from graphpp.cluster_planner.plans.layouts.other_systems import Context, Layout
 from graphpp.cluster_planner.plans.layouts.price import LikeForm, price_layout, read_like
 from graphpp.cluster_planner.plans.measured import MeasuredPipeline, measured_plans
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
+from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, SEARCHED
-from graphpp.devices import Machines
+from graphpp.cluster_planner.plans.training_plan import TrainingPlan
+from graphpp.devices import Machines, MixedMachines, read_machines
+from graphpp.devices.mixed import USABLE
 from graphpp.errors import NoPlanError, ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.search.arguments import check_size
@@ -38,12 +41,15 @@ from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.state_bytes import STATE, StateBytes
 from graphpp.units import spell_bytes
 
-_USABLE = 0.9  # of a GPU's memory; workspaces and the allocator take the rest
+M = TypeVar("M", bound=Machines | MixedMachines)
 _DOUBLED = 6  # most doublings of the GPUs that are tried where no plan fits
 _TRIED = 10_000  # simulated computations of each
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
 _SPEED = Accepted("a positive number of bytes per second", lambda value: NUMBER.accepts(value) and value > 0)  # type: ignore[operator]
-_MACHINES = one_of(str, Machines, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
+_CAPS = Accepted("a number of bytes, or a list of them", lambda value: all(map(BYTES.accepts, _listed(value) or [-1])))
+_MACHINES = one_of(str, Machines, MixedMachines, takes=(
+    '"<count>x<device>", e.g. "512xH100" or "8xH100 + 8xA100", or a graphpp.devices.Machines or MixedMachines'
+))  # fmt: skip
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.cluster_planner.costs")
 _NAMES = Accepted(
     f"a list of names of schedules, of {', '.join(SEARCHED)}, and {ORDER}",
@@ -58,7 +64,7 @@ _RECOMPUTES = Accepted(
 
 
 @checked(
-    ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
+    ScheduleError, model=or_none(_MODEL), batch=COUNT, memory_cap=or_none(_CAPS), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
     offload=FLAG, search=FLAG, backend=one_word("inductor", "eager"), costs=or_none(COSTS), state=STATE, dp_shard=COUNT,
     bandwidth=or_none(_SPEED),
@@ -70,8 +76,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     example: Microbatch | None = None,
     *,
     batch: int,
-    machines: Machines | str | None = None,
-    memory_cap: int | None = None,
+    machines: Machines | MixedMachines | str | None = None,
+    memory_cap: int | Sequence[int] | None = None,
     param_dtype: torch.dtype | None = torch.bfloat16,
     optimizer: str | float = "adamw",
     tensor_plan: Mapping[str, str] | None = None,
@@ -100,9 +106,10 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         model, loss, example: as for `graphpp.compile`; a model on the meta device takes no memory. Or the `ModelCosts` of an
             earlier capture, without `loss` and `example`.
         batch: rows of a step on all ranks together, each like a row of `example`.
-        machines: "512xH100", or a `graphpp.devices.Machines`.
-        memory_cap: bytes that a device may hold. None: 90 % of its memory (workspaces and the allocator take the rest); with
-            `costs`, no limit.
+        machines: "512xH100", or a `graphpp.devices.Machines`; of unlike devices "8xH100 + 8xA100", or a `MixedMachines`: each
+            pipeline rank lies on one group, in the order that is best, and a group that does not help stays idle.
+        memory_cap: bytes that a device may hold, or a list with those of each group. None: 90 % of its memory (workspaces and
+            the allocator take the rest). With `costs`, one number or one for each pipeline rank; None: no limit.
         param_dtype: dtype in which the model computes; shards and optimizer keep the model's dtype. None: the model's.
         optimizer: as `graphpp.Memory(optimizer=)`.
         tensor_plan, expert_plan: {FQN pattern: style} for `tp` and `ep`, as transformers' `tp_plan`. None: the model's.
@@ -144,7 +151,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         raise ScheduleError("plan: give a model and machines=, or costs=pipe.profile(..).costs")
     _refuse_unused("a ModelCosts" if isinstance(model, ModelCosts) else "machines=", given)
     require(ScheduleError, "machines", _MACHINES, machines)
-    found = machines if isinstance(machines, Machines) else Machines.read(machines)
+    found, cap = _with_cap(read_machines(machines) if isinstance(machines, str) else machines, memory_cap)
     known = model if isinstance(model, ModelCosts) else _captured(
         model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
         float8=float8, device_type=found.device.torch_type,
@@ -163,15 +170,13 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         recompute=SearchSpace.recompute if recompute is None else tuple(recompute),
         schedules=schedules, sizes=sizes, offload=offload, work=work,
     )  # fmt: skip
-    cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
     if like is None and not search:
         raise ScheduleError("search: without a search there is nothing to price: give like=")
     usual = Deployment(optimizer=optimizer, compiled=backend == "inductor")
     request = PlanRequest(known, found, batch, known.tokens, dtype, usual)
     with working("searching plans"):
         layout = None if like is None else read_like(like, Context(found.gpus, len(known.layers)))
-        priced = None if layout is None else price_layout(request, limits, cap, space, layout)
-        yours = None if priced is None else plan_of(priced, facts_of(request, priced))
+        yours = None if layout is None else _priced(request, limits, cap, space, layout)
         try:
             plans = find_plans(request, limits, cap, space) if search else None
         except NoPlanError as error:
@@ -181,22 +186,52 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         assert plans is not None
     else:
         plans = with_yours(plans, yours, layout.notes, cap)
-    return replace(plans, asked=_asked(given, known))
+    return replace(plans, asked=_asked(given, known) | _asked_of(found))
 
 
 def _fits_from(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> str:
     """From how many GPUs a plan fits, in words: settings with little memory are tried for doubled numbers."""
     machines, names = request.machines, [name for name in space.schedules or SEARCHED if name != ORDER]
+    mixed = not isinstance(machines, Machines)
     least = replace(space, rows=(min(space.rows),), recompute=space.recompute[-1:], schedules=names, work=_TRIED)
-    gpus = machines.gpus
     for _ in range(_DOUBLED):
-        gpus = 2 * gpus if 2 * gpus <= machines.per_machine else -(-2 * gpus // machines.per_machine) * machines.per_machine
-        more = replace(machines, gpus=gpus)
-        larger = request.on(more)
+        machines = _doubled(machines)
         with suppress(ScheduleError):  # there may be no mesh of this batch
-            if any(each.peak <= cap for each in searched(larger, limits, cap, least).found.values()):
-                return f"A plan fits on {gpus} GPUs, the fewest of doubled numbers"
-    return f"None fits on {gpus} GPUs either"
+            larger = request.on(machines)
+            searches = on_each_order(larger, limits, cap, lambda one, to, most: searched(one, to, most, least), all_of=True)
+            if any(each.over(cap) <= 0 for search in searches for each in search.found.values()):
+                return f"A plan fits on {machines if mixed else f'{machines.gpus} GPUs'}, the fewest of doubled numbers"
+    return f"None fits on {machines if mixed else f'{machines.gpus} GPUs'} either"
+
+
+def _doubled(machines: M) -> M:
+    """Twice as many GPUs in each group, in full machines if they are more than one."""
+    if isinstance(machines, MixedMachines):
+        return replace(machines, groups=tuple(map(_doubled, machines.groups)))
+    gpus, each = 2 * machines.gpus, machines.per_machine
+    return replace(machines, gpus=gpus if gpus <= each else -(-gpus // each) * each)
+
+
+def _with_cap(machines: M, memory_cap: int | Sequence[int] | None) -> tuple[M, int]:
+    """The machines, and the bytes that a device may hold: of unlike devices the most, and `machines.caps` has those of each."""
+    given, groups = _listed(memory_cap), len(machines.groups)
+    if isinstance(memory_cap, Sequence) and len(given) != groups:
+        raise ScheduleError(f"memory_cap: take a number of bytes for each of {groups} groups of {machines}, got {len(given)}")
+    if isinstance(machines, MixedMachines):
+        machines = replace(machines, caps=tuple(given * (groups if len(given) == 1 else 1)) or machines.caps)
+        return machines, max(machines.caps)
+    return machines, given[0] if given else round(machines.device.memory * USABLE)
+
+
+def _priced(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace, layout: Layout) -> TrainingPlan:
+    """The plan of a layout, on mixed machines in the best order of their groups."""
+
+    def price(one: PlanRequest, to: MeshLimits, most: int) -> tuple[Prediction, PlanRequest]:
+        return price_layout(one, to, most, space, layout), one
+
+    every = on_each_order(request, limits, cap, price, all_of=True)
+    found, own = min(every, key=lambda each: (max(0, each[0].over(cap)), *order(each[0])))
+    return plan_of(found, facts_of(own, found))
 
 
 def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[str, str]:
@@ -210,6 +245,14 @@ def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[st
         **limits,
         "versions": f"graphpp {sys.modules['graphpp'].__version__}, torch {torch.__version__}",
     }
+
+
+def _asked_of(machines: Machines | MixedMachines) -> dict[str, str]:
+    """Mixed machines, and what each of their devices may hold, for the page of the plans."""
+    if isinstance(machines, Machines):
+        return {}
+    caps = (f"{group.device.name} {spell_bytes(cap)}" for group, cap in zip(machines.groups, machines.caps, strict=True))
+    return {"machines": str(machines), "memory cap": ", ".join(caps)}
 
 
 def _said(value: object) -> str:

@@ -45,7 +45,8 @@ def plans_page(
     }
     given_pairs, found_pairs = (tuple((name, text) for name, text in each.items() if text) for each in (given, facts))
     title = "Plans of a measured pipeline" if best.measured else f"Plans of {given['model'] or 'a model'} on {best.machines}"
-    return Page(title, given_pairs, found_pairs, plans=tuple(_entries(plans, yours, cap)), cap=cap)
+    line = cap if len({*best.caps}) < 2 else None  # unlike devices have no common one
+    return Page(title, given_pairs, found_pairs, plans=tuple(_entries(plans, yours, cap)), cap=line)
 
 
 def _entries(plans: Sequence[TrainingPlan], yours: TrainingPlan | None, cap: int | None) -> Iterator[PlanEntry]:
@@ -59,7 +60,7 @@ def _entries(plans: Sequence[TrainingPlan], yours: TrainingPlan | None, cap: int
             plan.step_seconds,
             plan.peak,
             plan.reason,
-            fits=cap is None or plan.peak <= cap,
+            fits=cap is None or plan.over(cap) <= 0,
             on_front=plan.on_front,
             yours=at == len(plans),
             choices=tuple(_choices(plan.setting)),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.large_heads import has_head, is_tied, with_logits_tokens, with_word_parts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import PricedModel, priced
-from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
+from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
 from graphpp.cluster_planner.plans.settings import PlanSetting, RecomputeWord
-from graphpp.devices import Machines
-from graphpp.planner.balance import balanced
+from graphpp.devices import Machines, MixedMachines
+from graphpp.planner.balance import balanced_on
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import StageCosts
@@ -46,13 +48,13 @@ class CutStages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own); `usual`:
-    what all settings have alike, such as the optimizer and the kernels; `turns`: a cache of `estimate.py`, by mesh shape.
-    `fixed`: how many of the first and of the last segments are stages of their own; `of_head`: whether `costs` are those of
-    another head."""
+    """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own). Each
+    pipeline rank is on one group of `machines`; groups are numbered from 0. `usual`: what all settings have alike, such as the
+    optimizer and the kernels; `turns`: a cache of `estimate.py`, by mesh shape. `fixed`: how many of the first and of the last
+    segments are stages of their own; `of_head`: whether `costs` are those of another head."""
 
     costs: ModelCosts
-    machines: Machines
+    machines: Machines | MixedMachines
     batch: int
     tokens: int
     dtype: str | None = "bfloat16"
@@ -66,9 +68,33 @@ class PlanRequest:
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
     _by_head: dict[tuple[int, int | None], PlanRequest] = field(default_factory=dict, repr=False)
 
-    def on(self, machines: Machines) -> PlanRequest:
+    def on(self, machines: Machines | MixedMachines) -> PlanRequest:
         """This request on other machines."""
         return PlanRequest(self.costs, machines, self.batch, self.tokens, self.dtype, self.usual)
+
+    def shapes(self, limits: MeshLimits, sizes: Mapping[str, int]) -> Iterator[MeshShape]:
+        """The meshes for all GPUs whose pipeline ranks lie within one group each. `sizes`: fixed ones."""
+        each = mesh_shapes(self.machines.gpus, self.batch, limits, sizes)
+        return (shape for shape in each if all(group.gpus % shape.stride("pp") == 0 for group in self.machines.groups))
+
+    def groups_of_ranks(self, shape: MeshShape) -> Sequence[int]:
+        """The group of each pipeline rank."""
+        if isinstance(self.machines, Machines):
+            return [0] * shape.pp
+        return [self.machines.group_of(rank * shape.stride("pp")) for rank in range(shape.pp)]
+
+    def groups(self, setting: PlanSetting) -> Sequence[int]:
+        """The group of each stage."""
+        if len(self.machines.groups) == 1:
+            return [0] * setting.stages
+        of_rank = self.groups_of_ranks(setting.shape)
+        return [of_rank[rank] for rank in setting.schedule.homes(setting.shape.pp)]
+
+    def caps(self, shape: MeshShape, cap: int) -> Sequence[int]:
+        """Bytes that each pipeline rank may hold: on mixed machines those of its group, in place of `cap`."""
+        if isinstance(self.machines, Machines):
+            return [cap] * shape.pp
+        return [self.machines.caps[group] for group in self.groups_of_ranks(shape)]
 
     def of(self, setting: PlanSetting) -> PlanRequest:
         """This request, or for a setting with another head the request with its costs."""
@@ -109,26 +135,27 @@ class PlanRequest:
         each = [part.forward + part.of(Kind.B) for part in self.priced(shape, rows, None).segments.costs.stages]
         return each[-1] > sum(each) / stages
 
-    def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord) -> PricedModel:
-        """The segment costs for one microbatch on one rank, without messages between stages."""
-        key = _key(shape, rows, recompute)
+    def priced(self, shape: MeshShape, rows: int, recompute: RecomputeWord, group: int = 0) -> PricedModel:
+        """The segment costs for one microbatch on one rank, without messages between stages. Only seconds differ by group."""
+        key = _key(shape, rows, recompute), group
         if key not in self._priced:
             degrees = shape.tp, shape.ep, shape.cp, shape.folded
             tp, ep, cp, folded = degrees
             deployment = replace(self.usual, rows=rows, tp=tp, ep=ep, cp=cp, folded=folded, recompute=recompute)
-            self._priced[key] = priced(self.costs, self.machines, deployment, self._alike.get(degrees))
+            self._priced[key] = priced(self.costs, self.machines.groups[group], deployment, self._alike.get(degrees))
             self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]
 
     def stages(self, setting: PlanSetting) -> CutStages:
         """The cut with the lightest heaviest stage."""
-        key = _key(setting.shape, setting.rows, setting.recompute)
-        found = self._stages.get((key, setting.stages))
+        key, groups = _key(setting.shape, setting.rows, setting.recompute), tuple(self.groups(setting))
+        found = self._stages.get((key, groups))
         if found is None:
-            priced = self.priced(setting.shape, setting.rows, setting.recompute)
+            indices = range(len(self.machines.groups))
+            each = [self.priced(setting.shape, setting.rows, setting.recompute, group) for group in indices]
             if key not in self._totals:
-                self._totals[key] = _totals(priced)
-            found = self._stages[key, setting.stages] = _cut(priced, setting.stages, self._totals[key], self.fixed)
+                self._totals[key] = _totals(each[0])
+            found = self._stages[key, groups] = _cut(each, groups, self._totals[key], self.fixed)
         return found
 
 
@@ -148,14 +175,18 @@ def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
     return shape.tp, shape.ep, shape.cp, shape.folded, rows, recompute
 
 
-def _cut(priced: PricedModel, stages: int, totals: ModelTotals, fixed: tuple[int, int]) -> CutStages:
-    before, after = fixed
-    each = [(part.forward, part.input_grad, part.weight_grad) for part in priced.segments.costs.stages]
-    last = len(each) - after
-    body = balanced(list(map(sum, each[before:last])), stages - before - after)
-    cut = (*range(before), *(before + first for first in body), *range(last, len(each)))
-    ends = [*cut[1:], len(each)]
-    added = [tuple(map(sum, zip(*each[first:end], strict=True))) for first, end in zip(cut, ends, strict=True)]
+def _cut(priced: Sequence[PricedModel], groups: Sequence[int], totals: ModelTotals, fixed: tuple[int, int]) -> CutStages:
+    """`priced`: by group; `groups`: of each stage."""
+    (before, after), stages = fixed, len(groups)
+    each = [[(part.forward, part.input_grad, part.weight_grad) for part in one.segments.costs.stages] for one in priced]
+    last = len(each[0]) - after
+    body = balanced_on([list(map(sum, one[before:last])) for one in each], groups[before : stages - after])
+    assert body is not None, "no stage has a limit of bytes"
+    cut = (*range(before), *(before + first for first in body), *range(last, len(each[0])))
+    bounds = pairwise((*cut, len(each[0])))
+    added = [
+        tuple(map(sum, zip(*each[group][first:end], strict=True))) for group, (first, end) in zip(groups, bounds, strict=True)
+    ]
     heaviest = max(added[before : stages - after], key=sum)
     if after:  # each rank has one part of the head, and of a tied embedding; the other stages are as heavy as the heaviest
         per_rank, parts = stages // after, [added[-1], *added[: min(before, 1)]]

@@ -46,6 +46,14 @@ class ScheduleChoice:
         if self.name == ORDER and self.order is None:
             raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table')
 
+    def homes(self, ranks: int) -> list[int]:
+        """The rank of each stage."""
+        if self.order is not None:
+            of_stage = Schedule.parse(self.order).rank_of_stage
+            return [of_stage[stage] for stage in sorted(of_stage)]
+        there = list(range(ranks))
+        return there + there[::-1] if self.name in _OF_TWO and ranks > 1 else there * self.stages_per_rank
+
     def table(self, ranks: int, microbatches: int) -> Schedule:
         """Raises `ScheduleError` if the schedule does not admit these numbers."""
         stages = ranks * self.stages_per_rank

@@ -7,8 +7,9 @@ plan=plan)` trains by it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -53,8 +54,33 @@ class StepSeconds:
         return float(sum(getattr(self, item.name) for item in fields(self)))
 
 
+class RankBytes:
+    """The peak bytes of each pipeline rank beside `caps`, the bytes that each may hold, if they are of unlike devices."""
+
+    peaks: tuple[int, ...]
+    caps: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on any rank at one time."""
+        return max(self.peaks)
+
+    @property
+    def fullest(self) -> int:
+        """The pipeline rank with the fewest bytes left."""
+        return fullest_rank(self.peaks, self.caps)
+
+    def over(self, cap: float) -> float:
+        """The most bytes of a rank above its cap; at most 0 if all fit. `cap`: of each rank, if there are no `caps`."""
+        return self.peaks[self.fullest] - (self.caps[self.fullest] if self.caps else cap)
+
+
+def fullest_rank(peaks: Sequence[int], caps: Sequence[int]) -> int:
+    return max(range(len(peaks)), key=lambda rank: peaks[rank] - (caps[rank] if caps else 0))
+
+
 @dataclass(frozen=True)
-class TrainingPlan:
+class TrainingPlan(RankBytes):
     """One way to train a model on `machines`, with its predicted cost.
 
     `setting`: the choices of the search. `split`: FQNs at which stages start. `seconds`: of a step; `batch`: rows of a step on
@@ -67,11 +93,12 @@ class TrainingPlan:
     covers, if not all. `float8`: the linear layers that compute in float8, as text (None: none). `costs`: the seconds of its
     stages, by which `timeline` simulates a step (None: unknown, in JSON of earlier versions). `error`: the 10th and 90th
     percentile of measured over predicted seconds in published runs of the same kind (None: none are known for the device).
-    `host`: bytes of offloaded values in a machine's memory. `moved`: the share of the seconds under the most balanced cut that
-    moves of stage starts save (0: the stages are balanced). `bound`: seconds than which no cut of the model, no order and no
-    placement of stages on as many pipeline ranks is faster, with the same mesh, microbatches and recomputation (0: unknown).
-    A plan of measured costs has `machines` "measured", `split` () (the measured split stays) and `mfu` 0. Raises
-    `GraphPPError` for inconsistent numbers.
+    `host`: bytes of offloaded values in a machine's memory. On unlike devices, `machines` are in the order of the pipeline
+    ranks, and `devices`, `caps` are the name of each pipeline rank's device and the bytes that it may hold. `moved`: the share
+    of the seconds under the most balanced cut that moves of stage starts save (0: the stages are balanced). `bound`: seconds
+    than which no cut of the model, no order and no placement of stages on as many pipeline ranks is faster, with the same mesh,
+    microbatches and recomputation (0: unknown). A plan of measured costs has `machines` "measured", `split` () (the measured
+    split stays) and `mfu` 0. Raises `GraphPPError` for inconsistent numbers.
     """
 
     machines: str
@@ -93,6 +120,8 @@ class TrainingPlan:
     hfu: float = 0.0
     error: tuple[float, float] | None = None
     host: int = 0
+    devices: tuple[str, ...] = ()
+    caps: tuple[int, ...] = ()
     moved: float = 0.0
     bound: float = 0.0
 
@@ -104,8 +133,9 @@ class TrainingPlan:
         layers = sum(self.setting.recomputed or ())
         if len(self.recomputed) != layers:
             raise GraphPPError(f"plan.recomputed: take the names of {layers} layers, got {len(self.recomputed)}")
-        if len(self.peaks) != self.setting.shape.pp:
-            raise GraphPPError(f"plan.peaks: take the bytes of {self.setting.shape.pp} ranks, got {len(self.peaks)}")
+        for name in ("peaks", *(name for name in ("devices", "caps") if getattr(self, name))):
+            if len(each := getattr(self, name)) != self.setting.shape.pp:
+                raise GraphPPError(f"plan.{name}: take one for each of {self.setting.shape.pp} ranks, got {len(each)}")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise GraphPPError(f"plan.dtype: take the name of a dtype of torch, or None, got {self.dtype!r}")
         if not self.seconds.total > 0:
@@ -145,11 +175,6 @@ class TrainingPlan:
     def bubble(self) -> float:
         """The share of a step in which the busiest rank waits."""
         return self.seconds.bubble / self.step_seconds
-
-    @property
-    def peak(self) -> int:
-        """The most bytes on any rank at one time."""
-        return max(self.peaks)
 
     def table(self) -> Schedule:
         """The pipeline's schedule."""
@@ -193,6 +218,17 @@ class TrainingPlan:
         return f"{count:,.0f} {unit}"
 
     @property
+    def ranks(self) -> str:
+        """On unlike devices, the pipeline ranks of each device with their most bytes beside what they may hold; else ""."""
+        found, first = list[str](), 0
+        for (device, cap), each in groupby(zip(self.devices, self.caps, strict=False)):
+            end = first + len(list(each))
+            most = f"{spell_bytes(max(self.peaks[first:end]))} of {spell_bytes(cap)}"
+            found.append(f"{first if end - first == 1 else f'{first} to {end - 1}'} on {device}, {most}")
+            first = end
+        return "; ".join(found)
+
+    @property
     def details(self) -> dict[str, str]:
         """Text by topic: shares of the seconds, bytes of each kind, bytes sent, stage starts."""
         parts = asdict(self.seconds)
@@ -200,6 +236,7 @@ class TrainingPlan:
             "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
             "memory": _bytes(self.memory),
             "sent by a rank in a step": _bytes(self.sent) or "nothing",
+            **({"pipeline ranks": self.ranks} if self.ranks else {}),
             **({"recomputed layers": ", ".join(self.recomputed)} if self.recomputed else {}),
             **({"float8": self.float8} if self.float8 else {}),
             "stages start at": self._starts,
@@ -267,12 +304,14 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         shares, held, sent, *_, starts = self.details.values()
+        ranks = [f"  pipeline ranks {self.ranks}"] if self.ranks else []
         lines = [
             f"{self.setting}, on {self.machines}",
             f"  step {spell_time(self.step_seconds, 's')}{self._range}, {self.rate}, MFU {self.utilization}{self._hardware}:",
             f"    {shares}",
             *([f"    {self.over_bound} over the lower bound of {spell_time(self.bound, 's')}"] if self.bound else []),
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
+            *ranks,
             *([f"  offloaded values take {spell_bytes(self.host)} of a machine's memory"] if self.host else []),
             f"  sent by a rank in a step: {sent}",
             f"  stages start at {starts}",

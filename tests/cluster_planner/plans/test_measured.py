@@ -31,7 +31,7 @@ def state(weights: int = 1000) -> list[StateBytes]:
     return [StateBytes((s,), (s,), weights=weights, sums=weights, optimizer=2 * weights) for s in range(STAGES)]
 
 
-def plans(saved: int = 10, weights: int = 1000, cap: int | None = None, **more: Any) -> TrainingPlans:
+def plans(saved: int = 10, weights: int = 1000, cap: int | list[int] | None = None, **more: Any) -> TrainingPlans:
     given = {"dp_shard": 4, "bandwidth": 4000.0, "costs": costs(saved), "state": state(weights), "rows": 2, **more}
     batch = given["rows"] * MICROBATCHES * given["dp_shard"]
     return graphpp.plan(batch=batch, memory_cap=cap, pp=RANKS, **given)
@@ -74,6 +74,17 @@ def test_weights_that_do_not_fit_whole_are_gathered_breadth_first() -> None:
     tight = min(each.peak for each in plans(**given))
     best = plans(cap=round(1.01 * tight), **given).best
     assert (best.setting.schedule.name, best.setting.keep) == ("LoopedBFS", 1)
+
+
+def test_each_rank_may_have_a_cap_of_its_own() -> None:
+    """The first rank of 1F1B holds more microbatches than the last one."""
+    given: dict[str, Any] = {"saved": 5_000, "schedules": ["Interleaved1F1B"]}
+    first, last = plans(**given).best.peaks
+    assert first > last and plans(cap=[first, last], **given).best.peaks == (first, last)
+    with pytest.raises(graphpp.NoPlanError, match=f"memory_cap={last:,} bytes: .* on its fullest rank, .* too much"):
+        plans(cap=[last, first], **given)
+    with pytest.raises(graphpp.ScheduleError, match="memory_cap: take one number of bytes, or one for each of 2"):
+        plans(cap=[last, first, first])
 
 
 def test_activations_over_the_cap_are_named() -> None:

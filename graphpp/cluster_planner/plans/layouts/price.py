@@ -23,7 +23,7 @@ from graphpp.cluster_planner.plans.layouts.other_systems import (
     read_torchtitan,
 )
 from graphpp.cluster_planner.plans.layouts.own_words import read_own_words
-from graphpp.cluster_planner.plans.mesh_shapes import SIZES, MeshLimits, MeshShape, mesh_shapes
+from graphpp.cluster_planner.plans.mesh_shapes import SIZES, MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
@@ -99,7 +99,7 @@ def price_layout(request: PlanRequest, limits: MeshLimits, cap: int, space: Sear
         space, fixed=fixed, sizes={name: each for name, each in space.sizes.items() if name not in fixed.values},
         recompute=fixed.among("recompute", space.recompute), offload=space.offload and "offload" not in fixed.values,
     )  # fmt: skip
-    shapes = [each for each in mesh_shapes(request.machines.gpus, request.batch, limits, fixed.sizes) if fixed.admits(each)]
+    shapes = list(filter(fixed.admits, request.shapes(limits, fixed.sizes)))
     _check_rows(request, shapes, own)
     try:
         found = list(searched(request, limits, cap, own).found.values())
@@ -110,7 +110,7 @@ def price_layout(request: PlanRequest, limits: MeshLimits, cap: int, space: Sear
         said = f"a machine has {spell_bytes(host)} of memory for offloaded values, and the layout takes {spell_bytes(least)}"
         raise ScheduleError(f"like: offload: {said}: offload less, or give Machines(host_memory=)")
     found = [each for each in found if each.host <= host]
-    return min(found, key=lambda each: (max(0, each.peak - cap), *order(each)))
+    return min(found, key=lambda each: (max(0, each.over(cap)), *order(each)))
 
 
 def _check_question(request: PlanRequest, question: Mapping[str, object]) -> None:
@@ -139,8 +139,12 @@ def _check_sizes(request: PlanRequest, limits: MeshLimits, fixed: Fixed) -> None
     if values.get("folded") and {"cp", "tp"} <= sizes.keys() and sizes["cp"] * sizes["tp"] == 1:
         raise ScheduleError("like: experts are spread over cp and tp too where one of these has several ranks: leave it out")
     if values.get("offload") is not None and machines.host is None:
-        raise ScheduleError(f"like: offload: {machines.device.name} has no link to the host: give Device(host=Link(..))")
+        name = next(each.device.name for each in machines.groups if each.host is None)
+        raise ScheduleError(f"like: offload: {name} has no link to the host: give Device(host=Link(..))")
     pp = sizes.get("pp", 1)
+    if "pp" in sizes and any(each.gpus % (machines.gpus // pp) for each in machines.groups):
+        said = f"pp {pp} gives a pipeline rank {machines.gpus // pp} GPUs, which do not divide each group of {machines}"
+        raise ScheduleError(f"like: {said}: take another pp, for a pipeline rank lies within one group")
     per_rank = fixed.stages_per_rank(values.get("schedule", "1F1B"), pp)
     if not per_rank and "pp" in sizes:
         raise ScheduleError(f"like: {values['stages']} stages on pp {pp}: take a multiple, and as many a rank")

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from graphpp.cluster_planner.plans.settings import PlanSetting
@@ -64,16 +64,36 @@ def shared_seconds(
     return SharedSeconds(tuple(gathers), tuple(reductions), tuple(copies), lost / total if total else 0.0)
 
 
+def shared_on(
+    machines: Sequence[Machines], setting: PlanSetting, state: Sequence[StateBytes], experts: Sequence[bool]
+) -> SharedSeconds:
+    """As `shared_seconds`, with the machines of each stage. `contention` is that of the machines where it is largest."""
+    found = list[SharedSeconds]()
+    for group in {id(each): each for each in machines}.values():
+        here = {stage for stage, each in enumerate(machines) if each is group}
+        pairs = [pair for pair in zip(state, experts, strict=True) if not here.isdisjoint(pair[0].readers)]
+        own = [replace(one, readers=_among(here, one.readers), makers=_among(here, one.makers)) for one, _ in pairs]
+        found.append(shared_seconds(group, setting, own, [expert for _, expert in pairs]))
+    each = ((one.gathers for one in found), (one.reductions for one in found), (one.copies for one in found))
+    gathers, reductions, copies = (tuple(map(sum, zip(*of_groups, strict=True))) for of_groups in each)
+    return SharedSeconds(gathers, reductions, copies, max(one.contention for one in found))
+
+
+def _among(stages: Set[int], users: Sequence[int]) -> tuple[int, ...]:
+    return tuple(stage for stage in users if stage in stages)
+
+
 def with_sums(
-    stages: Sequence[StageCosts], state: Sequence[StateBytes], machines: Machines, microbatches: int
+    stages: Sequence[StageCosts], state: Sequence[StateBytes], machines: Sequence[Machines], microbatches: int
 ) -> tuple[StageCosts, ...]:
     """The stages with the kernels that add a microbatch's weight gradients to the sums of earlier ones. Compiled programs add
-    within their matrix products."""
+    within their matrix products. `machines`: of each stage."""
     seconds = [0.0] * len(stages)
     for one in state:
         nbytes = 2 * one.sums + one.weights  # a gradient is as large as the weights in computation
         for stage in one.makers:
-            seconds[stage] += (1 - 1 / microbatches) * machines.slowest * machines.device.seconds(0.0, nbytes, "")
+            own = machines[stage]
+            seconds[stage] += (1 - 1 / microbatches) * own.slowest * own.device.seconds(0.0, nbytes, "")
     return tuple(map(_longer, stages, seconds))
 
 

@@ -28,16 +28,20 @@ def windows_of_setting(priced: PricedModel, cut: Cut, table: Schedule, fraction:
     return tuple(windows_of(table, usual.fraction, usual.ahead, lambda stage, _: saved[stage]))
 
 
-def host_bytes(table: Schedule, windows: Sequence[OffloadWindow], shape: MeshShape, machines: Machines) -> int:
+def host_bytes(table: Schedule, windows: Sequence[OffloadWindow], shape: MeshShape, machines: Sequence[Machines]) -> int:
     """The most bytes of offloaded values in the memory of a machine. Each value has room from its eviction until the first
-    computation that reads it; all ranks of a machine count with their own maxima."""
+    computation that reads it; all ranks of a machine count with their own maxima. `machines`: of each pipeline rank."""
     if not windows:
         return 0
     own = [[each for each in windows if table.rank_of_stage[each.stage] == rank] for rank in range(table.ranks)]
     most = [_on_host(row, each) for row, each in zip(table.table, own, strict=True)]
-    alike = min(shape.stride("pp"), machines.per_machine)  # ranks of a machine with the same pipeline rank
-    others = max(1, machines.per_machine // shape.stride("pp"))
-    return alike * max(sum(most[first : first + others]) for first in range(0, len(most), others))
+    found = 0
+    for group in {id(each): each for each in machines}.values():
+        alike = min(shape.stride("pp"), group.per_machine)  # ranks of a machine with the same pipeline rank
+        others = max(1, group.per_machine // shape.stride("pp"))
+        here = [nbytes for nbytes, each in zip(most, machines, strict=True) if each is group]
+        found = max(found, alike * max(sum(here[first : first + others]) for first in range(0, len(here), others)))
+    return found
 
 
 def _on_host(row: Row, windows: Sequence[OffloadWindow]) -> int:

@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_seconds, with_sums
+from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_on, with_sums
 from graphpp.cluster_planner.plans.prediction.lower_bound import least_seconds
 from graphpp.cluster_planner.plans.prediction.offloaded import host_bytes, windows_of_setting
 from graphpp.cluster_planner.plans.prediction.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, priced_setting
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
-from graphpp.cluster_planner.plans.training_plan import StepSeconds
+from graphpp.cluster_planner.plans.training_plan import RankBytes, StepSeconds, fullest_rank
+from graphpp.devices import Link, MixedMachines
+from graphpp.devices.mixed import message
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.simulate.step_time import HostCopies
@@ -32,10 +34,11 @@ _SMALL = 2e-3  # of a step: gathers and reductions that together take less count
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(RankBytes):
     """A setting's predicted step. `peaks`: peak bytes of each pipeline rank; `memory`: bytes by kind on the fullest rank;
     `sent`: bytes per step along each mesh dimension, of the rank that sends most; `moved`: the share of the most balanced cut's
-    seconds that moves of stage starts save; `host`: bytes of offloaded values in the memory of a machine."""
+    seconds that moves of stage starts save; `host`: bytes of offloaded values in the memory of a machine. `caps`: bytes that
+    each pipeline rank may hold, if they are of unlike devices."""
 
     setting: PlanSetting
     cut: Cut
@@ -44,11 +47,8 @@ class Prediction:
     memory: Mapping[str, int]
     sent: Mapping[str, int]
     host: int = 0
+    caps: tuple[int, ...] = ()
     moved: float = 0.0
-
-    @property
-    def peak(self) -> int:
-        return max(self.peaks)
 
 
 def predict(request: PlanRequest, setting: PlanSetting, cut: Cut | None = None) -> Prediction | None:
@@ -131,6 +131,7 @@ class _Step:
     def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut, ahead: bool = False) -> None:
         self._request, self._setting, self.cut = request.of(setting), setting, cut
         self._priced = priced_setting(self._request, setting, cut, ahead or setting.schedule.recomputes_ahead)
+        self._machines = [request.machines.groups[group] for group in request.groups(setting)]  # of each stage
 
     @cached_property
     def _stages(self) -> _Stages:
@@ -139,10 +140,12 @@ class _Step:
         pairs = zip(segments.state, experts, strict=True)
         named = tuple(replace(one, shards=shape.dp_shard if expert else shape.shards) for one, expert in pairs)
         costs, state = replace(segments, state=named).stages(self.cut)
-        machines, stride, keep = self._request.machines, shape.stride("pp"), self._setting.keep
-        shared = shared_seconds(machines, self._setting, state, experts)
-        crossing = self._crossing()
-        on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
+        machines, stride, keep = self._machines, shape.stride("pp"), self._setting.keep
+        shared = shared_on(machines, self._setting, state, experts)
+        crossing, ends = self._crossing(), list(pairwise(machines))
+        on, back = (
+            tuple(message(*pair, nbytes, stride) for pair, nbytes in zip(ends, sizes, strict=True)) for sizes in crossing
+        )
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=shared.gathers, reductions=shared.reductions)
         stages = costs.stages
         if keep != 0 and not self._request.usual.compiled:
@@ -151,6 +154,11 @@ class _Step:
         if keep == 0:  # computations gather single layers, so the parts of an OVERLAP_F_B run in sequence
             moving = replace(moving, hidden=0.0, woven=False)
         return _Stages(moving, state, shared)
+
+    @property
+    def _caps(self) -> tuple[int, ...]:
+        """Bytes that each pipeline rank may hold; () on equal machines, which have one cap."""
+        return tuple(self._request.caps(self._setting.shape, 0)) if isinstance(self._request.machines, MixedMachines) else ()
 
     def _crossing(self) -> tuple[list[int], ...]:
         sizes = self._priced.forward_bytes, self._priced.backward_bytes
@@ -169,7 +177,7 @@ class _Step:
 
     @cached_property
     def _layers(self) -> LayerGathers:
-        return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut)
+        return LayerGathers(self._machines, self._setting.shape, self._priced, self.cut)
 
     @property
     def waiting(self) -> Costs:
@@ -200,18 +208,24 @@ class _Step:
         peaks = self.rank_peaks(table)
         makespan, busy, alone = self._spans(table)
         waits = self._waits_for_copies(table)
-        fullest = max(peaks, key=lambda each: each.nbytes)
+        fullest = peaks[fullest_rank([each.nbytes for each in peaks], self._caps)]
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        host = host_bytes(table.schedule, self._windows(table), self._setting.shape, self._request.machines)
+        of_ranks = [self._request.machines.groups[each] for each in self._request.groups_of_ranks(self._setting.shape)]
+        host = host_bytes(table.schedule, self._windows(table), self._setting.shape, of_ranks)
         bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table), host
         return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
 
     def _waits_for_copies(self, table: ReadTable) -> float:
-        link, windows, collectives = self._request.machines.host, self._windows(table), self._setting.keep != 0
-        if link is None or not windows:
+        windows, collectives = self._windows(table), self._setting.keep != 0
+        if self._request.machines.host is None or not windows:
             return 0.0
-        copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
+        links = [cast(Link, each.host) for each in self._machines]
+
+        def seconds(each: OffloadWindow) -> float:
+            return len(each.values) * links[each.stage].latency + links[each.stage].seconds(each.nbytes)
+
+        copies = HostCopies(windows, seconds)
         delayed = table.times.seconds(self.waiting, collectives=collectives, copies=copies).makespan
         return max(0.0, delayed - table.times.seconds(self.waiting, collectives=collectives).makespan)
 
@@ -253,11 +267,12 @@ class _Step:
         parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
         sent = self._sent(further(first.along, last.along), last.exchanged)
         host = round(further(first.host, last.host))
-        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host)
+        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host, self._caps)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
-        usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
+        plain = replace(self._setting, recompute=None, recomputed=None)
+        usual = priced_setting(self._request, plain, self.cut).segments.costs.stages
         costs = self._priced.segments.costs.stages
         ends = [*self.cut[1:], len(costs)]
         own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
@@ -277,6 +292,8 @@ class _Step:
 
     @property
     def bound(self) -> float:
+        if isinstance(self._request.machines, MixedMachines):
+            return 0.0  # another placement computes a segment on another device
         priced, shape, stride = self._priced, self._setting.shape, self._setting.shape.stride("pp")
         crossing, send = (priced.forward_bytes, priced.backward_bytes), self._request.machines.send
         on, back = (tuple(send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
@@ -297,7 +314,8 @@ class _Step:
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
                 by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        return [nbytes / self._request.machines.device.memory_bandwidth for nbytes in by_stage]
+        speeds = [each.device.memory_bandwidth for each in self._machines]
+        return [nbytes / speed for nbytes, speed in zip(by_stage, speeds, strict=True)]
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
         """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""

@@ -44,23 +44,39 @@ def layer_names(costs: ModelCosts, setting: PlanSetting, cut: Cut) -> tuple[str,
 
 
 def priced_setting(request: PlanRequest, setting: PlanSetting, cut: Cut, ahead: bool = False) -> PricedModel:
-    """The segment costs of a setting, of which some are recomputed; `ahead`: with the costs behind an R too."""
-    again = request.priced(setting.shape, setting.rows, setting.recompute)
+    """The segment costs of a setting, of which some are recomputed; each segment on the group of its stage. `ahead`: with the
+    costs behind an R too."""
+    groups = request.groups(setting)
+    each = {group: priced_on(request, setting, cut, group, ahead) for group in sorted(set(groups))}
+    if len(each) == 1:
+        return each[groups[0]]
+    bounds = pairwise((*cut, len(request.costs.starts)))
+    return _joined([each[group] for group, (first, end) in zip(groups, bounds, strict=True) for _ in range(first, end)])
+
+
+def priced_on(request: PlanRequest, setting: PlanSetting, cut: Cut, group: int, ahead: bool = False) -> PricedModel:
+    """The segment costs of a setting, all on one group of the machines."""
+    again = request.priced(setting.shape, setting.rows, setting.recompute, group)
     if setting.recomputed is None and not ahead:
         return again
-    plain, costs = request.priced(setting.shape, setting.rows, None), request.costs
-    chosen: Collection[int] = range(len(plain.segments.costs.stages))
+    plain, costs = request.priced(setting.shape, setting.rows, None, group), request.costs
+    chosen: Collection[int] = range(len(costs.starts))
     if setting.recomputed is not None:
         chosen = {at for layer in _recomputed(costs, setting.recomputed, cut) for at in _segments_of(costs, layer)}
-    stages, mixed = list(plain.segments.costs.stages), {name: list(getattr(plain, name)) for name in _BY_SEGMENT}
-    for at in chosen:
-        own = again.segments.costs.stages[at]
-        stages[at] = _with_ahead(own, stages[at]) if ahead else own
-        for name, values in mixed.items():
-            values[at] = getattr(again, name)[at]
-    by_segment: dict[str, Any] = {name: tuple(values) for name, values in mixed.items()}
-    segments = replace(plain.segments, costs=replace(plain.segments.costs, stages=tuple(stages)))
-    return replace(plain, segments=segments, **by_segment)
+    found = _joined([again if at in chosen else plain for at in range(len(costs.starts))], plain)
+    if not ahead:
+        return found
+    pairs = zip(found.segments.costs.stages, plain.segments.costs.stages, strict=True)
+    stages = tuple(_with_ahead(own, usual) if at in chosen else own for at, (own, usual) in enumerate(pairs))
+    return replace(found, segments=replace(found.segments, costs=replace(found.segments.costs, stages=stages)))
+
+
+def _joined(each: Sequence[PricedModel], base: PricedModel | None = None) -> PricedModel:
+    """The first price, or `base`, with each segment of its own one."""
+    base = base or each[0]
+    mixed: dict[str, Any] = {name: tuple(getattr(one, name)[at] for at, one in enumerate(each)) for name in _BY_SEGMENT}
+    stages = tuple(one.segments.costs.stages[at] for at, one in enumerate(each))
+    return replace(base, segments=replace(base.segments, costs=replace(base.segments.costs, stages=stages)), **mixed)
 
 
 def _with_ahead(own: StageCosts, plain: StageCosts) -> StageCosts:
@@ -84,9 +100,9 @@ def _segments_of(costs: ModelCosts, layer: int) -> range:
 
 @dataclass(frozen=True)
 class LayerGathers:
-    """The stages of a cut in which each computation gathers its layers."""
+    """The stages of a cut in which each computation gathers its layers. `machines`: of each stage."""
 
-    machines: Machines
+    machines: Sequence[Machines]
     shape: MeshShape
     priced: PricedModel
     cut: Cut
@@ -129,9 +145,10 @@ class LayerGathers:
     def _unhidden(self, stage: int, kind: Kind) -> float:
         """Seconds that a computation waits for gathers and reductions."""
         segments, each = self._segments(stage, kind), self._layers(stage, kind)
-        gathers = [self._seconds(one.read, one.expert_read) for one in each]
-        sums = [self._seconds(one.made, one.expert_made) for one in each]
-        waited, slower = gathers[0] + sums[-1], self.machines.contention(self.shape.shards, self.shape.stride("ep"))
+        machines = self.machines[stage]
+        gathers = [self._seconds(machines, one.read, one.expert_read) for one in each]
+        sums = [self._seconds(machines, one.made, one.expert_made) for one in each]
+        waited, slower = gathers[0] + sums[-1], machines.contention(self.shape.shards, self.shape.stride("ep"))
         for at, segment in enumerate(segments[: len(each)]):
             beside = (gathers[at + 1] if at + 1 < len(gathers) else 0.0) + (sums[at - 1] if at else 0.0)
             computed = self.priced.segments.costs.stages[segment].of(kind)
@@ -139,12 +156,13 @@ class LayerGathers:
         return waited
 
     @cached_property
-    def _seconds(self) -> Callable[[int, int], float]:
+    def _seconds(self) -> Callable[[Machines, int, int], float]:
         """Seconds to gather or reduce-scatter these plain and expert bytes; both take equal time."""
-        shape, gather = self.shape, self.machines.all_gather
+        shape = self.shape
 
         @cache  # most layers have equally many bytes
-        def seconds(plain: int, experts: int) -> float:
+        def seconds(machines: Machines, plain: int, experts: int) -> float:
+            gather = machines.all_gather
             of_experts = gather(experts, shape.dp_shard, shape.stride("dp_shard")) if shape.dp_shard > 1 else 0.0
             return of_experts + (gather(plain, shape.shards, shape.stride("ep")) if shape.shards > 1 else 0.0)
 

@@ -87,10 +87,10 @@ def _order_within(
 ) -> Prediction | None:
     costs, held = order_costs(request, found.setting, found.cut, table, ahead)
     for beside in dict.fromkeys(held):
-        room = [cap - nbytes for nbytes in beside]
+        room = [most - nbytes for most, nbytes in zip(request.caps(found.setting.shape, cap), beside, strict=True)]
         choice = _made(make, costs, room) if min(room) > 0 else None
         ordered = None if choice is None else predict(request, replace(found.setting, schedule=choice), found.cut)
-        if ordered is not None and ordered.peak <= cap:
+        if ordered is not None and ordered.over(cap) <= 0:
             return ordered
     return None
 

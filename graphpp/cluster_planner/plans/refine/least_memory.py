@@ -10,13 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from operator import gt, le
 
 from graphpp.cluster_planner.plans.prediction.predict_step import peaks_of, tables_of
 from graphpp.cluster_planner.plans.prediction.read_tables import ReadTable
-from graphpp.cluster_planner.plans.prediction.single_layers import layers_of_stages, priced_setting
+from graphpp.cluster_planner.plans.prediction.single_layers import layers_of_stages, priced_on
+from graphpp.cluster_planner.plans.refine.cut_by_memory import cut_by_memory
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting
-from graphpp.planner.balance import balanced
+from graphpp.planner.balance import balanced_on
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
 
@@ -36,7 +39,8 @@ def least_offload(request: PlanRequest, setting: PlanSetting, cap: int) -> PlanS
         return replace(setting, offload=step / _STEPS if step else None)
 
     def fits(step: int) -> bool:
-        return max(peaks_of(request, offloading(step), cut, tables)) <= cap
+        peaks = peaks_of(request, offloading(step), cut, tables)
+        return all(map(le, peaks, request.caps(setting.shape, cap)))
 
     return offloading(bisect_left(range(_STEPS), True, key=fits)) if fits(_STEPS) else None
 
@@ -52,25 +56,25 @@ def least_recompute(request: PlanRequest, setting: PlanSetting, cap: int) -> tup
     best: tuple[float, PlanSetting, Cut] | None = None
     for _ in range(_ROUNDS):
         found = _Ranks(request, setting, cut, tables).least(cap)
-        if found is None:
-            break
-        slowest, seconds = _seconds(request, found, cut, tables[0])
-        if best is None or slowest < best[0] * (1 - 1e-9):
-            best = slowest, found, cut
-        following = balanced(seconds, setting.stages)
-        if following == cut:
+        if found is not None:
+            slowest, seconds = _seconds(request, found, cut, tables[0])
+            if best is None or slowest < best[0] * (1 - 1e-9):
+                best = slowest, found, cut
+        following = cut_by_memory(request, setting, cut) if found is None else balanced_on(seconds, request.groups(setting))
+        if following is None or following == cut:
             break
         cut = following
     return None if best is None else best[1:]
 
 
-def _seconds(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[float, list[float]]:
-    """For one microbatch: seconds of the slowest rank, and of each segment."""
-    parts = priced_setting(request.of(setting), setting, cut).segments.costs.stages
-    each = [part.of(Kind.F) + part.of(Kind.I) + part.of(Kind.W) for part in parts]
-    ranks, ends = [0.0] * setting.shape.pp, [*cut[1:], len(parts)]
-    for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
-        ranks[table.rank_of_stage[stage]] += sum(each[first:end])
+def _seconds(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[float, list[list[float]]]:
+    """For one microbatch: seconds of the slowest rank, and of each segment on each group of the machines."""
+    groups = range(len(request.machines.groups))
+    parts = [priced_on(request, setting, cut, group).segments.costs.stages for group in groups]
+    each = [[part.of(Kind.F) + part.of(Kind.I) + part.of(Kind.W) for part in own] for own in parts]
+    ranks, bounds = [0.0] * setting.shape.pp, pairwise((*cut, len(parts[0])))
+    for stage, (group, (first, end)) in enumerate(zip(request.groups(setting), bounds, strict=True)):
+        ranks[table.rank_of_stage[stage]] += sum(each[group][first:end])
     return max(ranks), each
 
 
@@ -87,12 +91,13 @@ class _Ranks:
         """Bisect the recomputed layers of all ranks in parallel: one rank's bytes do not depend on another's layers."""
         most = [sum(self._layers[stage] for stage in stages) for stages in self._stages]
         low, high = [-1] * len(most), list(most)  # on each rank `low` is too few, `high` is enough
-        if any(peak > cap for peak in self._peaks(high)):
+        caps = self._request.caps(self._setting.shape, cap)
+        if any(map(gt, self._peaks(high), caps)):
             return None
         while any(high[rank] - low[rank] > 1 for rank in range(len(most))):
             middle = [(few + enough) // 2 if enough - few > 1 else enough for few, enough in zip(low, high, strict=True)]
             for rank, peak in enumerate(self._peaks(middle)):
-                (high if peak <= cap else low)[rank] = middle[rank]
+                (high if peak <= caps[rank] else low)[rank] = middle[rank]
         return self._with(high)
 
     def _peaks(self, counts: Sequence[int]) -> tuple[int, ...]:

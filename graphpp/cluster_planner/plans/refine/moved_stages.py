@@ -17,6 +17,7 @@ from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, co
 from graphpp.cluster_planner.plans.prediction.read_tables import ReadTable, counts_of
 from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, layers_of_stages, priced_setting
 from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.devices import Machines, MixedMachines
 from graphpp.planner.auto_split import CutSearch, Value, rounded
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -28,9 +29,10 @@ _UNCOUNTED = 2**62  # bytes of a cut that is not the fastest so far
 def moved_stages(request: PlanRequest, found: Prediction, cap: int) -> Prediction | None:
     setting, own = found.setting, request.of(found.setting)
     tables = tables_of(request, setting)
-    if tables is None or setting.shape.pp == 1:
+    machines = request.machines
+    if tables is None or setting.shape.pp == 1 or isinstance(machines, MixedMachines):  # there a segment has its stage's price
         return None
-    cuts = _Cuts(own, found, cap, tables)
+    cuts = _Cuts(own, found, cap, tables, machines)
     starts, (before, after) = own.costs.starts, own.fixed
     fixed = starts[1 : before + 1], starts[len(starts) - after :]
     most = _WORK // sum(3 * setting.stages * count for count in counts_of(setting))
@@ -45,10 +47,13 @@ def moved_stages(request: PlanRequest, found: Prediction, cap: int) -> Predictio
 class _Cuts:
     """The values of cuts under the tables of a setting, while no faster one that fits is known."""
 
-    def __init__(self, request: PlanRequest, found: Prediction, cap: int, tables: Sequence[ReadTable]) -> None:
+    def __init__(
+        self, request: PlanRequest, found: Prediction, cap: int, tables: Sequence[ReadTable], machines: Machines
+    ) -> None:
+        self._machines = [machines] * found.setting.stages
         self._request, self._setting, self._cap, self._tables = request, found.setting, cap, tables
         self.priced, self._fastest = priced_setting(request, found.setting, found.cut), inf
-        send, stride = request.machines.send, found.setting.shape.stride("pp")
+        send, stride = machines.send, found.setting.shape.stride("pp")
         crossing = self.priced.forward_bytes, self.priced.backward_bytes
         self._sends = [[send(nbytes, stride) for nbytes in each] for each in crossing]
         self._stage = cache(self.priced.segments.stage)
@@ -78,5 +83,5 @@ class _Cuts:
         on, back = (tuple(each[first - 1] for first in cut[1:]) for each in self._sends)
         costs = replace(segments.costs, stages=stages, sends_forward=on, sends_backward=back)
         if keep == 0:
-            return LayerGathers(self._request.machines, self._setting.shape, priced, cut).costs(replace(costs, hidden=0.0))
+            return LayerGathers(self._machines, self._setting.shape, priced, cut).costs(replace(costs, hidden=0.0))
         return costs

@@ -48,7 +48,7 @@ def _phases(read: int, made: int) -> dict[Kind, PhaseBytes]:
 
 def test_a_computation_waits_for_its_first_gather_its_last_sum_and_for_what_takes_longer_than_its_layers() -> None:
     priced = _Priced(_Segments(Costs(LAYERS)), [_phases(read=10, made=12), _phases(read=20, made=24)])
-    of_two = LayerGathers(cast("Machines", _Line()), MeshShape(dp_shard=2), cast("PricedModel", priced), (0,))
+    of_two = LayerGathers([cast("Machines", _Line())] * 2, MeshShape(dp_shard=2), cast("PricedModel", priced), (0,))
     # F gathers 10, computes 3 while it gathers 20, and computes 6. B gathers 20, computes 7 + 8 while it gathers 10, computes
     # 4 + 5 while it sums 24, and sums 12. I of the first stage gathers nothing. W is as B, beside computations of 8 and 5.
     [both] = of_two.costs(Costs((StageCosts(9, 11, 13, saved_bytes=0),))).stages
@@ -57,7 +57,7 @@ def test_a_computation_waits_for_its_first_gather_its_last_sum_and_for_what_take
     assert both.input_grad == 11
     assert both.weight_grad == 20 + 10 + 24 + 12
     # the gather of 20 lasts 17 longer than the computation beside it, which loses 0.9 * 20 to it
-    slower = replace(of_two, machines=cast("Machines", _Line(0.9)))
+    slower = replace(of_two, machines=[cast("Machines", _Line(0.9))])
     [slowed] = slower.costs(Costs((StageCosts(9, 11, 13, saved_bytes=0),))).stages
     assert slowed.forward == 10 + 3 + 18 + 6
     first, second = replace(of_two, cut=(0, 1)).costs(Costs(LAYERS)).stages
