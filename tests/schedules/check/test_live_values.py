@@ -98,7 +98,7 @@ def some_bytes(random: Random) -> StageCosts:
     running = {kind: 3 * some() for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     kept, again = random.choice([None, some()]), {kind: 3 * some() for kind in running}
     ahead = StageCosts(saved_bytes=some(), kept_bytes=random.choice([None, some()]), peak_bytes=again)
-    return StageCosts(1.0, 1.0, 1.0, None, some(), kept, running, received, sent, ahead)
+    return StageCosts(1.0, 1.0, 1.0, None, some(), kept, running, received, sent, ahead=ahead)
 
 
 def lives(row: list[Action], schedule: Schedule, costs: Sequence[Costs]) -> Lives:
