@@ -109,7 +109,10 @@ def cases(run: Run) -> tuple[Case, ...]:
         Case(
             run, _machines(run.machines, it.attention),
             PlanSetting(shape, it.rows, microbatches, _schedule(it.schedule, each), keep, recompute),
-            Deployment(sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped, chosen=chosen),
+            Deployment(
+                sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped, chosen=chosen,
+                casts=it.casts, reduce_dtype=it.reduce_dtype,
+            ),
         )
         for each in stages
         for kind in compiled

@@ -105,15 +105,18 @@ class Device:
         found: Device = read(cls, given["device"], f"{file}: device")
         return found
 
-    def seconds(self, work: float, nbytes: float, dtype: str, kind: str = "product", side: float | None = None) -> float:
+    def seconds(
+        self, work: float, nbytes: float, dtype: str, kind: str = "product", side: float | None = None, one: float | None = None
+    ) -> float:
         """Seconds of a kernel: the launch plus the longer of `work` FLOPs and the traffic of `nbytes`.
 
-        `kind`: the curve of the FLOPs, "product", "attention" or "attention_backward". `side`: a product's smallest size.
+        `kind`: the curve of the FLOPs, "product", "attention" or "attention_backward". `side`: a product's smallest size;
+        `one`: of a kernel with several products, the FLOPs of each.
         """
         shares, share = self.efficiency, 1.0 if side is None else self.efficiency.narrow.at(max(1.0, side))
         traffic = nbytes / (self.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
         curve: Curve = getattr(shares, kind)
-        return self.launch + max(traffic, work / (self.peak(dtype) * (curve.at(work) * share)) if work else 0.0)
+        return self.launch + max(traffic, work / (self.peak(dtype) * (curve.at(one or work) * share)) if work else 0.0)
 
     def limited(self, watts: float) -> Device:
         """The device under a power limit, which lowers the clock of products and attention and leaves that of the memory.

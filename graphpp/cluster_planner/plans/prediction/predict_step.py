@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from graphpp.cluster_planner.costs.deployment import REDUCED
 from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_seconds, with_sums
 from graphpp.cluster_planner.plans.prediction.offloaded import host_bytes, windows_of_setting
 from graphpp.cluster_planner.plans.prediction.read_tables import FLOW, ReadTable, counts_of, read_table
@@ -152,7 +153,9 @@ class _Step:
 
     @cached_property
     def _layers(self) -> LayerGathers:
-        return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut)
+        own, sent = self._request.costs.dtype, self._request.usual.reduce_dtype
+        width = REDUCED[sent or own] / REDUCED[own] if own in REDUCED else 1.0
+        return LayerGathers(self._request.machines, self._setting.shape, self._priced, self.cut, width)
 
     @property
     def waiting(self) -> Costs:
@@ -264,16 +267,19 @@ class _Step:
         )
 
     def _optimizer_seconds(self) -> float:
-        """Seconds to read and write the optimizer's operands on the rank with the largest stage, bound by memory bandwidth."""
-        by_stage = [0.0] * self._setting.stages
+        """Seconds to read and write the optimizer's operands on the rank with the largest stage, bound by memory bandwidth, and
+        to compute the values of parameters that whole stages compute once per step."""
+        by_stage, device = [0.0] * self._setting.stages, self._request.machines.device
+        if self._setting.keep != 0:
+            for stage, (first, end) in enumerate(pairwise((*self.cut, len(self._priced.layers)))):
+                by_stage[stage] += sum(each[Kind.F].derived for each in self._priced.layers[first:end])
         for one in self._stages.state:
             shards = one.shards or 1
             rows = one.weights if one.rows is None else one.rows
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
-                by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        device = self._request.machines.device
-        return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
+                by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards / device.memory_bandwidth
+        return max(by_stage) * self._setting.schedule.stages_per_rank
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
         """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""
