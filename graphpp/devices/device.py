@@ -21,6 +21,7 @@ _FLOPS = Accepted(
     f'a mapping of dtype names to FLOP/s, e.g. {{"bfloat16": 989e12}}, with names among {", ".join(DTYPES)}',
     lambda value: isinstance(value, Mapping) and {*map(_is_rate, value.items())} == {True},
 )
+_CLOCKED = ("product", "grouped", "attention", "attention_backward")
 _STATIC = 0.3  # of a device's power, an assumption: memory, links and leakage, which its clock does not change
 
 
@@ -110,8 +111,8 @@ class Device:
     ) -> float:
         """Seconds of a kernel: the launch plus the longer of `work` FLOPs and the traffic of `nbytes`.
 
-        `kind`: the curve of the FLOPs, "product", "attention" or "attention_backward". `side`: a product's smallest size;
-        `one`: of a kernel with several products, the FLOPs of each.
+        `kind`: the curve of the FLOPs, "product", "grouped", "attention" or "attention_backward". `side`: a product's smallest
+        size; `one`: the FLOPs of one of a kernel's products (None: `work`).
         """
         shares, share = self.efficiency, 1.0 if side is None else self.efficiency.narrow.at(max(1.0, side))
         traffic = nbytes / (self.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
@@ -134,7 +135,7 @@ class Device:
         if watts >= self.power:
             return self
         clock = ((watts - least) / (self.power - least)) ** (1 / 3)
-        curves = {name: getattr(self.efficiency, name).times(clock) for name in ("product", "attention", "attention_backward")}
+        curves = {name: getattr(self.efficiency, name).times(clock) for name in _CLOCKED}
         return replace(self, name=f"{self.name}@{watts:g}W", limit=watts, efficiency=replace(self.efficiency, **curves))
 
     def peak(self, dtype: str) -> float:

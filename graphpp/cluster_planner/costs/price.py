@@ -242,8 +242,8 @@ class _Pricing:
             return device.seconds(work, nbytes, each.dtype, each.kind)
         if each.parts and not self._deployment.compiled:
             return sum(device.seconds(0.0, self._degrees.amount(part), "") for part in each.parts)
-        one = 2 * prod(sides) if each.grouped and sides else None  # the product of each expert is as efficient as one alone
-        return device.seconds(work, nbytes, each.dtype, side=min(sides, default=None), one=one)
+        kind, one = ("grouped", 2 * prod(sides)) if each.grouped and sides else ("product", None)
+        return device.seconds(work, nbytes, each.dtype, kind, side=min(sides, default=None), one=one)
 
     def _sides(self, each: Operation) -> list[float]:
         degrees, folded = self._degrees, each.grouped and self._degrees.folded
