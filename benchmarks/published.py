@@ -221,15 +221,30 @@ def costs(
     plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
     example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
     found = capture_costs(made, loss, example, tensor_plan=plan, float8=float8)
-    return _experts_in_float8(found) if float8 is not None else found
+    return found if float8 is None else _experts_in_float8(found, _PASSES[float8])
 
 
-def _experts_in_float8(costs: ModelCosts) -> ModelCosts:
-    """Products of experts in float8, too, without their scaling passes: torchao's conversion has linear layers alone."""
+_PASSES = {"tensorwise": 6, "rowwise": 4}  # bytes an element: reads for the scale and the cast, or for both; two orders written
+
+
+def _experts_in_float8(costs: ModelCosts, passes: int) -> ModelCosts:
+    """Products of experts in float8, too, each with the passes that scale its rows: torchao's conversion has linear layers alone.
+    Weights are scaled once per step, and a product for the gradient of weights has operands that are scaled already."""
+
+    def scaled(one: Operation) -> list[Operation]:
+        left, right = one.sides[0], one.sides[1][0]
+        if not any(term[0] for term in left):
+            return []
+        size = tuple((r - right[0], s - right[1], e - right[2], work * passes / 2 / right[3]) for r, s, e, work in one.flops)
+        return [Operation("memory", nbytes=size)]
 
     def changed(kind: SegmentKind) -> SegmentKind:
-        in_float8: Callable[[Operation], Operation] = lambda one: replace(one, dtype="float8_e4m3fn") if one.grouped else one  # noqa: E731
-        return replace(kind, operations=tuple(tuple((in_float8(one), n) for one, n in phase) for phase in kind.operations))
+        phases = [list(phase) for phase in kind.operations]
+        for phase in phases:
+            grouped = [(one, n) for one, n in phase if one.grouped]
+            phase[:] = [(replace(one, dtype="float8_e4m3fn") if one.grouped else one, n) for one, n in phase]
+            phase += [(each, n) for one, n in grouped for each in scaled(one)]
+        return replace(kind, operations=tuple(map(tuple, phases)))
 
     variants = {name: replace(each, kinds=tuple(map(changed, each.kinds))) for name, each in costs.variants.items()}
     return replace(costs, variants=variants)
