@@ -230,7 +230,7 @@ _PASSES = {"tensorwise": 6, "rowwise": 4}  # bytes an element: reads for the sca
 
 
 def _experts_in_float8(costs: ModelCosts, passes: int) -> ModelCosts:
-    """Products of experts in float8, too, each with the passes that scale its rows: torchao's conversion has linear layers alone.
+    """Products of experts in float8, too, which torchao's conversion leaves out, each with the passes that scale its rows.
     Weights are scaled once per step, and a product for the gradient of weights has operands that are scaled already."""
 
     def scaled(one: Operation) -> list[Operation]:
