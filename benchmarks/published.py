@@ -7,7 +7,8 @@ Nothing runs on a GPU: each model is captured on the meta device (seconds to a m
 microbatches are priced, as `graphpp.plan(like=, search=False)` does: the published layouts are not searched for. What other
 systems have beyond graphpp's runtime is a part of the price: exchanges along `tp` or `ep` that overlap with computations.
 With `--group` (no name: all groups), a summary by group follows: bias, median and 90th percentile of the absolute errors, and
-Kendall's tau of the utilisations, whose order does not follow from the sizes of the models alone.
+Kendall's tau of the utilisations, whose order does not follow from the sizes of the models alone; once more over the pairs of
+runs that differ by more than their noise.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ KERNELS = {
     ("A", "flash 1"): (Curve(((1e9, 0.40),)), Curve(((1e9, 0.30),))),
     ("H", "flash 1"): (Curve(((1e9, 0.19),)), Curve(((1e9, 0.144),))),
 }
+NOISE = 0.03  # runs that differ by less have no order: a system measures the same settings 1 to 3 % apart in two releases
 SMALL_STAGES = 16  # of a rank, where a system hides gathers and reductions under the layers of a pipeline of one rank
 CONFIGS = {
     "llama": transformers.LlamaConfig, "gpt": transformers.Starcoder2Config, "mixtral": transformers.MixtralConfig,
@@ -109,7 +111,10 @@ def cases(run: Run) -> tuple[Case, ...]:
         Case(
             run, _machines(run.machines, it.attention),
             PlanSetting(shape, it.rows, microbatches, _schedule(it.schedule, each), keep, recompute),
-            Deployment(sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped, chosen=chosen),
+            Deployment(
+                sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped, chosen=chosen,
+                casts=it.casts, reduce_dtype=it.reduce_dtype,
+            ),
         )
         for each in stages
         for kind in compiled
@@ -218,15 +223,30 @@ def costs(
     plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
     example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
     found = capture_costs(made, loss, example, tensor_plan=plan, float8=float8)
-    return _experts_in_float8(found) if float8 is not None else found
+    return found if float8 is None else _experts_in_float8(found, _PASSES[float8])
 
 
-def _experts_in_float8(costs: ModelCosts) -> ModelCosts:
-    """Products of experts in float8, too, without their scaling passes: torchao's conversion has linear layers alone."""
+_PASSES = {"tensorwise": 6, "rowwise": 4}  # bytes an element: reads for the scale and the cast, or for both; two orders written
+
+
+def _experts_in_float8(costs: ModelCosts, passes: int) -> ModelCosts:
+    """Products of experts in float8, too, which torchao's conversion leaves out, each with the passes that scale its rows.
+    Weights are scaled once per step, and a product for the gradient of weights has operands that are scaled already."""
+
+    def scaled(one: Operation) -> list[Operation]:
+        left, right = one.sides[0], one.sides[1][0]
+        if not any(term[0] for term in left):
+            return []
+        size = tuple((r - right[0], s - right[1], e - right[2], work * passes / 2 / right[3]) for r, s, e, work in one.flops)
+        return [Operation("memory", nbytes=size)]
 
     def changed(kind: SegmentKind) -> SegmentKind:
-        in_float8: Callable[[Operation], Operation] = lambda one: replace(one, dtype="float8_e4m3fn") if one.grouped else one  # noqa: E731
-        return replace(kind, operations=tuple(tuple((in_float8(one), n) for one, n in phase) for phase in kind.operations))
+        phases = [list(phase) for phase in kind.operations]
+        for phase in phases:
+            grouped = [(one, n) for one, n in phase if one.grouped]
+            phase[:] = [(replace(one, dtype="float8_e4m3fn") if one.grouped else one, n) for one, n in phase]
+            phase += [(each, n) for one, n in grouped for each in scaled(one)]
+        return replace(kind, operations=tuple(map(tuple, phases)))
 
     variants = {name: replace(each, kinds=tuple(map(changed, each.kinds))) for name, each in costs.variants.items()}
     return replace(costs, variants=variants)
@@ -286,9 +306,11 @@ def compared(run: Run, known: Callable[..., ModelCosts] = costs) -> Compared:
     return Compared(run, StepSeconds(**parts), max(one.peak for one in best))
 
 
-def tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-a: pairs in the same order less pairs in the other one, over all; nan for fewer than two."""
-    signs = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in combinations(pairs, 2)]
+def tau(pairs: Sequence[tuple[float, float]], noise: float = 0.0) -> float:
+    """Kendall's tau-a: pairs in the same order less pairs in the other one, over all; nan for fewer than two. Leaves out pairs
+    whose first numbers differ by less than the fraction `noise` of the smaller one."""
+    apart = [each for each in combinations(pairs, 2) if abs(each[0][0] - each[1][0]) >= noise * min(each[0][0], each[1][0])]
+    signs = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in apart]
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else float("nan")
 
 
@@ -297,8 +319,9 @@ def summary(group: str, found: Iterable[Compared]) -> tuple[str, ...]:
     errors = [each.error for each in known]
     sizes = sorted(map(abs, errors))
     ninth = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
-    order = tau([((each.run.tokens or 0.0) * each.per_peak, each.rate * each.per_peak) for each in known])
-    return (group, str(len(known)), f"{mean(errors):+.0%}", f"{median(sizes):.0%}", f"{ninth:.0%}", f"{order:+.2f}")
+    order = [((each.run.tokens or 0.0) * each.per_peak, each.rate * each.per_peak) for each in known]
+    taus = (f"{tau(order, noise):+.2f}" for noise in (0.0, NOISE))
+    return (group, str(len(known)), f"{mean(errors):+.0%}", f"{median(sizes):.0%}", f"{ninth:.0%}", *taus)
 
 
 def error_bars(found: Iterable[Compared]) -> Iterator[tuple[str, str, str]]:
@@ -342,7 +365,7 @@ def main() -> None:
         if run.cannot is not None:
             console.print(f"not priced: {run.name}: {run.cannot}")
     if option.group is not None:
-        table = Table("group", "runs", "bias", "median", "90 %", "tau")
+        table = Table("group", "runs", "bias", "median", "90 %", "tau", f"tau beyond {NOISE:.0%}")
         for group in sorted({each.run.group for each in found}):
             table.add_row(*summary(group, [each for each in found if each.run.group == group]))
         table.add_row(*summary("all", found))

@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parent / "published"
 FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 KERNELS = ("eager", "partly", "compile", "fused")
 DISPATCHES = ("experts", "machines")
+REDUCED = (None, "float32", "bfloat16")
+CASTS = ("step", "computation", "shards")
 ATTENTIONS = ("unfused", "flash 1", "flash 2", "newest")
 PRECISIONS = ("bfloat16", "float8 tensorwise", "float8 rowwise")
 SCHEDULES = ("loop", "1F1B", "interleaved", "ZB1P", "ZB2P", "DualPipeV")
@@ -146,7 +148,7 @@ class Settings(Layout):
     ranks of a stage. Several `stages`: not said, and the fastest counts. `recompute`: "none", "selective", "full", a fraction
     of the layers, or words that name what. `attention`: its kernel; `kernels`: of other operators ("partly": some are fused
     by hand, as in Megatron before 2024). `overlap`: names. `dispatch`: how often a token travels: once to each of its
-    experts, or to each of their machines."""
+    experts, or to each of their machines. `reduce_dtype`, `casts`: as in the planner's `Deployment` (None: not said)."""
 
     length: int
     attention: str
@@ -162,14 +164,17 @@ class Settings(Layout):
     kernels: str = "fused"
     overlap: tuple[str, ...] = ()
     dispatch: str = "experts"
+    reduce_dtype: str | None = None
+    casts: str = "step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         words = {
             "schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS, "dispatch": DISPATCHES,
+            "reduce_dtype": REDUCED, "casts": CASTS,
         }  # fmt: skip
         for name, known in words.items():
-            require((value := getattr(self, name)) in known, f"{name}: take {', '.join(known)}, got {value!r}")
+            require((value := getattr(self, name)) in known, f"{name}: take {', '.join(map(str, known))}, got {value!r}")
         require(min(self.length, self.tp, self.cp, self.ep) > 0, "length, tp, cp, ep: numbers from 1")
         require(self.zero in range(4), f"zero: take 0 to 3, got {self.zero}")
         require((self.pp == 1) == (self.schedule == "loop"), f"schedule: {self.schedule} with pp {self.pp}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from graphpp.cluster_planner.costs.model_costs import Variant
 from graphpp.cluster_planner.plans.settings import admits
 from graphpp.errors import GraphPPError
 from tests.test_benchmarks import ROOT, sibling
@@ -152,8 +153,25 @@ def test_a_run_is_priced_with_the_kernels_that_it_had(monkeypatch: pytest.Monkey
     assert seconds(kernels="compile", attention="unfused") > compiled
 
 
+def test_experts_in_float8_are_scaled_by_passes_over_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 rows for each of 4 experts: once in a forward, and for the gradient of inputs, not for that of weights."""
+    published = sibling("published", monkeypatch)
+    rows, inner, outer = ((1, 0, 0, 8.0),), ((0, 0, 0, 16.0),), ((0, 0, 0, 32.0),)
+    work = ((1, 0, 1, 4 * 2 * 8 * 32 * 16.0),)
+    forward = published.Operation("product", "bfloat16", work, sides=(rows, outer, inner), grouped=True)
+    weights = replace(forward, sides=(inner, outer, rows))
+    kind = published.SegmentKind((((forward, 3),), ((weights, 3),)), (), (), (), (), ())
+    model = published.ModelCosts(1, (0,), ("",), (), {None: Variant((kind,), (0,))}, (), (), ())
+    [found] = published._experts_in_float8(model, 6).variants[None].kinds
+    product, passes = found.operations[0]
+    assert product == (replace(forward, dtype="float8_e4m3fn"), 3)
+    assert passes == (published.Operation("memory", nbytes=((1, 0, 1, 6 * 4 * 8 * 16.0),)), 3)
+    assert found.operations[1] == ((replace(weights, dtype="float8_e4m3fn"), 3),)
+
+
 def test_kendalls_tau(monkeypatch: pytest.MonkeyPatch) -> None:
     tau = sibling("published", monkeypatch).tau
     assert tau([(1, 2), (2, 3), (3, 4)]) == 1
     assert tau([(1, 4), (2, 3), (3, 2)]) == -1
     assert tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
+    assert tau([(1.00, 2), (1.02, 1), (2, 3)], noise=0.03) == 1 > tau([(1.00, 2), (1.02, 1), (2, 3)])

@@ -21,6 +21,7 @@ _FLOPS = Accepted(
     f'a mapping of dtype names to FLOP/s, e.g. {{"bfloat16": 989e12}}, with names among {", ".join(DTYPES)}',
     lambda value: isinstance(value, Mapping) and {*map(_is_rate, value.items())} == {True},
 )
+_CLOCKED = ("product", "grouped", "attention", "attention_backward")
 _STATIC = 0.3  # of a device's power, an assumption: memory, links and leakage, which its clock does not change
 
 
@@ -105,15 +106,18 @@ class Device:
         found: Device = read(cls, given["device"], f"{file}: device")
         return found
 
-    def seconds(self, work: float, nbytes: float, dtype: str, kind: str = "product", side: float | None = None) -> float:
+    def seconds(
+        self, work: float, nbytes: float, dtype: str, kind: str = "product", side: float | None = None, one: float | None = None
+    ) -> float:
         """Seconds of a kernel: the launch plus the longer of `work` FLOPs and the traffic of `nbytes`.
 
-        `kind`: the curve of the FLOPs, "product", "attention" or "attention_backward". `side`: a product's smallest size.
+        `kind`: the curve of the FLOPs, "product", "grouped", "attention" or "attention_backward". `side`: a product's smallest
+        size; `one`: the FLOPs of one of a kernel's products (None: `work`).
         """
         shares, share = self.efficiency, 1.0 if side is None else self.efficiency.narrow.at(max(1.0, side))
         traffic = nbytes / (self.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
         curve: Curve = getattr(shares, kind)
-        return self.launch + max(traffic, work / (self.peak(dtype) * (curve.at(work) * share)) if work else 0.0)
+        return self.launch + max(traffic, work / (self.peak(dtype) * (curve.at(one or work) * share)) if work else 0.0)
 
     def limited(self, watts: float) -> Device:
         """The device under a power limit, which lowers the clock of products and attention and leaves that of the memory.
@@ -131,7 +135,7 @@ class Device:
         if watts >= self.power:
             return self
         clock = ((watts - least) / (self.power - least)) ** (1 / 3)
-        curves = {name: getattr(self.efficiency, name).times(clock) for name in ("product", "attention", "attention_backward")}
+        curves = {name: getattr(self.efficiency, name).times(clock) for name in _CLOCKED}
         return replace(self, name=f"{self.name}@{watts:g}W", limit=watts, efficiency=replace(self.efficiency, **curves))
 
     def peak(self, dtype: str) -> float:

@@ -58,8 +58,8 @@ class Efficiency:
     """The fractions of peak that kernels reach, launch time not counted.
 
     Of peak FLOP/s: `product` by the FLOPs of a matrix product, multiplied by `narrow` of the smallest of its sizes m, n, k;
-    `attention` and `attention_backward` by the FLOPs of a fused attention (causal: half). Of memory bandwidth: `traffic` by
-    bytes.
+    `attention` and `attention_backward` by the FLOPs of a fused attention (causal: half); `grouped`, one kernel for products of
+    several experts, by the FLOPs of one of them. Of memory bandwidth: `traffic` by bytes.
     """
 
     # cuBLAS in bfloat16 on an H100 SXM (published, not measured here): 4096 x 8192 x 8192 (5.5e11 FLOPs) at about 650
@@ -72,7 +72,12 @@ class Efficiency:
     attention_backward: Curve = Curve(((1e8, 0.05), (1e9, 0.13), (1e10, 0.27), (1e11, 0.36)))
     # pointwise kernels and copies: 80 to 90 % of the bandwidth from 100 MB on; small ones do not fill the device
     traffic: Curve = Curve(((1e5, 0.10), (1e6, 0.35), (1e7, 0.70), (1e8, 0.85), (1e9, 0.90)))
+    # Published kernels in bfloat16 on H100 and H200: CUTLASS, 128 experts of 512 rows x 2048 x 1536, at 160 of 989 TFLOP/s
+    # (tgale96/grouped_gemm pull request 37). torch._grouped_mm: 2048 rows x 2048 x 1536 and back, with their permutations at
+    # 242, without them at about 290 (ByteDance-Seed/VeOmni 460); 512 uneven rows x 5120 x 8192 at 535 (pytorch/ao 2490);
+    # 128,000 rows x 7168 x 7168 at 705 (pytorch/pytorch 156203).
+    grouped: Curve = Curve(((3.2e9, 0.16), (1e10, 0.29), (4.3e10, 0.54), (1.3e13, 0.71)))
 
     def __post_init__(self) -> None:
-        for name in ("product", "narrow", "attention", "attention_backward", "traffic"):
+        for name in ("product", "narrow", "attention", "attention_backward", "traffic", "grouped"):
             require(ScheduleError, f"efficiency.{name}", one_of(Curve, takes="a Curve"), getattr(self, name))

@@ -72,7 +72,7 @@ MI300X = Device(
 _LOOPBACK = Link(1e-4, 1e9, 1.0, contention=0.0)
 CPU_CORE = Device(
     "CPU_CORE", {"float32": 5e10, "bfloat16": 5e10, "float16": 5e10, "float64": 2.5e10}, 1e10, 8 * GB,
-    Efficiency(*[Curve(((1.0, 1.0),))] * 5), inside=_LOOPBACK, between=_LOOPBACK, torch_type="cpu", spread=0.0,
+    Efficiency(*[Curve(((1.0, 1.0),))] * 6), inside=_LOOPBACK, between=_LOOPBACK, torch_type="cpu", spread=0.0,
 )  # fmt: skip
 
 _KNOWN: Mapping[str, Device] = {

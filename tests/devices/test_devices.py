@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -41,6 +42,13 @@ def test_products_on_an_h100_reach_measured_rates(sizes: tuple[int, int, int], l
     rows, columns, inner = sizes
     share = H100_SXM.efficiency.product.at(2 * rows * columns * inner) * H100_SXM.efficiency.narrow.at(min(sizes))
     assert low < H100_SXM.peak("bfloat16") * share < high
+
+
+@pytest.mark.parametrize(("rows", "experts", "rate"), [((512, 1536, 2048), 128, 160e12), ((512, 8192, 5120), 16, 535e12)])
+def test_grouped_products_on_an_h100_reach_published_rates(rows: tuple[int, int, int], experts: int, rate: float) -> None:
+    one = 2 * prod(rows)
+    seconds = H100_SXM.seconds(experts * one, 0.0, "bfloat16", "grouped", min(rows), one)
+    assert experts * one / seconds == pytest.approx(rate, rel=0.05)
 
 
 @pytest.mark.parametrize(

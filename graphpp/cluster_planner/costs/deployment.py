@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphpp.arguments import COUNT, FLAG, NUMBER, Accepted, or_none, require
+from graphpp.arguments import COUNT, FLAG, NUMBER, Accepted, one_word, or_none, require
 from graphpp.cluster_planner.costs.model_costs import Degrees, ModelCosts
 from graphpp.errors import ScheduleError
 
@@ -15,9 +15,12 @@ _RECOMPUTE = Accepted(
 _OVERLAPPED = Accepted(
     'a tuple of "tp" and "ep"', lambda value: isinstance(value, tuple) and all(each in ("tp", "ep") for each in value)
 )
+REDUCED = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element of a gradient that is sent, by its dtype."""
 _ACCEPTED = {
     "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "folded": FLAG, "recompute": _RECOMPUTE, "sequence": FLAG,
-    "compiled": FLAG, "overlapped": _OVERLAPPED, "chosen": or_none(COUNT),
+    "compiled": FLAG, "overlapped": _OVERLAPPED, "chosen": or_none(COUNT), "casts": one_word("step", "computation", "shards"),
+    "reduce_dtype": or_none(one_word(*REDUCED)),
 }  # fmt: skip
 
 
@@ -33,7 +36,10 @@ class Deployment:
     otherwise each operator is a kernel of its own, and the host launches one after the other. `overlapped`: of "tp" and "ep",
     exchanges that run beside computations, as in other systems: those of `tp` but for one rank's part, 90 % of those of `ep`.
     `chosen`: the experts of a token, in a system that sends a token once to each machine of its experts, as DeepEP does (None:
-    once to each expert). Raises `ScheduleError`.
+    once to each expert). `casts`: when values of weights alone, such as weights in float8, are computed: once per "step" where
+    whole stages are kept, as in graphpp and Transformer Engine; in each "computation", as in torchao; or of "shards", before
+    they are gathered. `reduce_dtype`: in which gradients add up over microbatches, and are sent over data ranks (None: float32,
+    and with `keep=0` that of the computation). Raises `ScheduleError`.
     """
 
     rows: int = 1
@@ -47,6 +53,8 @@ class Deployment:
     compiled: bool = True
     overlapped: tuple[str, ...] = ()
     chosen: int | None = None
+    casts: str = "step"
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():

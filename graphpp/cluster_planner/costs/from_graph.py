@@ -70,10 +70,10 @@ def model_costs(captured: Captured, tensor_plan: Plan, expert_plan: Plan, device
     with aot.quick():
         joint = assigned(joint, captured.starts)
         note_facts(joint, assigned(captured.larger, captured.starts), sharded)
+        derived = _derived(joint, len(captured.starts))
         staged = {each: _staged(joint, calls, len(captured.starts), each, device_type) for each in RECOMPUTE}
         variants = {name: _variant(*found, whole.stage_of) for name, found in staged.items()}
     cut, first = staged[None]
-    derived = _derived(joint, len(captured.starts))
     named = {node.name: node for node in cut.graph.nodes}
     crossing = [each.forward for each in first.boundaries], [each.backward for each in first.boundaries]
     on, back = ([summed(size_of(named[value.name]) for value in values) for values in each] for each in crossing)
@@ -151,8 +151,11 @@ def _variant(joint: JointGraph, staged: StagedGraphs, stage_of: Sequence[int]) -
 
 
 def _derived(joint: JointGraph, stages: int) -> list[Size]:
-    """By stage, the bytes of parameters' values that are computed once per step by every backend, such as casts to float8."""
+    """By stage, the bytes of parameters' values that are computed once per step by every backend, such as casts to float8.
+    Notes these values in `meta["derived"]`."""
     marked = find_step_invariants(joint.copy(), cheap=False)
+    for node, each in zip(joint.graph.nodes, marked.graph.nodes, strict=True):
+        node.meta["derived"] = each.meta.get("step_invariant", False)
     hoisted = hoist_per_step(marked, cut_stages(marked, stages)).hoisted
     graphs = [hoisted[stage].graph if stage in hoisted else None for stage in range(stages)]
     return [summed(_signed(graph)) if graph is not None else () for graph in graphs]

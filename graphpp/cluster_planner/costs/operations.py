@@ -62,7 +62,8 @@ class Operation:
     whole exchanged value; `sides`: m, n and k of a product; `grouped`: a product of experts, whose rows come from all
     expert-parallel ranks. `when`: of an exchange that takes place only where experts are "folded", or only where tensor
     parallelism divides them ("shared"). `parts`: of a fused kernel, the bytes that each of its operators reads and writes as a
-    kernel of its own, which it is without a compiler; empty for other operations.
+    kernel of its own, which it is without a compiler; empty for other operations. `derived`: of values of parameters alone,
+    which every backend computes once per step where whole stages are kept.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Operation:
     grouped: bool = False
     when: str = ""
     parts: tuple[Size, ...] = ()
+    derived: bool = False
 
 
 Counted = tuple[tuple[Operation, int], ...]
@@ -133,17 +135,17 @@ def _own_traffic(node: fx.Node) -> Size:
 
 
 def _alone(node: fx.Node) -> Operation:
-    nbytes = _own_traffic(node)
+    nbytes, derived = _own_traffic(node), bool(node.meta.get("derived"))
     work: Term | None = node.meta.get("work")
     if work is None:
-        return Operation("memory", nbytes=nbytes)
+        return Operation("memory", nbytes=nbytes, derived=derived)
     packet = packet_of(node)
     kind = "attention" if packet in ATTENTION else "attention_backward" if packet in ATTENTION_BACKWARD else "product"
     if kind != "product" and _is_causal(node):
         work = (*work[:3], work[3] / 2)
     dtype = next(filter(None, map(_dtype, node.all_input_nodes)), "")
     sides = _sides(node) if kind == "product" else ()
-    return Operation(kind, dtype, (work,), nbytes, sides, grouped=packet is getattr(aten, "_grouped_mm", None))
+    return Operation(kind, dtype, (work,), nbytes, sides, packet is getattr(aten, "_grouped_mm", None), derived=derived)
 
 
 def _dtype(node: fx.Node) -> str:
@@ -211,7 +213,8 @@ def _kernels(nodes: Sequence[fx.Node], graph: fx.Graph) -> Counter[Operation]:
         members[_leader(group, node)].append(node)
     found = Counter[Operation]()
     for each in members.values():
-        found[Operation("memory", nbytes=_traffic(each), parts=tuple(map(_own_traffic, each)))] += 1
+        derived = all(node.meta.get("derived") for node in each)
+        found[Operation("memory", nbytes=_traffic(each), parts=tuple(map(_own_traffic, each)), derived=derived)] += 1
     return found
 
 

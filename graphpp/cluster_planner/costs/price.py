@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 from graphpp.arguments import checked, one_of
-from graphpp.cluster_planner.costs.deployment import Deployment, check_degrees
+from graphpp.cluster_planner.costs.deployment import REDUCED, Deployment, check_degrees
 from graphpp.cluster_planner.costs.model_costs import PHASES, Degrees, ModelCosts, SegmentKind, Variant
 from graphpp.cluster_planner.costs.operations import Operation, Size
 from graphpp.cluster_planner.costs.state import state_of_segments
@@ -35,12 +36,14 @@ _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKW
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Bytes of whole parameters that a phase reads, and of gradients that it makes; experts are counted separately."""
+    """Bytes of whole parameters that a phase reads, and of gradients that it makes; experts are counted separately. `derived`:
+    seconds of the values of parameters alone, which the seconds of the phase do not contain."""
 
     read: int = 0
     expert_read: int = 0
     made: int = 0
     expert_made: int = 0
+    derived: float = 0.0
 
 
 class OffloadableBytes(NamedTuple):
@@ -94,7 +97,8 @@ def priced(
     if alike is not None:
         state, experts = alike.segments.state, alike.expert_state
     else:
-        state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer))
+        width = REDUCED.get(deployment.reduce_dtype or "")
+        state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), width)
     return PricedModel(
         segments=Segments(costs.starts, Costs(tuple(one.stage for one in each), ahead, behind), state),
         expert_state=experts, forward_bytes=on, backward_bytes=back,
@@ -174,7 +178,8 @@ class _Pricing:
             return round(sum(share * self._degrees.amount(size) for size, share in zip(own, shares, strict=True)))
 
         read, made = [kind.read[phase] for kind in kinds], [kind.made[phase] for kind in kinds]
-        return PhaseBytes(mean(read, False), mean(read, True), mean(made, False), mean(made, True))
+        derived = sum(share * self._derived(kind, phase) for kind, share in zip(kinds, shares, strict=True))
+        return PhaseBytes(mean(read, False), mean(read, True), mean(made, False), mean(made, True), derived)
 
     def _sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
         found = dict.fromkeys(("tp", "ep", "cp"), 0.0)
@@ -198,15 +203,28 @@ class _Pricing:
         """(seconds of a phase, seconds of its exchanges)."""
         total = exchanged = launched = 0.0
         for each, count in kind.operations[phase]:
-            if each not in self._operations:
-                self._operations[each] = self._seconds(each)
-            seconds = count * self._operations[each]
+            if self._is_hoisted(each):
+                continue
+            seconds = count * self._once(each)
             total += seconds
             exchanged += seconds if each.kind in _EXCHANGES else 0.0
             launched += count * max(1, len(each.parts))
         if not self._deployment.compiled:  # kernels that are shorter than their launches wait for the host
             total = max(total, launched * self._machines.device.dispatch)
         return total, exchanged
+
+    def _is_hoisted(self, each: Operation) -> bool:
+        return each.derived and self._deployment.casts != "computation"
+
+    def _derived(self, kind: SegmentKind, phase: int) -> float:
+        if self._deployment.casts == "shards":  # so little for each rank that it is left out
+            return 0.0
+        return sum(count * self._once(each) for each, count in kind.operations[phase] if self._is_hoisted(each))
+
+    def _once(self, each: Operation) -> float:
+        if each not in self._operations:
+            self._operations[each] = self._seconds(each)
+        return self._operations[each]
 
     def _seconds(self, each: Operation) -> float:
         if each.kind in _EXCHANGES:
@@ -215,21 +233,23 @@ class _Pricing:
 
     def _kernel(self, each: Operation) -> float:
         device, nbytes, fused = self._machines.device, self._degrees.amount(each.nbytes), each.kind in _ATTENTIONS
+        sides = self._sides(each)
         work = self._degrees.amount(each.flops, whole=fused)  # sequence parallelism does not divide attention
         if fused:
             return device.seconds(work, nbytes, each.dtype, each.kind)
         if each.parts and not self._deployment.compiled:
             return sum(device.seconds(0.0, self._degrees.amount(part), "") for part in each.parts)
-        return device.seconds(work, nbytes, each.dtype, side=self._smallest_side(each))
+        kind, one = ("grouped", 2 * prod(sides)) if each.grouped and sides else ("product", None)
+        return device.seconds(work, nbytes, each.dtype, kind, side=min(sides, default=None), one=one)
 
-    def _smallest_side(self, each: Operation) -> float | None:
+    def _sides(self, each: Operation) -> list[float]:
         degrees, folded = self._degrees, each.grouped and self._degrees.folded
         whole = replace(degrees, tp=1, cp=1) if folded else degrees  # a folded expert is whole, and has tokens of all ranks
         sides = [whole.amount(side) for side in each.sides]
         if each.grouped and sides:
             ragged = 0 if any(term[0] for term in each.sides[0]) else 2  # the side of the rows, which come from all ranks
             sides[ragged] *= self._degrees.ep
-        return min(sides, default=None)
+        return sides
 
     def _exchange(self, each: Operation) -> _Exchange:
         degrees, machines, along = self._degrees, self._machines, _ALONG[each.kind]

@@ -17,15 +17,18 @@ from graphpp.schedules.table.state_bytes import StateBytes
 _MASTER = 4  # bytes of a float32 element, in mixed precision
 
 
-def state_of_segments(costs: ModelCosts, degrees: Degrees, memory: Memory) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
-    """One rank's state, and whether each piece belongs to experts."""
+def state_of_segments(
+    costs: ModelCosts, degrees: Degrees, memory: Memory, width: int | None = None
+) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
+    """One rank's state, and whether each piece belongs to experts. `width`: bytes of an element of a gradient that adds up
+    and is sent (None: as those of shards)."""
     elements: dict[_Key, int] = {}
     for each in costs.parameters:
         key = _Key(each.readers, each.makers, each.expert, each.itemsize)
         ranks = degrees.parts(each.sharded, each.expert)
         elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
     mixed = costs.param_dtype is not None
-    state = [_piece(key, count, _MASTER if mixed else key.itemsize, memory) for key, count in elements.items()]
+    state = [_piece(key, count, _MASTER if mixed else key.itemsize, memory, width) for key, count in elements.items()]
     state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
     state += [StateBytes((at,), derived=round(degrees.amount(size))) for at, size in enumerate(costs.derived) if size]
     return tuple(state), (*(key.expert for key in elements), *[False] * (len(state) - len(elements)))
@@ -39,11 +42,11 @@ class _Key:
     itemsize: int
 
 
-def _piece(key: _Key, elements: int, master: int, memory: Memory) -> StateBytes:
+def _piece(key: _Key, elements: int, master: int, memory: Memory, width: int | None) -> StateBytes:
     """`master`: bytes per element of shards, gradient sums and optimizer values."""
-    rows = elements * master
+    rows, optimizer, sums = elements * master, memory.optimizer_bytes(elements, master), elements * (width or master)
     trained: Mapping[str, int] = (
-        {"sums": rows, "optimizer": memory.optimizer_bytes(elements, master), "row_sums": rows, "sent": rows}
+        {"sums": sums, "optimizer": optimizer, "row_sums": rows, "sent": sums}
         if key.makers
         else {"row_sums": 0, "sent": 0}
     )

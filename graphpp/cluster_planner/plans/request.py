@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from graphpp.cluster_planner.costs.deployment import Deployment
+from graphpp.cluster_planner.costs.deployment import REDUCED, Deployment
 from graphpp.cluster_planner.costs.large_heads import has_head, is_tied, with_logits_tokens, with_word_parts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import PricedModel, priced
@@ -95,6 +95,12 @@ class PlanRequest:
         if isinstance(self.machines, Machines):
             return [cap] * shape.pp
         return [self.machines.caps[group] for group in self.groups_of_ranks(shape)]
+
+    @property
+    def reduced_width(self) -> float:
+        """The bytes of a gradient as sent over those of a gradient as computed."""
+        own, sent = self.costs.dtype, self.usual.reduce_dtype
+        return REDUCED[sent or own] / REDUCED[own] if own in REDUCED else 1.0
 
     def of(self, setting: PlanSetting) -> PlanRequest:
         """This request, or for a setting with another head the request with its costs."""

@@ -10,8 +10,12 @@ import torch
 
 import graphpp
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
+from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import Degrees, ModelCosts
+from graphpp.cluster_planner.costs.price import priced
+from graphpp.devices import Machines
 from graphpp.errors import CaptureError, ScheduleError
+from graphpp.schedules.table.actions import Kind
 from tests.cluster_planner.plans.test_plan import LENGTH, WIDTH, Decoder, example, loss
 
 with warnings.catch_warnings():
@@ -91,6 +95,20 @@ def test_recipes_by_pattern() -> None:
     assert found.float8 == "tensorwise of 1 linear layers, rowwise_with_gw_hp of 4 linear layers"
     assert products(found, found.layers[1], F) == {"float8_e4m3fn": 1, "bfloat16": 1}
     assert products(found, found.layers[1], B) == {"float8_e4m3fn": 1, "bfloat16": 3}  # the weight's gradient is not in float8
+
+
+def test_weights_are_scaled_once_per_step_or_in_each_computation() -> None:
+    found = usual("tensorwise")
+    step, each, shards = (
+        priced(found, Machines.read("8xH100"), Deployment(rows=ROWS, casts=word)) for word in ("step", "computation", "shards")
+    )
+    stages = zip(each.segments.costs.stages, step.segments.costs.stages, step.layers, strict=True)
+    for again, once, phases in stages:
+        for kind in (Kind.F, Kind.B):
+            assert again.of(kind) == pytest.approx(once.of(kind) + phases[kind].derived)
+    assert sum(phases[Kind.F].derived for phases in step.layers) > 0
+    assert not any(phases[Kind.F].derived for phases in (*each.layers, *shards.layers))
+    assert shards.segments.costs == step.segments.costs
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -30,7 +30,7 @@ from tests.exhaustive import further
 
 H100 = Machines.read("64xH100")
 FLAT = Machines(
-    replace(H100_SXM, efficiency=Efficiency(*[Curve(((1.0, 1.0),))] * 5), launch=0.0), 64,
+    replace(H100_SXM, efficiency=Efficiency(*[Curve(((1.0, 1.0),))] * 6), launch=0.0), 64,
     inside=Link(0.0, 1e9, 1.0), between=Link(0.0, 1e8, 1.0),
 )  # fmt: skip
 
@@ -172,6 +172,9 @@ def test_sums_and_optimizer_are_in_float32_where_the_capture_was_given_a_dtype(d
     assert sum(each.weights for each in state) == 2 * costs.elements
     assert sum(each.rows or 0 for each in state) == sum(each.sums for each in state) == nbytes * costs.elements
     assert sum(each.optimizer for each in state) == 2 * nbytes * costs.elements
+    narrow = [each for each in priced(costs, H100, Deployment(reduce_dtype="bfloat16")).segments.state if each.weights]
+    assert sum(each.sums for each in narrow) == sum(each.sent or 0 for each in narrow) == 2 * costs.elements
+    assert [each.optimizer for each in narrow] == [each.optimizer for each in state]
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ class _Step:
 
     @cached_property
     def _layers(self) -> LayerGathers:
-        return LayerGathers(self._machines, self._setting.shape, self._priced, self.cut)
+        return LayerGathers(self._machines, self._setting.shape, self._priced, self.cut, self._request.reduced_width)
 
     @property
     def waiting(self) -> Costs:
@@ -306,16 +306,19 @@ class _Step:
         return max(self._optimizer_by_stage()) * self._setting.schedule.stages_per_rank
 
     def _optimizer_by_stage(self) -> list[float]:
-        """Seconds to read and write the optimizer's operands, bound by memory bandwidth."""
-        by_stage = [0.0] * self._setting.stages
+        """Seconds to read and write the optimizer's operands, bound by memory bandwidth, and to compute the values of parameters
+        that whole stages compute once per step."""
+        by_stage, speeds = [0.0] * self._setting.stages, [each.device.memory_bandwidth for each in self._machines]
+        if self._setting.keep != 0:
+            for stage, (first, end) in enumerate(pairwise((*self.cut, len(self._priced.layers)))):
+                by_stage[stage] += sum(each[Kind.F].derived for each in self._priced.layers[first:end])
         for one in self._stages.state:
             shards = one.shards or 1
             rows = one.weights if one.rows is None else one.rows
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
-                by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        speeds = [each.device.memory_bandwidth for each in self._machines]
-        return [nbytes / speed for nbytes, speed in zip(by_stage, speeds, strict=True)]
+                by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards / speeds[stage]
+        return by_stage
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
         """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""

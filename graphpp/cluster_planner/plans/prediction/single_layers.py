@@ -3,8 +3,9 @@
 The first layers of a stage are recomputed: a backward runs from the last layer to the first, so the values of the other layers
 are freed before the recomputed ones are made. A layer belongs to the stage in which it starts.
 `passes/stage/gather_layers.py` makes computations that gather: during a layer, the next layer is gathered and the previous
-one's gradients are reduced, in sequence on one link. The first gather and the last reduction are not hidden. The first stage
-sends no input gradients, so its I is empty, and its W reads and makes as much as B.
+one's gradients are reduced, in sequence on one link. The first gather and the last reduction are not hidden. Each computation
+also makes the values of its parameters alone, such as weights in float8. The first stage sends no input gradients, so its I is
+empty, and its W reads and makes as much as B.
 """
 
 from __future__ import annotations
@@ -100,12 +101,14 @@ def _segments_of(costs: ModelCosts, layer: int) -> range:
 
 @dataclass(frozen=True)
 class LayerGathers:
-    """The stages of a cut in which each computation gathers its layers. `machines`: of each stage."""
+    """The stages of a cut in which each computation gathers its layers. `machines`: of each stage; `width`: bytes of a gradient
+    as sent over those of a gradient as computed."""
 
     machines: Sequence[Machines]
     shape: MeshShape
     priced: PricedModel
     cut: Cut
+    width: float = 1.0
 
     def costs(self, costs: Costs) -> Costs:
         stages = []
@@ -129,7 +132,8 @@ class LayerGathers:
     def _sent(self, stage: int, kind: Kind) -> float:
         plain, experts = ((ranks - 1) / ranks for ranks in (self.shape.shards, self.shape.dp_shard))
         each = self._layers(stage, kind)
-        return sum(plain * (one.read + one.made) + experts * (one.expert_read + one.expert_made) for one in each)
+        both = [(one.read + self.width * one.made, one.expert_read + self.width * one.expert_made) for one in each]
+        return sum(plain * own + experts * of_experts for own, of_experts in both)
 
     def _segments(self, stage: int, kind: Kind) -> Sequence[int]:
         ends = [*self.cut[1:], len(self.priced.layers)]
@@ -147,8 +151,9 @@ class LayerGathers:
         segments, each = self._segments(stage, kind), self._layers(stage, kind)
         machines = self.machines[stage]
         gathers = [self._seconds(machines, one.read, one.expert_read) for one in each]
-        sums = [self._seconds(machines, one.made, one.expert_made) for one in each]
-        waited, slower = gathers[0] + sums[-1], machines.contention(self.shape.shards, self.shape.stride("ep"))
+        sums = [self._seconds(machines, round(self.width * one.made), round(self.width * one.expert_made)) for one in each]
+        slower = machines.contention(self.shape.shards, self.shape.stride("ep"))
+        waited = gathers[0] + sums[-1] + sum(one.derived for one in each)
         for at, segment in enumerate(segments[: len(each)]):
             beside = (gathers[at + 1] if at + 1 < len(gathers) else 0.0) + (sums[at - 1] if at else 0.0)
             computed = self.priced.segments.costs.stages[segment].of(kind)
@@ -172,4 +177,4 @@ class LayerGathers:
         each = self._layers(stage, kind)
         whole = [nbytes for one in each if (nbytes := one.read + one.expert_read)]
         made = max(max(one.made, one.expert_made) for one in each)
-        return LayerBytes(max([*whole, *map(sum, pairwise(whole))], default=0), made, made)
+        return LayerBytes(max([*whole, *map(sum, pairwise(whole))], default=0), made, round(self.width * made))

@@ -83,5 +83,6 @@ class _Cuts:
         on, back = (tuple(each[first - 1] for first in cut[1:]) for each in self._sends)
         costs = replace(segments.costs, stages=stages, sends_forward=on, sends_backward=back)
         if keep == 0:
-            return LayerGathers(self._machines, self._setting.shape, priced, cut).costs(replace(costs, hidden=0.0))
+            gathers = LayerGathers(self._machines, self._setting.shape, priced, cut, self._request.reduced_width)
+            return gathers.costs(replace(costs, hidden=0.0))
         return costs

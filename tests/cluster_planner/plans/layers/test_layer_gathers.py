@@ -40,10 +40,11 @@ class _Priced:
     layers: Sequence[dict[Kind, PhaseBytes]]
 
 
-def _phases(read: int, made: int) -> dict[Kind, PhaseBytes]:
+def _phases(read: int, made: int, derived: float = 0.0) -> dict[Kind, PhaseBytes]:
     """A layer whose I makes nothing, and whose W reads nothing."""
-    both = PhaseBytes(read=read, made=made)
-    return {Kind.F: PhaseBytes(read=read), Kind.B: both, Kind.I: PhaseBytes(read=read), Kind.W: PhaseBytes(made=made)}
+    both = PhaseBytes(read=read, made=made, derived=derived)
+    forward = PhaseBytes(read=read, derived=derived)
+    return {Kind.F: forward, Kind.B: both, Kind.I: PhaseBytes(read=read), Kind.W: PhaseBytes(made=made)}
 
 
 def test_a_computation_waits_for_its_first_gather_its_last_sum_and_for_what_takes_longer_than_its_layers() -> None:
@@ -60,6 +61,11 @@ def test_a_computation_waits_for_its_first_gather_its_last_sum_and_for_what_take
     slower = replace(of_two, machines=[cast("Machines", _Line(0.9))])
     [slowed] = slower.costs(Costs((StageCosts(9, 11, 13, saved_bytes=0),))).stages
     assert slowed.forward == 10 + 3 + 18 + 6
+    # gradients of twice the bytes as sent, and two seconds of casts of each layer's weights
+    casts = _Priced(priced.segments, [_phases(10, 12, 2.0), _phases(20, 24, 2.0)])
+    doubled = replace(of_two, priced=cast("PricedModel", casts), width=2.0)
+    [wide] = doubled.costs(Costs((StageCosts(9, 11, 13, saved_bytes=0),))).stages
+    assert (wide.forward, wide.of(Kind.B)) == (both.forward + 4, 20 + 15 + 48 + 24 + 4)
     first, second = replace(of_two, cut=(0, 1)).costs(Costs(LAYERS)).stages
     assert (first.forward, second.forward) == (10 + 3, 20 + 6)
     assert (first.of(Kind.B), second.of(Kind.B)) == (10 + 9 + 12, 20 + 15 + 24)
