@@ -34,7 +34,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """`tokens`: of the whole training; `price`: dollars of a GPU hour, or those of each group of unlike machines; `mtbf`: hours
+    """`tokens`: of the whole training; `price`: dollars of a GPU hour, or a number for each group of machines; `mtbf`: hours
     between failures of a GPU; `checkpoint`, `restart`: seconds of a save and of a restart. None: not asked. Raises
     `GraphPPError` for one without those that it needs."""
 
@@ -51,8 +51,8 @@ class Training:
             raise GraphPPError("--mtbf, --checkpoint, --restart: give all three, hours and twice seconds, or none")
 
     def numbers(self, plan: TrainingPlan, machines: Machines | MixedMachines) -> dict[str, float]:
-        """The numbers that were asked for, by name: the share of the time that makes progress, `days` and `dollars`, those of
-        idle groups too. Raises `GraphPPError` for other prices than one, or one for each group."""
+        """The numbers that were asked for, by name: the share of the time that makes progress, `days`, and `dollars` of
+        all machines, idle groups too. Raises `GraphPPError` for other prices than one, or one for each group."""
         found, share = dict[str, float](), 1.0
         if self.mtbf is not None and self.checkpoint is not None and self.restart is not None:
             failing = plan.goodput(mtbf_hours=self.mtbf, save_seconds=self.checkpoint, restart_seconds=self.restart)

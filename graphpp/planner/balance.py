@@ -38,7 +38,7 @@ def balanced_on(
 
     def within(limit: float) -> Cut | None:
         found = None if held else _packed([(line, line) for line in lines], limit)
-        # later stages that take all they can may leave a segment before a stage that is too slow for it alone
+        # later stages that take all they can may leave a stage a segment that alone takes too long on its device
         return found or (_reached(lines, filled, limit) if held or limit < widest else None)
 
     least = [min(each) for each in zip(*(seconds[kind] for kind in set(kinds)), strict=True)]

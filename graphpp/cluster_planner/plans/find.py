@@ -91,8 +91,8 @@ def on_each_order(
     *,
     all_of: bool = False,
 ) -> list[T]:
-    """What a search finds on the machines, on mixed ones in each order of some groups, or of all. Raises the first
-    `ScheduleError` if it finds nothing, and for a device without figures of a dtype."""
+    """The results of a search on the machines; on mixed machines in each order of some groups, or of all. Raises the first
+    `ScheduleError` if no order has a result, and for a device without figures of a dtype."""
     if isinstance(request.machines, Machines):
         return [search(request, limits, cap)]
     found, errors = list[T](), list[ScheduleError]()

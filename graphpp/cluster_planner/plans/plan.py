@@ -108,8 +108,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
         batch: rows of a step on all ranks together, each like a row of `example`.
         machines: "512xH100", or a `graphpp.devices.Machines`; of unlike devices "8xH100 + 8xA100", or a `MixedMachines`: each
             pipeline rank lies on one group, in the order that is best, and a group that does not help stays idle.
-        memory_cap: bytes that a device may hold, or a list with those of each group. None: 90 % of its memory (workspaces and
-            the allocator take the rest). With `costs`, one number or one for each pipeline rank; None: no limit.
+        memory_cap: bytes that a device may hold, or a list with a number for each group. None: 90 % of its memory (workspaces
+            and the allocator take the rest). With `costs`, one number or one for each pipeline rank; None: no limit.
         param_dtype: dtype in which the model computes; shards and optimizer keep the model's dtype. None: the model's.
         optimizer: as `graphpp.Memory(optimizer=)`.
         tensor_plan, expert_plan: {FQN pattern: style} for `tp` and `ep`, as transformers' `tp_plan`. None: the model's.
@@ -213,7 +213,7 @@ def _doubled(machines: M) -> M:
 
 
 def _with_cap(machines: M, memory_cap: int | Sequence[int] | None) -> tuple[M, int]:
-    """The machines, and the bytes that a device may hold: of unlike devices the most, and `machines.caps` has those of each."""
+    """The machines with caps of their groups, and the bytes that a device may hold, of unlike devices the most."""
     given, groups = _listed(memory_cap), len(machines.groups)
     if isinstance(memory_cap, Sequence) and len(given) != groups:
         raise ScheduleError(f"memory_cap: take a number of bytes for each of {groups} groups of {machines}, got {len(given)}")
@@ -248,7 +248,7 @@ def _asked(given: Mapping[str, Any], known: ModelCosts | None = None) -> dict[st
 
 
 def _asked_of(machines: Machines | MixedMachines) -> dict[str, str]:
-    """Mixed machines, and what each of their devices may hold, for the page of the plans."""
+    """Mixed machines and the caps of their groups, for the page of the plans."""
     if isinstance(machines, Machines):
         return {}
     caps = (f"{group.device.name} {spell_bytes(cap)}" for group, cap in zip(machines.groups, machines.caps, strict=True))

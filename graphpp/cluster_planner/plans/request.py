@@ -91,7 +91,7 @@ class PlanRequest:
         return [of_rank[rank] for rank in setting.schedule.homes(setting.shape.pp)]
 
     def caps(self, shape: MeshShape, cap: int) -> Sequence[int]:
-        """Bytes that each pipeline rank may hold: on mixed machines those of its group, in place of `cap`."""
+        """Bytes that each pipeline rank may hold: on mixed machines the cap of its group."""
         if isinstance(self.machines, Machines):
             return [cap] * shape.pp
         return [self.machines.caps[group] for group in self.groups_of_ranks(shape)]
