@@ -77,7 +77,7 @@ class StageCosts:
 
     def own_collectives(self, kind: Kind) -> float:
         """`exchanged` of one kind; of a B whose time is that of I and W, theirs unless the B states its own."""
-        halves = (Kind.I, Kind.W) if kind is Kind.B and kind not in self.exchanged and self.backward is None else (kind,)
+        halves = (Kind.I, Kind.W) if kind == Kind.B and kind not in self.exchanged and self.backward is None else (kind,)
         return sum(self.exchanged.get(half, 0.0) for half in halves)
 
 
@@ -170,13 +170,16 @@ class Costs:
         """The time of an OVERLAP_F_B of these (stage, kind).
 
         The parts have one line for their computation and one for their collectives (`StageCosts.exchanged`), so an OVERLAP_F_B
-        takes no less than all computation, all collectives, or a part alone. Of the seconds that the sum of the parts' times
-        exceeds the largest of these, the share `hidden` is saved. `overlap` is a factor on the rest: where no stage states
-        collectives, the fraction of the sum of the parts' times.
+        takes no less than all computation, all collectives, or the chain of a part, whose operations wait for each other: a
+        forward, or the input gradients of a backward. Of the seconds that the sum of the parts' times exceeds the largest of
+        these, the share `hidden` is saved. `overlap` is a factor on the rest: where no stage states collectives, the fraction
+        of the sum of the parts' times.
         """
-        took = [self.stages[stage].of(kind) for stage, kind in parts]
-        total, exchanged = sum(took), sum(self.stages[stage].own_collectives(kind) for stage, kind in parts)
-        least = max(total - exchanged, exchanged, *took)
+        each = [(self.stages[stage], kind) for stage, kind in parts]
+        total = sum(stage.of(kind) for stage, kind in each)
+        exchanged = sum(stage.own_collectives(kind) for stage, kind in each)
+        chains = [min(stage.of(kind), stage.input_grad) if kind == Kind.B else stage.of(kind) for stage, kind in each]
+        least = max(total - exchanged, exchanged, *chains)
         return self.overlap * (total - self.hidden * (total - least))
 
     @property
