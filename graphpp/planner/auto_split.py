@@ -139,7 +139,11 @@ class CutSearch:
     def _fill(self) -> list[float]:
         """Seconds before a segment's first forward, plus those after its last backward if no weight gradient can fill them."""
         parts = self.segments.costs.stages
-        after = [part.of(Kind.B) if Kind.B in self.table.kinds and not self._splits else 0.0 for part in parts]
+        hidden = self.segments.costs.hidden * self._weaves
+        after = [
+            part.of(Kind.B) - hidden * part.own_collectives(Kind.B) if Kind.B in self.table.kinds and not self._splits else 0.0
+            for part in parts
+        ]
         return [0.0, *accumulate(part.forward + drain for part, drain in zip(parts, after, strict=True))]
 
     @cached_property

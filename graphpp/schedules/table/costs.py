@@ -101,9 +101,9 @@ class StageCosts:
 
     def own_collectives(self, kind: Kind, ahead: bool = False) -> float:
         """`exchanged` of one kind; of a B whose time is that of I and W, theirs unless the B states its own."""
-        if ahead and kind is not Kind.F:
+        if ahead and kind != Kind.F:
             return self.after_recompute.own_collectives(kind)
-        halves = (Kind.I, Kind.W) if kind is Kind.B and kind not in self.exchanged and self.backward is None else (kind,)
+        halves = (Kind.I, Kind.W) if kind == Kind.B and kind not in self.exchanged and self.backward is None else (kind,)
         return sum(self.exchanged.get(half, 0.0) for half in halves)
 
 
@@ -203,13 +203,15 @@ class Costs:
         """The time of an OVERLAP_F_B of these (stage, kind, whether of a microbatch that has an R).
 
         The parts have one line for their computation and one for their collectives (`StageCosts.exchanged`), so an OVERLAP_F_B
-        takes no less than all computation, all collectives, or a part alone. Of the seconds that the sum of the parts' times
-        exceeds the largest of these, the share `hidden` is saved. `overlap` is a factor on the rest: where no stage states
-        collectives, the fraction of the sum of the parts' times.
+        takes no less than all computation, all collectives, or the chain of a part, whose operations wait for each other: a
+        forward, or the input gradients of a backward. Of the seconds that the sum of the parts' times exceeds the largest of
+        these, the share `hidden` is saved. `overlap` is a factor on the rest: where no stage states collectives, the fraction
+        of the sum of the parts' times.
         """
         took = [self.stages[stage].of(kind, ahead) for stage, kind, ahead in parts]
         total, exchanged = sum(took), sum(self.stages[stage].own_collectives(kind, ahead) for stage, kind, ahead in parts)
-        least = max(total - exchanged, exchanged, *took)
+        chains = (self.stages[stage].of(Kind.I if kind == Kind.B else kind, ahead) for stage, kind, ahead in parts)
+        least = max(total - exchanged, exchanged, *map(min, took, chains))
         return self.overlap * (total - self.hidden * (total - least))
 
     @property

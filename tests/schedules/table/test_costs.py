@@ -33,13 +33,14 @@ PAIR = ((0, Kind.F, False), (1, Kind.B, False))
         ((6, 3), (8, 0), 11),
         ((10, 9), (10, 7), 16),  # all exchanges, which take longer than the computation
         ((20, 8), (6, 0), 20),  # the forward alone: its exchange has room for more than the backward
+        ((1, 0), (9, 6), 7),  # the input gradients alone: the weight gradients run beside their exchange
     ],
 )
-def test_a_pair_takes_its_computation_or_its_collectives_or_a_part_alone(
+def test_a_pair_takes_its_computation_or_its_collectives_or_a_chain_alone(
     forward: tuple[int, int], backward: tuple[int, int], least: int
 ) -> None:
     first = StageCosts(forward[0], exchanged={Kind.F: forward[1]})
-    second = StageCosts(backward=backward[0], exchanged={Kind.B: backward[1]})
+    second = StageCosts(input_grad=7, backward=backward[0], exchanged={Kind.B: backward[1]})
     costs, whole = Costs((first, second), hidden=1.0), forward[0] + backward[0]
     assert costs.together(PAIR) == costs.together(PAIR[::-1]) == least
     assert replace(costs, hidden=0.0).together(PAIR) == whole
