@@ -13,9 +13,10 @@ for a microbatch, with several stages a rank together. Microbatches: --times the
     torch           torch's runtime over manual stages with the same operators, where torch has the schedule
 
 `searched` is the table of `graphpp.schedule_auto` for two stages a rank. `recomputed` is 1F1B with `memory="full"`, whose
-backwards take one F longer; `ahead` is the same after `graphpp.schedules.recompute_ahead` within its bytes. Before timing, the losses of all contenders must be
-equal. A sample is --steps steps in a row, divided by their number. "over" is the median sample over a simulated makespan,
-minus 1.
+backwards take one F longer; `ahead` is the same after `graphpp.schedules.recompute_ahead` within its bytes.
+
+Before timing, the losses of all contenders must be equal. A sample is --steps steps in a row, divided by their number. "over"
+is the median sample over a simulated makespan, minus 1.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from graphpp.runtime.fsdp.gather_parameters import FlatShard
 from graphpp.runtime.fsdp.sharded_gradients import ShardedGradients
 from graphpp.runtime.gradients.accumulate import Accumulator
 from graphpp.schedules.generate.read import default_stages
+from graphpp.schedules.rewrite.recompute import with_recompute
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 
@@ -233,7 +234,7 @@ class Census(TorchDispatchMode):
         return max(accumulate(nbytes for _, nbytes in self.events))
 
 
-def counted(rank: int, ranks: int, schedules: list[str], replicas: int = 1, rows: int = 512) -> None:
+def counted(rank: int, ranks: int, schedules: list[Any], replicas: int = 1, rows: int = 512, memory: Any = None) -> None:
     """Activations and messages are all that a step makes which adds to gradients; losses and seeds take some bytes."""
     torch.manual_seed(0)
     x = torch.randn(rows, WIDTH)
@@ -243,7 +244,7 @@ def counted(rank: int, ranks: int, schedules: list[str], replicas: int = 1, rows
         stages = default_stages(schedule, ranks)
         split = [str(at * 4 // stages) for at in range(1, stages)]
         pipe = graphpp.compile(
-            nn.Sequential(*layers), F.mse_loss, split=split, schedule=schedule, microbatches=8, mesh=mesh
+            nn.Sequential(*layers), F.mse_loss, split=split, schedule=schedule, microbatches=8, mesh=mesh, memory=memory
         )
         pipe.step(x, target=x)
         with Census() as census:
@@ -253,6 +254,22 @@ def counted(rank: int, ranks: int, schedules: list[str], replicas: int = 1, rows
         assert (own.messages > 0) == (ranks > 1)
         added = 2 * -(-own.gradients // replicas) if replicas > 2 else 0  # its part of a bundle's sum, padded
         assert 0 <= found - foretold <= 100 + added, (schedule, found, foretold)
+
+
+def ahead(ranks: int, stages: int, microbatches: int) -> graphpp.Schedule:
+    """1F1B with Rs in its waits."""
+    costs, table = graphpp.Costs.unit(stages, ranks, recompute=True), graphpp.schedules.one_f_one_b(ranks, stages, microbatches)
+    return graphpp.schedules.recompute_ahead(table, costs)
+
+
+def all_ahead(ranks: int, stages: int, microbatches: int) -> graphpp.Schedule:
+    """ZB1P with an R before every backward."""
+    pairs = frozenset(product(range(stages), range(microbatches)))
+    return with_recompute(graphpp.schedules.zb1p(ranks, stages, microbatches), pairs)
+
+
+def test_a_step_that_recomputes_makes_the_bytes_of_the_plan() -> None:
+    run_ranks(counted, 2, 2, ["1F1B", ahead, all_ahead], 1, 512, "full")
 
 
 def test_a_step_makes_the_bytes_of_the_plan() -> None:

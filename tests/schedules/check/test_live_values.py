@@ -111,11 +111,9 @@ def lives(row: list[Action], schedule: Schedule, costs: Sequence[Costs]) -> Live
         again = at.get(leaf._replace(kind=Kind.R))
         later = stage if again is None or stage.ahead is None else stage.ahead
         kept = later.saved_bytes if later.kept_bytes is None else later.kept_bytes
-        if leaf.kind in stage.peak_bytes:
-            add_running(found, stage if leaf.kind is Kind.F else later, leaf.kind, here)
         whole = next((at[each] for kind in (Kind.B, Kind.I) if (each := leaf._replace(kind=kind)) in at), None)
-        if leaf.kind is Kind.R:
-            add_recomputed(found, stage, here, whole)
+        if leaf.is_compute:
+            add_running(found, stage, later, (leaf.kind, here, whole))
         if leaf.kind is Kind.F:
             found.add(stage.saved_bytes, here, here if whole is None else 2 * whole if again is None else 2 * again - 1)
             rest = at.get(leaf._replace(kind=Kind.W))
@@ -142,16 +140,20 @@ def lives(row: list[Action], schedule: Schedule, costs: Sequence[Costs]) -> Live
     return found
 
 
-def add_running(found: Lives, stage: StageCosts, kind: Kind, here: int) -> None:
-    """Add the bytes of a computation beyond the values that it saves, reads or keeps."""
-    kept = stage.saved_bytes if stage.kept_bytes is None else stage.kept_bytes
-    found.add(max(0, stage.peak_bytes[kind] - (kept if kind is Kind.W else stage.saved_bytes)), here, here)
+def add_running(found: Lives, stage: StageCosts, later: StageCosts, run: tuple[Kind, int, int | None]) -> None:
+    """Add the bytes of a computation beyond the values that it saves, reads or keeps, and those that an R leaves behind.
 
-
-def add_recomputed(found: Lives, stage: StageCosts, here: int, backward: int | None) -> None:
-    assert stage.ahead is not None and backward is not None
-    found.add(max(stage.saved_bytes, stage.ahead.saved_bytes, stage.ahead.peak_bytes[Kind.F]), here, here)
-    found.add(stage.ahead.saved_bytes, here + 1, 2 * backward)
+    `later`: the costs behind an R; `run`: kind and place of the computation, and the column of the backward.
+    """
+    kind, here, backward = run
+    if kind is Kind.R:
+        assert backward is not None
+        found.add(max(stage.saved_bytes, later.saved_bytes, later.peak_bytes[Kind.F]), here, here)
+        found.add(later.saved_bytes, here + 1, 2 * backward)
+        return
+    own = stage if kind is Kind.F else later
+    kept = own.saved_bytes if own.kept_bytes is None else own.kept_bytes
+    found.add(max(0, own.peak_bytes[kind] - (kept if kind is Kind.W else own.saved_bytes)), here, here)
 
 
 def add_kept(found: Lives, sent: list[tuple[int, int, int]], most: int) -> None:

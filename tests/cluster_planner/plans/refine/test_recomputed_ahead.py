@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import graphpp
 from graphpp import Schedule, TrainingPlan
@@ -12,8 +13,13 @@ from graphpp.cluster_planner.plans.prediction.predict_step import predict
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, recomputed_ahead
 from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.schedules.table.actions import Kind
+from tests.cluster_planner.plans.refine.test_placed_weight_grads import batch, stepped
 from tests.cluster_planner.plans.refine.test_searched_order import OPTIONS, SETTING, predicted, request_of
-from tests.cluster_planner.plans.test_plan import plans
+from tests.cluster_planner.plans.test_plan import Decoder, loss, plans
+from tests.distributed import run_ranks
+from tests.models import Batch
+from tests.reference import eager_steps
+from tests.training import unequal
 
 FULL = replace(SETTING, recompute="full")
 
@@ -42,11 +48,17 @@ def test_other_settings_stay_as_they_are(setting: PlanSetting) -> None:
     assert recomputed_ahead(request_of(), replace(predicted(FULL), setting=setting), 2**33) is None
 
 
-def test_the_plan_comes_back_from_json_and_gives_the_table() -> None:
+def test_the_plan_comes_back_from_json_and_has_eagers_gradients() -> None:
     found = plans(**OPTIONS, schedules=["1F1B", "searched"], recompute=["full"])
-    ahead = [each for each in found if each.setting.schedule.recomputes_ahead]
-    assert ahead and found.best in ahead
-    best = found.best
-    assert TrainingPlan.from_json(best.to_json()) == best
-    assert best.table() == Schedule.parse(best.setting.schedule.order or "") and Kind.R in best.table().kinds
-    assert graphpp.simulate(best.table(), best.costs).makespan < graphpp.simulate("1F1B", best.costs, microbatches=4).makespan
+    named = next(each for each in found if str(each.setting.schedule) == "1F1B")
+    ahead = next(each for each in found if str(each.setting.schedule) == "1F1B, recomputed ahead")
+    assert ahead.step_seconds < named.step_seconds
+    assert TrainingPlan.from_json(ahead.to_json()) == ahead
+    assert ahead.table() == Schedule.parse(ahead.setting.schedule.order or "") and Kind.R in ahead.table().kinds
+    assert graphpp.simulate(ahead.table(), ahead.costs).makespan < graphpp.simulate(named.table(), ahead.costs).makespan
+    torch.manual_seed(0)
+    tokens = batch(ahead)
+    eager = eager_steps(Decoder(), loss, [Batch((tokens,), {}, tokens)], ahead.setting.microbatches, 1, None).grads[0]
+    ran = run_ranks(stepped, 2, ahead)
+    assert {name for name, _ in ran} == {"1F1B, recomputed ahead"}
+    assert unequal({fqn: grad for _, grads in ran for fqn, grad in grads.items()}, eager) == []
