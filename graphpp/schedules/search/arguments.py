@@ -9,6 +9,7 @@ from math import inf
 from graphpp.arguments import INDEX, shown
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.step_memory import peak_bytes
+from graphpp.schedules.search.free_placement import loop_of, v_of
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
@@ -39,7 +40,7 @@ def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
 
 
 def placements(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
-    """The placements to try, each a mapping stage -> rank."""
+    """The placements to try, each a mapping stage -> rank; for "free" those with which its search starts."""
     if isinstance(placement, Mapping) and all(map(INDEX.accepts, (*placement, *placement.values()))):
         if sorted(placement) != list(range(stages)):
             raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
@@ -47,16 +48,16 @@ def placements(stages: int, placement: str | Home | None, ranks: int) -> list[di
             if rank >= ranks:
                 raise ScheduleError(f"the placement puts stage {stage} on rank {rank}; ranks are 0..{ranks - 1}")
         return [{stage: placement[stage] for stage in range(stages)}]
-    if isinstance(placement, Mapping) or placement not in (None, "loop", "v"):
-        raise ScheduleError(f"unknown placement {shown(placement)}; take 'loop', 'v', a mapping stage -> rank, or None")
-    if stages < 1 or stages % ranks:
+    if isinstance(placement, Mapping) or placement not in (None, "loop", "v", "free"):
+        known = "'loop', 'v', 'free', a mapping stage -> rank, or None"
+        raise ScheduleError(f"unknown placement {shown(placement)}; take {known}")
+    if stages < 1 or (stages % ranks and placement != "free"):
         raise ScheduleError(
-            f"{stages} stages cannot be dealt evenly to {ranks} ranks; give placement={{stage: rank, ...}}, or the costs "
-            f"of a multiple of {ranks} stages"
+            f"{stages} stages cannot be dealt evenly to {ranks} ranks; give placement=\"free\" or {{stage: rank, ...}}, or the "
+            f"costs of a multiple of {ranks} stages"
         )
-    loop = {stage: stage % ranks for stage in range(stages)}
-    v = {stage: stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks for stage in range(stages)}
-    if placement is None:
+    loop, v = (dict(enumerate(each)) for each in (loop_of(stages, ranks), v_of(stages, ranks)))
+    if placement in (None, "free"):
         return [loop] if loop == v else [v, loop]
     return [loop if placement == "loop" else v]
 

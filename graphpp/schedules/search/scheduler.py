@@ -6,6 +6,7 @@
   microbatches, then by moving single operations, weight gradients included (`move_elements.py`). If messages occupy ranks
   (`Costs.blocking`), the first search estimates them, and the second gives sends and receives places of their own. The best
   result is also moved towards fewer bytes.
+- A free placement is searched first (`free_placement.py`), and the best ones get a search of their own.
 - If overlapping a forward and a backward saves time (`Costs.saves`), both searches run again with such pairs, starting
   from the tables without pairs too, so the result is never worse.
 - The table with the least exact time wins, named schedules included (`tables.py`). The result passes `check`; it has sends and
@@ -30,6 +31,7 @@ from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.evaluate_sequence import Sequenced, sequences
 from graphpp.schedules.search.fill_waits import fill_waits
+from graphpp.schedules.search.free_placement import Placed, PlacementSearch
 from graphpp.schedules.search.local_search import Shifts, distinct, search_in_rounds
 from graphpp.schedules.search.move_elements import Moves, save_bytes
 from graphpp.schedules.search.problem import Problem, with_messages
@@ -51,7 +53,8 @@ _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
 _FILL_EFFORT = 80_000
 """Forwards of all the solutions whose waits are filled, or whose messages get places; at least two solutions are taken."""
-
+_MAPPED, _MAPPINGS = 30_000, 3
+"""Forwards of the quick orders by which placements are compared; and the number of placements whose orders are searched."""
 
 _EFFORTS = Accepted("a number from 0 to 1000", lambda value: NUMBER.accepts(value) and 0 <= value <= 1000)  # type: ignore[operator]
 
@@ -70,26 +73,41 @@ def schedule_auto(
 ) -> Schedule:
     """Search the best order of F, B, I and W for these costs under `memory_cap` bytes, for all ranks or one per rank.
 
-    `placement`: "loop" (rank r has r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None: the
-    better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several tables
-    that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result. With
-    `costs.saves` the table may have OVERLAP_F_B; with `costs.blocking` it has sends and receives, else none. Raises
-    `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
+    `placement`: "loop" (rank r has r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, None: the
+    better of loop and v, or "free": any mapping that the search finds, under which ranks may have unlike numbers of stages, or
+    none; its table ends no later than that of None. `effort` multiplies the number of search steps; another `seed` takes other
+    steps. Of several tables that end first, the one with the fewest bytes is returned. No named schedule that fits and has a
+    placement that is searched is better than the result. With `costs.saves` the table may have OVERLAP_F_B; with
+    `costs.blocking` it has sends and receives, else none. Raises `ScheduleError` if the caps admit no schedule, naming the
+    smallest that do, and for counts that do not fit.
     """
     check_size(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
     homes = placements(len(costs.stages), placement, ranks)
     with paused_collector(), working("searching a schedule"):
-        tables = Tables(costs, homes, microbatches, caps)
+        free = _free(costs, homes, microbatches, caps, effort) if placement == "free" else []
+        tables = Tables(costs, [*homes, *free], microbatches, caps)
         found = tables.named()
         if not found:
-            raise too_tight(costs, homes, caps)
+            raise too_tight(costs, [*homes, *free], caps)
         for each in (replace(costs, overlap=1.0, hidden=0.0), costs) if costs.saves else (costs,):
-            problems = [Problem.of(each, home, microbatches, caps) for home in homes]
-            found += _searched(problems, found, each, Random(seed), effort)
+            for some in filter(None, (homes, free)):  # apart, so that the first result is that of placement=None
+                problems = [Problem.of(each, home, microbatches, caps) for home in some]
+                found += _searched(problems, found, each, Random(seed), effort)
         best = tables.soonest(found, name)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
     return best
+
+
+def _free(
+    costs: Costs, homes: Sequence[Home], microbatches: int, caps: Sequence[float], effort: float
+) -> list[dict[int, int]]:
+    """The best other placements."""
+    cut = tuple(range(len(costs.stages)))
+    search = PlacementSearch(costs, len(caps), microbatches, lambda cut: costs, lambda placed: caps)
+    starts = [Placed(cut, tuple(home[stage] for stage in cut)) for home in homes]
+    found = [dict(enumerate(each.home)) for each in search.best([*starts, search.in_a_row()], _MAPPED * effort)]
+    return [each for each in found if each not in homes][:_MAPPINGS]
 
 
 @contextmanager

@@ -6,7 +6,9 @@ microbatch), in units of one rank's microbatch; the caps are their peaks.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -29,7 +31,7 @@ from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
-from tests.exhaustive import examples
+from tests.exhaustive import examples, further
 
 
 def peaks(schedule: Schedule, costs: Costs) -> list[int]:
@@ -146,6 +148,49 @@ def test_loop_and_v_are_both_tried() -> None:
     }
     assert ends[None] == ends["v"] < ends["loop"]
     assert schedule_auto(costs, ranks=4, microbatches=2, placement="loop").rank_of_stage[4] == 0
+
+
+@pytest.mark.parametrize(("seed", "stages", "ranks"), [(0, 4, 2), *further((1, 5, 2), (2, 4, 3))])
+def test_a_free_placement_is_nearly_the_best_of_all(seed: int, stages: int, ranks: int) -> None:
+    """A heavy head; all mappings are searched one by one."""
+    costs = random_costs(Random(seed), stages)
+    costs = replace(costs, stages=(*costs.stages[:-1], StageCosts(4, 4, 4, saved_bytes=1000)))
+
+    def end(placement: str | dict[int, int] | None) -> float:
+        return simulate(schedule_auto(costs, ranks=ranks, microbatches=6, placement=placement, effort=0.1), costs).makespan
+
+    homes = (dict(enumerate(each)) for each in product(range(ranks), repeat=stages))
+    best = min(map(end, homes))
+    assert end("free") <= 1.02 * best
+    assert stages % ranks or end(None) > 1.1 * best
+
+
+@pytest.mark.parametrize("seed", [3, *further(0, 1, 2, 4, 5)])
+def test_a_free_placement_keeps_caps_and_is_never_worse(seed: int) -> None:
+    random = Random(seed)
+    ranks, stages, microbatches = random.randint(1, 4), random.randint(1, 8), random.randint(1, 5)
+    costs = replace(random_costs(random, stages), blocking=random.random() < 0.3, overlap=random.choice((1.0, 0.8)))
+    caps = [random.randint(800, 1600) * -(-stages // ranks) * random.randint(1, 3) for _ in range(ranks)]
+    options = {"ranks": ranks, "microbatches": microbatches, "effort": 0.05}
+    free = schedule_auto(costs, caps, placement="free", **options)  # type: ignore[arg-type]
+    assert free == schedule_auto(costs, caps, placement="free", **options)  # type: ignore[arg-type]
+    sent = free if free.has_communication else add_send_recv(free)
+    check(sent, ranks=ranks, stages=stages, microbatches=microbatches)
+    assert all(peak <= cap for peak, cap in zip(peaks(free, costs), caps, strict=True))
+    if stages % ranks == 0:
+        with suppress(ScheduleError):  # no even placement fits
+            even = schedule_auto(costs, caps, **options)  # type: ignore[arg-type]
+            assert simulate(free, costs).makespan <= simulate(even, costs).makespan * (1 + 1e-9)
+
+
+def test_a_free_placement_fits_where_no_even_one_does() -> None:
+    costs = Costs((StageCosts(saved_bytes=10),) * 4)
+    with pytest.raises(ScheduleError, match="memory_cap admits no schedule"):
+        schedule_auto(costs, [30, 10], ranks=2, microbatches=2)
+    schedule = schedule_auto(costs, [30, 10], ranks=2, microbatches=2, placement="free", effort=0.1)
+    assert sorted(schedule.rank_of_stage.values()) == [0, 0, 0, 1]
+    with pytest.raises(ScheduleError, match="memory_cap admits no schedule"):
+        schedule_auto(costs, [20, 10], ranks=2, microbatches=2, placement="free")
 
 
 @pytest.mark.parametrize(
