@@ -21,7 +21,7 @@ from graphpp.planner.auto_split import CutSearch, Value, rounded
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.costs import Costs, StageCosts
 
-_WORK = 1_500_000  # simulated computations of one plan's search
+_WORK = 1_000_000  # simulated computations of one plan's search
 _COUNTED = 16  # cuts whose bytes one search counts
 
 
