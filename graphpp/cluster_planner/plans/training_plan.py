@@ -277,8 +277,9 @@ class TrainingPlan(RankBytes):
         return f"{self.step_seconds / self.bound - 1:.1%}" if self.bound else "-"
 
     @property
-    def _hardware(self) -> str:
-        return f" (hardware {self.hfu:.1%})" if self.hfu else ""
+    def _beside_mfu(self) -> str:
+        hardware = f" (hardware {self.hfu:.1%})" if self.hfu else ""
+        return hardware + (f", {self.over_bound} over the lower bound of {spell_time(self.bound, 's')}" if self.bound else "")
 
     @property
     def _numbers(self) -> Numbers:
@@ -307,9 +308,8 @@ class TrainingPlan(RankBytes):
         ranks = [f"  pipeline ranks {self.ranks}"] if self.ranks else []
         lines = [
             f"{self.setting}, on {self.machines}",
-            f"  step {spell_time(self.step_seconds, 's')}{self._range}, {self.rate}, MFU {self.utilization}{self._hardware}:",
+            f"  step {spell_time(self.step_seconds, 's')}{self._range}, {self.rate}, MFU {self.utilization}{self._beside_mfu}:",
             f"    {shares}",
-            *([f"    {self.over_bound} over the lower bound of {spell_time(self.bound, 's')}"] if self.bound else []),
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             *ranks,
             *([f"  offloaded values take {spell_bytes(self.host)} of a machine's memory"] if self.host else []),

@@ -1,9 +1,9 @@
 """Move the starts of a plan's stages: a cut with a faster step than the most balanced one, under the plan's own table.
 
 Which stages share a rank decides what an OVERLAP_F_B hides, and which stages are beside each other decides who waits: the
-simulator knows both, `balance.py` neither. During the search a cut has the seconds of its computations and messages, and its
-bytes are counted if it is the fastest so far. The whole prediction decides in the end. The result is None if no cut within the
-cap is faster.
+simulator knows both, `balance.py` neither. During the search a cut has the seconds of its computations and messages. If the cut
+found needs too many bytes, the search repeats, and counts the bytes of each cut that is the fastest so far. A prediction of the
+whole step decides in the end. The result is None if no cut within the cap is faster.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from graphpp.planner.auto_split import CutSearch, Value, rounded
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.costs import Costs, StageCosts
 
-_WORK = 1_500_000  # simulated computations of one plan's search
-_UNCOUNTED = 2**62  # bytes of a cut that is not the fastest so far
+_WORK = 1_000_000  # simulated computations of one plan's search
+_COUNTED = 16  # cuts whose bytes one search counts
 
 
 def moved_stages(request: PlanRequest, found: Prediction, cap: int) -> Prediction | None:
@@ -32,27 +32,31 @@ def moved_stages(request: PlanRequest, found: Prediction, cap: int) -> Predictio
     machines = request.machines
     if tables is None or setting.shape.pp == 1 or isinstance(machines, MixedMachines):  # there a segment has its stage's price
         return None
-    cuts = _Cuts(own, found, cap, tables, machines)
     starts, (before, after) = own.costs.starts, own.fixed
     fixed = starts[1 : before + 1], starts[len(starts) - after :]
     most = _WORK // sum(3 * setting.stages * count for count in counts_of(setting))
-    search = CutSearch(cuts.priced.segments, tables[0].schedule, lambda state: (), None, fixed, cuts.value, most)
-    cut = search.moved(found.cut)
-    better = predict(request, setting, cut) if cut != found.cut else None
-    if better is None or better.peak > cap or better.host > request.machines.host_memory:
-        return None
-    return replace(better, moved=1 - better.seconds.total / found.seconds.total)
+    for capped in (False, True):
+        cuts = _Cuts(own, found, cap if capped else None, tables, machines)
+        search = CutSearch(cuts.priced.segments, tables[0].schedule, lambda state: (), None, fixed, cuts.value, most)
+        cut = search.moved(found.cut)
+        better = predict(request, setting, cut) if cut != found.cut else None
+        if better is None:
+            return None
+        if better.peak <= cap and better.host <= request.machines.host_memory:
+            return replace(better, moved=1 - better.seconds.total / found.seconds.total)
+    return None
 
 
 class _Cuts:
-    """The values of cuts under the tables of a setting, while no faster one that fits is known."""
+    """The values of cuts under the tables of a setting; with a cap, while no faster cut within the cap is known."""
 
     def __init__(
-        self, request: PlanRequest, found: Prediction, cap: int, tables: Sequence[ReadTable], machines: Machines
+        self, request: PlanRequest, found: Prediction, cap: int | None, tables: Sequence[ReadTable], machines: Machines
     ) -> None:
         self._machines = [machines] * found.setting.stages
         self._request, self._setting, self._cap, self._tables = request, found.setting, cap, tables
-        self.priced, self._fastest = priced_setting(request, found.setting, found.cut), inf
+        self.priced = priced_setting(request, found.setting, found.cut)
+        self._fastest, self._left = inf, _COUNTED
         send, stride = machines.send, found.setting.shape.stride("pp")
         crossing = self.priced.forward_bytes, self.priced.backward_bytes
         self._sends = [[send(nbytes, stride) for nbytes in each] for each in crossing]
@@ -60,15 +64,18 @@ class _Cuts:
 
     def value(self, cut: Cut) -> Value:
         if any(few < many for few, many in zip(self._layers(cut), self._setting.recomputed or (), strict=False)):
-            return inf, inf, _UNCOUNTED
+            return inf, inf, 0
         costs, counts = self._costs(cut), counts_of(self._setting)
         spans = [table.times.seconds(costs, collectives=False).makespan for table in self._tables]
         seconds = rounded(continued(counts, self._setting.microbatches)(spans[0], spans[-1]))
-        if seconds >= self._fastest:
-            return 0, seconds, _UNCOUNTED
-        peak = max(peaks_of(self._request, self._setting, cut, self._tables))
-        self._fastest = seconds if peak <= self._cap else self._fastest
-        return max(0, peak - self._cap), seconds, peak
+        if self._cap is None or seconds >= self._fastest:
+            return 0, seconds, 0
+        if self._left == 0:
+            return inf, inf, 0
+        self._left -= 1
+        lacking = max(0, max(peaks_of(self._request, self._setting, cut, self._tables)) - self._cap)
+        self._fastest = self._fastest if lacking else seconds
+        return lacking, seconds, 0
 
     def _layers(self, cut: Cut) -> list[int]:
         return [len(layers) for layers in layers_of_stages(self._request.costs, cut)]
