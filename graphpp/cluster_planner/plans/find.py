@@ -23,6 +23,7 @@ from graphpp.cluster_planner.plans.prediction.read_tables import Work
 from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, searched_order
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
+from graphpp.cluster_planner.plans.refine.placed_stages import placed_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
 from graphpp.errors import ScheduleError
@@ -36,6 +37,7 @@ _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
 _ORDERS = 3  # fastest plans that get an order search
+_STAGES = 2  # fastest plans of different meshes that get other stages
 _ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
 _FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
@@ -141,9 +143,13 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
 
 
 def _search_orders(search: Search) -> None:
-    """Add searched orders of the fastest fitting plans that are faster than the named schedule. Weight gradients alone are
-    placed in each plan that would be the best without its idle time."""
+    """Add searched orders of the fastest fitting plans that are faster than the named schedule, with other stages for the
+    fastest plans of different meshes. Weight gradients alone are placed in each plan that would be the best without its idle
+    time."""
     fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
+    of_mesh = {each.setting.shape: each for each in reversed(fitting)}
+    for named in sorted(of_mesh.values(), key=order)[:_STAGES]:
+        search.refine(placed_stages, named)
     for named in fitting[:_ORDERS]:
         search.refine(searched_order, named)
     soonest = min((each.seconds.total for each in search.found.values() if each.peak <= search.cap), default=inf)
@@ -214,7 +220,7 @@ def _schedules(
     """The schedules for a setting with any schedule."""
     most = limits.stages + (request.stages_of_words(base.shape) if base.word_parts else 0)
     for choice in space.fixed.schedules(space.schedules, base.shape.pp, base.microbatches, most):
-        stages = base.shape.pp * choice.stages_per_rank
+        stages = choice.stages_on(base.shape.pp)
         asked = "word_parts" in space.fixed.values and request.can_cut_words(base.shape, stages)
         if not base.word_parts or asked or request.may_cut_words(base.shape, base.rows, stages):
             yield choice

@@ -67,6 +67,11 @@ def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | N
     return [each for each in found if each is not None] if all(found) else None
 
 
+def stage_costs(request: PlanRequest, setting: PlanSetting, cut: Cut) -> Costs:
+    """The costs of the stages of a cut. With `keep=0` they include the seconds that computations wait for gathers."""
+    return _Step(request, setting, cut).waiting
+
+
 def order_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable) -> tuple[Costs, list[tuple[int, ...]]]:
     """The costs for an order search, and two lists of each rank's bytes without activations: at its peak, and the sum of the
     maxima of each kind."""
@@ -85,8 +90,9 @@ def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Seque
 
 class _Simulated(NamedTuple):
     """One simulated step. `alone`: makespan without gathers, reductions and host copies; `waits`: delay by host copies; `busy`,
-    `stages`: of the busiest rank; `exchanged`: bytes by dimension within one microbatch's computations; `along`: bytes along
-    data ranks; both of the rank that sends most; `host`: offloaded bytes in the memory of a machine."""
+    `stages`: of the busiest rank; `exchanged`: bytes by dimension within one microbatch's computations, `pp` between stages;
+    `along`: bytes along data ranks; both of the rank that sends most; `host`: offloaded bytes in the memory of a machine;
+    `optimizer`: seconds of its step."""
 
     makespan: float
     alone: float
@@ -98,6 +104,7 @@ class _Simulated(NamedTuple):
     exchanged: Mapping[str, float]
     along: float
     host: float
+    optimizer: float
 
 
 class _Stages(NamedTuple):
@@ -192,8 +199,9 @@ class _Step:
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
         host = host_bytes(table.schedule, self._windows(table), self._setting.shape, self._request.machines)
-        bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table), host
-        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
+        exchanged = {"pp": self._crossed(table), **self._exchanged(table)}
+        bytes_of = peaks, fullest.most, exchanged, self._sent_by_shards(table), host
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of, self._optimizer_seconds(table))
 
     def _waits_for_copies(self, table: ReadTable) -> float:
         link, windows, collectives = self._request.machines.host, self._windows(table), self._setting.keep != 0
@@ -238,17 +246,17 @@ class _Step:
             for kind, nbytes in last.memory.items()
         }
         makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
-        parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
+        parts = self._parts(makespan - waits, busy, last, makespan - waits - alone)
         sent = self._sent(continued(first.along, last.along), last.exchanged)
         host = round(continued(first.host, last.host))
         return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host)
 
-    def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
+    def _parts(self, makespan: float, busy: float, step: _Simulated, unhidden: float) -> StepSeconds:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
         usual = self._request.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
         ends = [*self.cut[1:], len(costs)]
-        own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
+        own = [at for stage in step.stages for at in range(self.cut[stage], ends[stage])]
         forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
         again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
         exchanged = [sum(exchanges[at][phase] for at in own) for phase in (0, 1)]
@@ -260,20 +268,28 @@ class _Step:
             collectives=sum(exchanged) * share,
             bubble=max(0.0, makespan - busy - unhidden),  # rounding may make the difference negative
             gradients=unhidden,
-            optimizer=self._optimizer_seconds(),
+            optimizer=step.optimizer,
         )
 
-    def _optimizer_seconds(self) -> float:
-        """Seconds to read and write the optimizer's operands on the rank with the largest stage, bound by memory bandwidth."""
-        by_stage = [0.0] * self._setting.stages
+    def _optimizer_seconds(self, table: ReadTable) -> float:
+        """Seconds to read and write the optimizer's operands on the rank with most of them, bound by memory bandwidth."""
+        of_rank = [0.0] * self._setting.shape.pp
         for one in self._stages.state:
             shards = one.shards or 1
             rows = one.weights if one.rows is None else one.rows
             sums = one.sums if one.row_sums is None else one.row_sums
             for stage in one.makers:
-                by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
-        device = self._request.machines.device
-        return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
+                of_rank[table.rank_of_stage[stage]] += (2 * rows + sums + 2 * one.optimizer) / shards
+        return max(of_rank) / self._request.machines.device.memory_bandwidth
+
+    def _crossed(self, table: ReadTable) -> float:
+        """Bytes that a rank sends to other ranks for one microbatch, of the rank that sends most."""
+        ranks, home = [0] * self._setting.shape.pp, table.rank_of_stage
+        for at, (on, back) in enumerate(zip(*self._crossing(), strict=True)):
+            if home[at] != home[at + 1]:
+                ranks[home[at]] += on
+                ranks[home[at + 1]] += back
+        return max(ranks)
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
         """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""
@@ -287,12 +303,10 @@ class _Step:
 
     def _sent(self, along: float, exchanged: Mapping[str, float]) -> dict[str, int]:
         """Bytes that a rank sends per step along each dimension. `along`: of shards; `exchanged`: of one microbatch."""
-        setting, (forward, backward) = self._setting, self._crossing()
-        per_rank, many = setting.schedule.stages_per_rank, setting.microbatches
-        crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * many
+        setting = self._setting
         sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in ("dp_replicate", "cp")}
-        within = {name: many * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
-        return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
+        within = {name: setting.microbatches * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
+        return {name: round(each) for name, each in ({"pp": 0.0, "dp_shard": along} | sums | within).items()}
 
     def _sent_to_copies(self, copies: int) -> float:
         """Bytes that a rank sends in ring all-reduces over `copies` ranks; averaged over the pipeline ranks."""
