@@ -1,4 +1,4 @@
-"""Other stages on other ranks: faster than the named schedules where a head outweighs the layers, as data, and run as planned."""
+"""Other stages on other ranks: faster than named schedules where a head outweighs the layers, as data, and run as planned."""
 
 from __future__ import annotations
 
