@@ -6,6 +6,7 @@ Random tables are spoiled at random; those that are accepted all the same run, i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import graphpp
 from graphpp import Microbatch
 from graphpp.batch.microbatch import tensors_by_path
 from graphpp.capture.trace import capture
@@ -125,3 +127,48 @@ def test_on_several_ranks(ranks: int, count: int) -> None:
         assert len(found) == 14
         assert wrong(found, table.microbatches) == [], f"{name}\n{table}"
     assert len({name for name, _ in tables}) >= 8
+
+
+def placements(ranks: int, count: int) -> list[dict[int, int]]:
+    """Placements of five stages: neighbours on one rank, unlike numbers of stages, a rank without any; then random ones."""
+    random = Random(ranks)
+    return [
+        {0: 0, 1: 0, 2: 1, 3: 1, 4: 0}, {stage: 0 for stage in range(5)},
+        *({stage: random.randrange(ranks) for stage in range(5)} for _ in range(count)),
+    ]  # fmt: skip
+
+
+def trained_on_rank(rank: int, homes: Sequence[dict[int, int]], folder: Path) -> list[tuple[float, float, Grads, list[float]]]:
+    """For each placement the loss and the evaluated loss, this rank's gradients, and losses after a checkpoint is read."""
+    found = []
+    inputs, targets = (torch.cat(each) for each in zip(*((batch(m).args[0], batch(m).target) for m in range(4)), strict=True))
+    for number, home in enumerate(homes):
+        ranks, costs = dist.get_world_size(), graphpp.Costs.unit(5)
+        table = graphpp.schedule_auto(costs, ranks=ranks, microbatches=4, placement=home, effort=0)
+        net = Net().to(DEVICE)
+        split = "auto" if number % 2 else [f"layers.{stage}" for stage in range(1, 5)]
+        pipe = graphpp.compile(net, F.mse_loss, example=batch(0), split=split, schedule=table)
+        evaluated = float(pipe.eval(inputs, target=targets).loss)
+        loss = float(pipe.step(inputs, target=targets).loss)
+        state = {name: value.clone() for name, value in pipe.state_dict().items()}
+        grads = on_cpu({name: each.grad for name, each in net.named_parameters() if name in state})
+        checkpoint = pipe.checkpoint()
+        checkpoint.save(folder / str(number))
+        for each in pipe.state_dict().values():
+            each.zero_()
+        checkpoint.load(folder / str(number))
+        same = float(all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items()))
+        found.append((loss, evaluated, grads, [same, float(pipe.eval(inputs, target=targets).loss)]))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), *further((2, 6), (4, 6))])
+def test_any_placement_trains_evaluates_and_is_saved(ranks: int, count: int, tmp_path: Path) -> None:
+    homes = placements(ranks, count)
+    losses = [F.mse_loss(Net()(*batch(m).args), batch(m).target) / 4 for m in range(4)]  # type: ignore[arg-type]
+    loss = float((losses[0] + losses[1] + losses[2] + losses[3]).detach())
+    for home, *parts in zip(homes, *run_ranks(trained_on_rank, ranks, homes, tmp_path), strict=True):
+        found = {fqn: grad for part in parts for fqn, grad in part[2].items()}
+        assert len(found) == 14 and wrong(found, 4) == [], home
+        for own, evaluated, _, (same, again) in parts:
+            assert (own, evaluated, same, again) == (loss, loss, 1.0, loss), home

@@ -25,6 +25,7 @@ from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_gra
 from graphpp.cluster_planner.plans.refine.cut_by_memory import predict_within
 from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
 from graphpp.cluster_planner.plans.refine.moved_stages import moved_stages
+from graphpp.cluster_planner.plans.refine.placed_stages import placed_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
 from graphpp.devices import Machines
@@ -40,6 +41,7 @@ _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
 _MOVED = 3  # fastest plans whose stages are moved
 _ORDERS = 3  # fastest plans that get an order search
+_STAGES = 2  # fastest plans of different meshes that get other stages
 _ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
 _FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
@@ -191,12 +193,15 @@ def _move_stages(search: Search) -> None:
 
 def _search_orders(searches: Sequence[Search], space: SearchSpace) -> None:
     """Add searched orders of the fastest fitting plans that are faster than the named schedule; of each search on one kind of
-    device, too, where they may be the fastest. Weight gradients alone are placed in each plan that would be the best without
-    its idle time, and recomputation in the fastest plans that recompute."""
+    device, too, where they may be the fastest. The fastest plans of different meshes get other stages. Weight gradients alone are
+    placed in each plan that would be the best without its idle time, and recomputation in the fastest plans that recompute."""
     if not space.fixed.values.keys().isdisjoint(("schedule", "group")) or ORDER not in (space.schedules or (ORDER,)):
         return
     fitting = sorted((pair for search in searches for pair in search.fitting()), key=lambda pair: order(pair[0]))
     soonest = min((each.seconds.total for each, _ in fitting), default=inf)
+    of_mesh = {named.setting.shape: (named, search) for named, search in reversed(fitting)}
+    for named, search in sorted(of_mesh.values(), key=lambda pair: order(pair[0]))[:_STAGES]:
+        search.refine(placed_stages, named)
     chosen = fitting[:_ORDERS]
     for search in searches:
         own = [each for each, its in fitting if its is search and len(its.request.machines.groups) == 1][:_ORDERS]
@@ -279,7 +284,7 @@ def _schedules(
     """The schedules for a setting with any schedule."""
     most = limits.stages + (request.stages_of_words(base.shape) if base.word_parts else 0)
     for choice in space.fixed.schedules(space.schedules, base.shape.pp, base.microbatches, most):
-        stages = base.shape.pp * choice.stages_per_rank
+        stages = choice.stages_on(base.shape.pp)
         asked = "word_parts" in space.fixed.values and request.can_cut_words(base.shape, stages)
         if not base.word_parts or asked or request.may_cut_words(base.shape, base.rows, stages):
             yield choice

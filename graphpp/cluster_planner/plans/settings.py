@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -32,19 +33,28 @@ FRACTION = Accepted("a fraction above 0 and up to 1", lambda value: NUMBER.accep
 @dataclass(frozen=True)
 class ScheduleChoice:
     """A schedule and its stages per rank. `group`: of `megatron_interleaved`, else None. `order`: text of the `Schedule` to
-    run, for a "searched" one or a named one with moved weight gradients or recomputations. Raises `ScheduleError`."""
+    run, for a "searched" one or a named one with moved weight gradients or recomputations. `stages`: of all ranks together,
+    where a rank may have fewer than `stages_per_rank` (None: all have as many). Raises `ScheduleError`."""
 
     name: str
     stages_per_rank: int = 1
     group: int | None = None
     order: str | None = None
+    stages: int | None = None
 
     def __post_init__(self) -> None:
         require(ScheduleError, "schedule", _NAME, self.name)
         require(ScheduleError, "stages_per_rank", COUNT, self.stages_per_rank)
         require(ScheduleError, "order", or_none(TEXT), self.order)
+        require(ScheduleError, "stages", or_none(COUNT), self.stages)
         if self.name == ORDER and self.order is None:
             raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table')
+
+    @classmethod
+    def of(cls, order: Schedule) -> ScheduleChoice:
+        most = max(Counter(order.rank_of_stage.values()).values())
+        stages = None if order.stages == most * order.ranks else order.stages
+        return cls(ORDER, most, order=str(order), stages=stages)
 
     def homes(self, ranks: int) -> list[int]:
         """The rank of each stage."""
@@ -56,14 +66,22 @@ class ScheduleChoice:
 
     def table(self, ranks: int, microbatches: int) -> Schedule:
         """Raises `ScheduleError` if the schedule does not admit these numbers."""
-        stages = ranks * self.stages_per_rank
+        stages = self.stages_on(ranks)
         if self.order is not None:
             table = Schedule.parse(self.order)
             check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+            most = max(Counter(table.rank_of_stage.values()).values())
+            if most != self.stages_per_rank:
+                raise ScheduleError(f"stages_per_rank: a rank of the order has {most} stages: give {most}")
             return table
+        if stages != ranks * self.stages_per_rank:
+            raise ScheduleError(f"stages: ranks have unlike numbers of stages under an order alone: leave out stages={stages}")
         if self.group is not None:
             return megatron_interleaved(ranks, stages, microbatches, group=self.group)
         return SCHEDULES[self.name](ranks, stages, microbatches)
+
+    def stages_on(self, ranks: int) -> int:
+        return ranks * self.stages_per_rank if self.stages is None else self.stages
 
     def __str__(self) -> str:
         name = "loop" if self.name == "auto" else self.name
@@ -113,7 +131,7 @@ class PlanSetting:
 
     @property
     def stages(self) -> int:
-        return self.shape.pp * self.schedule.stages_per_rank
+        return self.schedule.stages_on(self.shape.pp)
 
     @property
     def degree(self) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from graphpp.arguments import COUNT, INDEX, require
 from graphpp.cluster_planner.plans.prediction.read_tables import counts_of, read_table
-from graphpp.cluster_planner.plans.settings import PlanSetting
+from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting
 from graphpp.devices import Goodput
 from graphpp.errors import GraphPPError
 from graphpp.from_json import document, read
@@ -248,6 +248,15 @@ class TrainingPlan(RankBytes):
         return "as measured" if self.measured else (", ".join(self.split) or "the first operation") + moved
 
     @property
+    def _placement(self) -> str:
+        """The stages of each rank under a searched order, else ""."""
+        if self.setting.schedule.name != ORDER:
+            return ""
+        home = self.table().rank_of_stage
+        ranks = ([str(stage) for stage in sorted(home) if home[stage] == rank] for rank in range(self.setting.shape.pp))
+        return " | ".join(map(" ".join, ranks))
+
+    @property
     def _choices(self) -> dict[str, str]:
         setting = self.setting
         return {
@@ -261,6 +270,7 @@ class TrainingPlan(RankBytes):
             "whole stages kept": "all" if setting.keep is None else str(setting.keep),
             "recompute": setting.degree,
             "offload": "-" if setting.offload is None else f"{setting.offload:g}",
+            **({"stages of each rank": self._placement} if self._placement else {}),
             "stages start at": self._starts,
         }
 
@@ -315,6 +325,7 @@ class TrainingPlan(RankBytes):
             *([f"  offloaded values take {spell_bytes(self.host)} of a machine's memory"] if self.host else []),
             f"  sent by a rank in a step: {sent}",
             f"  stages start at {starts}",
+            *([f"  stages of each rank: {self._placement}"] if self._placement else []),
             *([f"  float8: {self.float8}"] if self.float8 else []),
         ]
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])

@@ -9,7 +9,6 @@ from math import inf
 from graphpp.arguments import INDEX, shown
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.step_memory import peak_bytes
-from graphpp.schedules.search.free_placement import loop_of, v_of
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
@@ -60,6 +59,15 @@ def placements(stages: int, placement: str | Home | None, ranks: int) -> list[di
     if placement in (None, "free"):
         return [loop] if loop == v else [v, loop]
     return [loop if placement == "loop" else v]
+
+
+def loop_of(stages: int, ranks: int) -> tuple[int, ...]:
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def v_of(stages: int, ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again."""
+    return tuple(stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks for stage in range(stages))
 
 
 def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Schedule:

@@ -8,6 +8,7 @@ the search counts forwards, not seconds. AdaPtis (arXiv 2509.23722) also decides
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,16 +17,21 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.start_patterns import start_patterns
+from graphpp.schedules.search.tables import candidate_of, rows_of
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
 
-_PATTERNS, _WINDOW = 8, 8
-"""Patterns of a quick order, and the operations that `fill_waits` looks at in the best of them."""
-_TIMED = 6
+_PATTERNS, _FEWEST, _EFFORT = 40, 4, 30_000
+"""The most and the fewest patterns of a start, and between them so many forwards of all its patterns."""
+_WINDOWS = (3, 8)
+"""The numbers of operations that `fill_waits` looks at."""
+_TIMED = 12
 """The neighbours of each round that are timed at the most."""
 _FROM = 2
 """The starts that are improved."""
@@ -42,8 +48,17 @@ class Placed(NamedTuple):
     home: Numbers
 
 
-Value = tuple[float, float]
-"""(bytes that ranks lack for one microbatch at a time, seconds of a step): less is better."""
+class Found(NamedTuple):
+    """A placement with an order (None: none fits). `lacking`: the bytes that ranks lack for one microbatch at a time."""
+
+    lacking: float
+    seconds: float
+    placed: Placed
+    order: EvaluatedOrder | None = None
+
+    @property
+    def value(self) -> tuple[float, float]:
+        return self.lacking, self.seconds
 
 
 @dataclass(frozen=True)
@@ -58,15 +73,22 @@ class PlacementSearch:
     room: Callable[[Placed], Sequence[float]]
     most: int = 0
 
-    def best(self, starts: Iterable[Placed], work: float) -> list[Placed]:
-        """Placements, the best first. Quick orders take `work` forwards, and more only for the starts."""
-        times: dict[Placed, Value] = {}
-        for start in dict.fromkeys(starts):
-            times[start], spent = self._timed(start)
-            work -= spent
-        for start in sorted(times, key=times.__getitem__)[:_FROM]:
-            work = self._improve(start, times, work)
-        return sorted(times, key=lambda each: (times[each], self.bound(each)))
+    def best(self, starts: Iterable[Found], work: float) -> list[Found]:
+        """Placements with their orders, the best first, after orders of `work` forwards."""
+        found = {start.placed: start for start in starts}
+        for start in sorted(found.values(), key=lambda each: (each.value, each.placed))[:_FROM]:
+            work = self._improve(start, found, work)
+        return sorted(found.values(), key=lambda each: (each.value, self.bound(each.placed)))
+
+    def start(self, placed: Placed, table: Schedule | None = None) -> Found:
+        """The placement with the order of a table, or of the best of a few patterns."""
+        problem = self._problem(placed)
+        if table is not None:
+            return self._found(placed, [evaluate_order(problem, candidate_of(problem, rows_of(problem, table)))])
+        whole = bytearray(problem.prefers_whole(op // problem.microbatches) for op in range(problem.count))
+        most = max(_FEWEST, min(_PATTERNS, _EFFORT // problem.count))
+        patterns = (evaluate_order(problem, each) for each in islice(start_patterns(problem, whole, Random(0)), most))
+        return self._found(placed, sorted(filter(None, patterns), key=lambda each: each.total)[:2])
 
     def in_a_row(self) -> Placed:
         """Each piece a stage, and neighbouring stages on one rank, about as much work on each."""
@@ -75,8 +97,14 @@ class PlacementSearch:
         home = (min(self.ranks - 1, int((sums[stage] + sums[stage + 1]) / share)) for stage in stages)
         return Placed(tuple(stages), tuple(home))
 
-    def balanced(self, placed: Placed) -> Placed:
-        """The placement with its cut moved while the bound falls."""
+    def balanced(self, home: Numbers) -> Placed:
+        """Stages on these ranks with a low bound: from stages of about equal work, one piece moves at a time."""
+        sums, stages = self._sums[0], len(home)
+        cut, pieces = [0], len(self.pieces.stages)
+        for stage in range(1, stages):
+            first = bisect_left(sums, sums[-1] * stage / stages)
+            cut.append(min(max(first, cut[-1] + 1), pieces - stages + stage))
+        placed = Placed(tuple(cut), home)
         value = self.bound(placed)
         while True:
             found = min(((self.bound(each), each) for each in self._shifted(placed)), default=None)
@@ -85,7 +113,7 @@ class PlacementSearch:
             value, placed = found
 
     def bound(self, placed: Placed) -> tuple[float, float, float]:
-        """A lower bound of the value without overlaps; and the sum of the squares of the ranks' seconds."""
+        """A lower bound of the value; and the sum of the squares of the ranks' seconds."""
         loads, first, saved = [0.0] * self.ranks, [inf] * self.ranks, [0] * self.ranks
         sums, before, held = self._sums
         for rank, begin, end in zip(placed.home, placed.cut, (*placed.cut[1:], len(sums) - 1), strict=True):
@@ -94,6 +122,7 @@ class PlacementSearch:
             first[rank] = min(first[rank], before[begin])
         lacking = sum(max(0.0, own - room) for own, room in zip(saved, self.room(placed), strict=True))
         seconds = max(wait + self.microbatches * load for wait, load in zip(first, loads, strict=True) if wait < inf)
+        seconds *= min(1.0, self.pieces.overlap)
         return lacking, seconds, sum(load * load for load in loads)
 
     @cached_property
@@ -104,36 +133,53 @@ class PlacementSearch:
         forwards, saved = (one.forward for one in parts), (one.saved_bytes for one in parts)
         return [0.0, *accumulate(each)], [0.0, *accumulate(forwards)], [0, *accumulate(saved)]
 
-    def _improve(self, current: Placed, times: dict[Placed, Value], work: float) -> float:
+    def _improve(self, current: Found, found: dict[Placed, Found], work: float) -> float:
         """Move while a neighbour is better; the work that is left."""
         while work > 0:
-            bounds = sorted((self.bound(each), each) for each in set(self._neighbours(current)) - times.keys())
+            bounds = sorted((self.bound(each), each) for each in set(self._neighbours(current.placed)) - found.keys())
             for bound, each in bounds[:_TIMED]:
-                lacking, seconds = times[current]
-                if bound[:2] >= (lacking, seconds * _BETTER) or work <= 0:
+                limit = current.lacking, current.seconds * _BETTER
+                if bound[:2] >= limit or work <= 0:
                     return work
-                times[each], spent = self._timed(each)
-                work -= spent
-                if times[each] < (lacking, seconds * _BETTER):
-                    current = each
+                found[each] = self._moved(current, each)
+                work -= len(each.cut) * self.microbatches
+                if found[each].value < limit:
+                    current = found[each]
                     break
             else:
                 return work
         return work
 
-    def _timed(self, placed: Placed) -> tuple[Value, int]:
-        """The value under a quick order, with infinite seconds if none fits, and the forwards that were ordered."""
-        few = min(self.microbatches, 2 * self.ranks)
-        problem = Problem.of(self.costs(placed.cut), dict(enumerate(placed.home)), few, self.room(placed))
-        whole = bytearray(flag for stage in range(problem.stages) for flag in [problem.prefers_whole(stage)] * few)
-        patterns = islice(start_patterns(problem, whole, Random(0)), _PATTERNS)
-        found = [order for order in (evaluate_order(problem, each) for each in patterns) if order]
-        for first in sorted(found, key=lambda each: each.total)[:1]:
-            filled = evaluate_order(problem, fill_waits(problem, first.candidate, _WINDOW))
-            found += [filled] if filled else []
-        soonest = min((order.makespan for order in found), default=inf)
-        seconds = (soonest + (self.microbatches - few) * problem.period()) * problem.unit
-        return (self.bound(placed)[0], seconds), problem.count
+    def _moved(self, old: Found, placed: Placed) -> Found:
+        """The placement under the order of another one: operations in the order of their ends there."""
+        problem, order = self._problem(placed), old.order
+        if order is None:
+            return self.start(placed)
+        many, stages = problem.microbatches, range(problem.stages)
+        middles = ((first + end - 1) // 2 for first, end in pairwise((*placed.cut, len(self.pieces.stages))))
+        alike = len(old.placed.cut) == problem.stages
+        before = stages if alike else [bisect_right(old.placed.cut, middle) - 1 for middle in middles]
+        timed: list[list[tuple[float, int, int]]] = [[] for _ in range(self.ranks)]
+        for stage, was in zip(stages, before, strict=True):
+            for kind, step in enumerate((stage, 2 * problem.stages - stage)):
+                first, then = kind * problem.count + stage * many, kind * order.problem.count + was * many
+                timed[placed.home[stage]] += [(order.ends[then + m], step, first + m) for m in range(many)]
+        whole = bytearray(order.candidate.whole[was * many + m] for was in before for m in range(many))
+        orders = [[op for *_, op in sorted(each)] for each in timed]
+        return self._found(placed, [evaluate_order(problem, Candidate(orders, whole, order.candidate.patience))])
+
+    def _found(self, placed: Placed, orders: Iterable[EvaluatedOrder | None]) -> Found:
+        """The placement with the best of these orders, waits filled."""
+        known = [order for order in orders if order]
+        for order in tuple(known):
+            filled = (evaluate_order(order.problem, fill_waits(order.problem, order.candidate, window)) for window in _WINDOWS)
+            known += [each for each in filled if each]
+        best = min(known, key=lambda each: each.end, default=None)
+        return Found(self.bound(placed)[0], best.end[0] if best else inf, placed, best)
+
+    def _problem(self, placed: Placed) -> Problem:
+        costs, home = self.costs(placed.cut), dict(enumerate(placed.home))
+        return Problem.of(costs, home, self.microbatches, self.room(placed))
 
     # ------------------------------------------------------------------------------------------------ neighbours
 
@@ -172,12 +218,3 @@ class PlacementSearch:
             for rank in range(self.ranks) if end - begin > 1 and len(cut) < self.most else ():
                 middle = (begin + end) // 2
                 yield Placed((*cut[: stage + 1], middle, *cut[stage + 1 :]), (*home[: stage + 1], rank, *home[stage + 1 :]))
-
-
-def loop_of(stages: int, ranks: int) -> Numbers:
-    return tuple(stage % ranks for stage in range(stages))
-
-
-def v_of(stages: int, ranks: int) -> Numbers:
-    """Down the ranks and up again."""
-    return tuple(stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks for stage in range(stages))

@@ -19,6 +19,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from random import Random
 
@@ -85,29 +86,54 @@ def schedule_auto(
     caps = caps_of(memory_cap, ranks)
     homes = placements(len(costs.stages), placement, ranks)
     with paused_collector(), working("searching a schedule"):
-        free = _free(costs, homes, microbatches, caps, effort) if placement == "free" else []
+        placed = _free(costs, homes, microbatches, caps, effort) if placement == "free" else {}
+        free = [dict(enumerate(home)) for home in placed]
         tables = Tables(costs, [*homes, *free], microbatches, caps)
-        found = tables.named()
+        found = tables.named() + [numbered(order, join=False) for order in placed.values()]
         if not found:
             raise too_tight(costs, [*homes, *free], caps)
-        for each in (replace(costs, overlap=1.0, hidden=0.0), costs) if costs.saves else (costs,):
-            for some in filter(None, (homes, free)):  # apart, so that the first result is that of placement=None
-                problems = [Problem.of(each, home, microbatches, caps) for home in some]
-                found += _searched(problems, found, each, Random(seed), effort)
+        for some in filter(None, (homes, free)):  # apart, so that the first result is that of placement=None
+            found += _for_all_overlaps(tables, some, found, seed, effort)
         best = tables.soonest(found, name)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
     return best
 
 
+def improved(order: EvaluatedOrder, costs: Costs, caps: Sequence[float], effort: float, name: str) -> Schedule | None:
+    """The best table with the placement of an order that the search finds from this order too; None if the caps admit none."""
+    home = dict(enumerate(order.problem.home))
+    with paused_collector():
+        tables = Tables(costs, [home], order.problem.microbatches, caps)
+        found = tables.named()
+        if not found:
+            return None
+        found += [numbered(order, join=False)]
+        best = tables.soonest(found + _for_all_overlaps(tables, [home], found, 0, effort), name)
+    check(best, ranks=len(caps), stages=len(costs.stages), microbatches=order.problem.microbatches)
+    return best
+
+
+def _for_all_overlaps(
+    tables: Tables, homes: Sequence[Home], given: Sequence[Numbered], seed: int, effort: float
+) -> list[Numbered]:
+    """Tables with these placements, without overlaps, and from them with overlaps if these save time."""
+    costs, found = tables.costs, list[Numbered]()
+    for each in (replace(costs, overlap=1.0, hidden=0.0), costs) if costs.saves else (costs,):
+        problems = [Problem.of(each, home, tables.microbatches, tables.caps) for home in homes]
+        found += _searched(problems, [*given, *found], each, Random(seed), effort)
+    return found
+
+
 def _free(
     costs: Costs, homes: Sequence[Home], microbatches: int, caps: Sequence[float], effort: float
-) -> list[dict[int, int]]:
-    """The best other placements."""
-    cut = tuple(range(len(costs.stages)))
+) -> dict[tuple[int, ...], EvaluatedOrder]:
+    """The best placements that differ from `homes`, with an order of each."""
     search = PlacementSearch(costs, len(caps), microbatches, lambda cut: costs, lambda placed: caps)
+    cut = tuple(range(len(costs.stages)))
     starts = [Placed(cut, tuple(home[stage] for stage in cut)) for home in homes]
-    found = [dict(enumerate(each.home)) for each in search.best([*starts, search.in_a_row()], _MAPPED * effort)]
-    return [each for each in found if each not in homes][:_MAPPINGS]
+    found = search.best(map(search.start, [*starts, search.in_a_row()]), _MAPPED * effort)
+    orders = {each.placed.home: each.order for each in found if each.order and dict(enumerate(each.placed.home)) not in homes}
+    return dict(islice(orders.items(), _MAPPINGS))
 
 
 @contextmanager

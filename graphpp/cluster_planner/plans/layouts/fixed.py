@@ -95,11 +95,17 @@ class Fixed:
         for name in self.among("schedule", usual):
             for per_rank in self.stages_per_rank(name, ranks):
                 for group in self._groups(name, ranks, microbatches):
-                    choice = ScheduleChoice(name, per_rank, group, self.values.get("order"))
-                    if per_rank * ranks <= most and settings.admits(choice, ranks, microbatches):
+                    choice = self.choice(name, ranks, per_rank, group)
+                    if choice.stages_on(ranks) <= most and settings.admits(choice, ranks, microbatches):
                         yield choice
 
+    def choice(self, name: str, ranks: int, per_rank: int, group: int | None) -> ScheduleChoice:
+        order, stages = (self.values.get(each) for each in ("order", "stages"))
+        return ScheduleChoice(name, per_rank, group, order, None if order is None or stages == ranks * per_rank else stages)
+
     def stages_per_rank(self, name: str, ranks: int) -> Sequence[int]:
+        if "order" in self.values and "stages" in self.values:
+            return self.among("stages_per_rank", (-(-self.values["stages"] // ranks),))
         if "stages" in self.values:
             per_rank, rest = divmod(self.values["stages"], ranks)
             return () if rest or per_rank != self.values.get("stages_per_rank", per_rank) else (per_rank,)

@@ -26,7 +26,7 @@ from graphpp.cluster_planner.plans.layouts.own_words import read_own_words
 from graphpp.cluster_planner.plans.mesh_shapes import SIZES, MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.request import PlanRequest
-from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
+from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.cluster_planner.plans.training_plan import TrainingPlan
 from graphpp.errors import ScheduleError
 from graphpp.from_json import document
@@ -82,7 +82,7 @@ def _of_plan(plan: TrainingPlan) -> Layout:
 def _of_setting(setting: PlanSetting) -> dict[str, object]:
     found, schedule = asdict(setting), asdict(setting.schedule)
     del found["schedule"]
-    optional = {"order": schedule.pop("order"), "recomputed": found.pop("recomputed")}
+    optional = {"recomputed": found.pop("recomputed"), **{name: schedule.pop(name) for name in ("order", "stages")}}
     return {
         **found.pop("shape"), **found, "schedule": schedule.pop("name"), **schedule,
         **{name: each for name, each in optional.items() if each is not None},
@@ -172,7 +172,7 @@ def _refused(request: PlanRequest, shapes: Sequence[MeshShape], space: SearchSpa
         name, (_, microbatches) = values["schedule"], next(rows_of(request, shape, space), (1, 1))
         for per_rank in islice(space.fixed.stages_per_rank(name, shape.pp), 1):
             try:
-                ScheduleChoice(name, per_rank, values.get("group"), values.get("order")).table(shape.pp, microbatches)
+                space.fixed.choice(name, shape.pp, per_rank, values.get("group")).table(shape.pp, microbatches)
             except ScheduleError as error:
                 return ScheduleError(f"like: {error}")
     name = next((name for name in _OF_HEADS if values.get(name)), None)

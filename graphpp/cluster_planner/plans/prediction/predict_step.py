@@ -69,6 +69,11 @@ def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | N
     return [each for each in found if each is not None] if all(found) else None
 
 
+def stage_costs(request: PlanRequest, setting: PlanSetting, cut: Cut) -> Costs:
+    """The costs of the stages of a cut. With `keep=0` they include the seconds that computations wait for gathers."""
+    return _Step(request, setting, cut).waiting
+
+
 def order_costs(
     request: PlanRequest, setting: PlanSetting, cut: Cut, table: ReadTable, ahead: bool = False
 ) -> tuple[Costs, list[tuple[int, ...]]]:
@@ -101,8 +106,9 @@ def continued(counts: Sequence[int], microbatches: int) -> Callable[[float, floa
 
 class _Simulated(NamedTuple):
     """One simulated step. `alone`: makespan without gathers, reductions and host copies; `waits`: delay by host copies; `busy`,
-    `stages`: of the busiest rank; `exchanged`: bytes by dimension within one microbatch's computations; `along`: bytes along
-    data ranks; both of the rank that sends most; `host`: offloaded bytes in the memory of a machine."""
+    `stages`: of the busiest rank; `exchanged`: bytes by dimension within one microbatch's computations, `pp` between stages;
+    `along`: bytes along data ranks; both of the rank that sends most; `host`: offloaded bytes in the memory of a machine;
+    `optimizer`: seconds of its step."""
 
     makespan: float
     alone: float
@@ -114,6 +120,7 @@ class _Simulated(NamedTuple):
     exchanged: Mapping[str, float]
     along: float
     host: float
+    optimizer: float
 
 
 class _Stages(NamedTuple):
@@ -213,8 +220,9 @@ class _Step:
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
         of_ranks = [self._request.machines.groups[each] for each in self._request.groups_of_ranks(self._setting.shape)]
         host = host_bytes(table.schedule, self._windows(table), self._setting.shape, of_ranks)
-        bytes_of = peaks, fullest.most, self._exchanged(table), self._sent_by_shards(table), host
-        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of)
+        exchanged = {"pp": self._crossed(table), **self._exchanged(table)}
+        bytes_of = peaks, fullest.most, exchanged, self._sent_by_shards(table), host
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of, self._optimizer_seconds(table))
 
     def _waits_for_copies(self, table: ReadTable) -> float:
         windows, collectives = self._windows(table), self._setting.keep != 0
@@ -264,18 +272,18 @@ class _Step:
             for kind, nbytes in last.memory.items()
         }
         makespan, busy, alone, waits = (further(getattr(first, name), getattr(last, name)) for name in _GROWING)
-        parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
+        parts = self._parts(makespan - waits, busy, last, makespan - waits - alone)
         sent = self._sent(further(first.along, last.along), last.exchanged)
         host = round(further(first.host, last.host))
         return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, host, self._caps)
 
-    def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
+    def _parts(self, makespan: float, busy: float, step: _Simulated, unhidden: float) -> StepSeconds:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
         plain = replace(self._setting, recompute=None, recomputed=None)
         usual = priced_setting(self._request, plain, self.cut).segments.costs.stages
         costs = self._priced.segments.costs.stages
         ends = [*self.cut[1:], len(costs)]
-        own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
+        own = [at for stage in step.stages for at in range(self.cut[stage], ends[stage])]
         forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
         again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
         exchanged = [sum(costs[at].own_collectives(kind) for at in own) for kind in (Kind.F, Kind.B)]
@@ -287,7 +295,7 @@ class _Step:
             collectives=sum(exchanged) * share,
             bubble=max(0.0, makespan - busy - unhidden),  # rounding may make the difference negative
             gradients=unhidden,
-            optimizer=self._optimizer_seconds(),
+            optimizer=step.optimizer,
         )
 
     @property
@@ -301,13 +309,16 @@ class _Step:
         optimizer = sum(self._optimizer_by_stage()) / shape.pp
         return least_seconds(segments, shape.pp, self._setting.microbatches) + optimizer
 
-    def _optimizer_seconds(self) -> float:
-        """Seconds of the optimizer on the rank with the largest stage."""
-        return max(self._optimizer_by_stage()) * self._setting.schedule.stages_per_rank
+    def _optimizer_seconds(self, table: ReadTable) -> float:
+        """Seconds of the optimizer on the rank with most of them."""
+        of_rank = [0.0] * self._setting.shape.pp
+        for stage, seconds in enumerate(self._optimizer_by_stage()):
+            of_rank[table.rank_of_stage[stage]] += seconds
+        return max(of_rank)
 
     def _optimizer_by_stage(self) -> list[float]:
-        """Seconds to read and write the optimizer's operands, bound by memory bandwidth, and to compute the values of parameters
-        that whole stages compute once per step."""
+        """Seconds to read and write the optimizer's operands, bound by memory bandwidth, and to compute the values of
+        parameters that whole stages compute once per step."""
         by_stage, speeds = [0.0] * self._setting.stages, [each.device.memory_bandwidth for each in self._machines]
         if self._setting.keep != 0:
             for stage, (first, end) in enumerate(pairwise((*self.cut, len(self._priced.layers)))):
@@ -319,6 +330,15 @@ class _Step:
             for stage in one.makers:
                 by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards / speeds[stage]
         return by_stage
+
+    def _crossed(self, table: ReadTable) -> float:
+        """Bytes that a rank sends to other ranks for one microbatch, of the rank that sends most."""
+        ranks, home = [0] * self._setting.shape.pp, table.rank_of_stage
+        for at, (on, back) in enumerate(zip(*self._crossing(), strict=True)):
+            if home[at] != home[at + 1]:
+                ranks[home[at]] += on
+                ranks[home[at + 1]] += back
+        return max(ranks)
 
     def _exchanged(self, table: ReadTable) -> dict[str, float]:
         """Bytes by dimension that a rank sends within one microbatch's computations, of the rank that sends most."""
@@ -332,12 +352,10 @@ class _Step:
 
     def _sent(self, along: float, exchanged: Mapping[str, float]) -> dict[str, int]:
         """Bytes that a rank sends per step along each dimension. `along`: of shards; `exchanged`: of one microbatch."""
-        setting, (forward, backward) = self._setting, self._crossing()
-        per_rank, many = setting.schedule.stages_per_rank, setting.microbatches
-        crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * many
+        setting = self._setting
         sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in ("dp_replicate", "cp")}
-        within = {name: many * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
-        return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
+        within = {name: setting.microbatches * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
+        return {name: round(each) for name, each in ({"pp": 0.0, "dp_shard": along} | sums | within).items()}
 
     def _sent_to_copies(self, copies: int) -> float:
         """Bytes that a rank sends in ring all-reduces over `copies` ranks; averaged over the pipeline ranks."""

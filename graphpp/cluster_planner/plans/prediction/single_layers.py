@@ -91,6 +91,12 @@ def _recomputed(costs: ModelCosts, counts: Sequence[int], cut: Cut) -> list[int]
     return [layer for count, layers in zip(counts, layers_of_stages(costs, cut), strict=True) for layer in layers[:count]]
 
 
+def recut(costs: ModelCosts, counts: Sequence[int], cut: Cut, other: Cut) -> tuple[int, ...]:
+    """The numbers of recomputed layers by stage of another cut, as many in each as there are recomputed ones now."""
+    layers = set(_recomputed(costs, counts, cut))
+    return tuple(len(layers.intersection(each)) for each in layers_of_stages(costs, other))
+
+
 def _segments_of(costs: ModelCosts, layer: int) -> range:
     """A layer's segments, including those of modules that it calls, if a stage may start within layers."""
     inside, end = f"{costs.names[layer]}.", layer + 1
