@@ -20,6 +20,7 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.lifetimes import KINDS, item_bytes, state_bytes
 from graphpp.schedules.check.row_moments import Reading, RowMoments
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
@@ -91,7 +92,7 @@ class StepMemory:
         if not like or (any(each.layers for each in held) and not reading.layers):
             raise ScheduleError(f"schedule {table.name!r} was read for another flow, other overlaps, or no single layers")
         for stage, microbatch in table.recomputed_ahead:
-            assert costs[reading.costs_of[microbatch]].stages[stage].after_recompute, "it raises if it is missing"
+            costs[reading.costs_of[microbatch]].stages[stage].of(Kind.R)  # raises ScheduleError if the costs have none
         states = held or [HeldBytes()] * table.ranks
         return [_RankBytes(row, costs, own) for row, own in zip(self._rows, states, strict=True)]
 

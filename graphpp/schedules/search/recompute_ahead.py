@@ -29,6 +29,7 @@ _BACKWARD = (Kind.B, Kind.I)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _MORE = 1 + 1e-9  # a longer time differs by more than rounding
 _ROUNDS = 8
+_PARTS = 16  # a round's moves are refused or undone in so many parts, else a table of a thousand forwards takes minutes
 _WINDOW = 8  # computations over which an R may move ahead in one round
 
 Pair = tuple[int, int]
@@ -93,7 +94,9 @@ class _Rows:
         before: dict[Action, list[Action]] = defaultdict(list)
         for (stage, microbatch), anchor in anchors.items():
             before[anchor].append(_r((stage, microbatch)))
-        return replace(self.table, table=tuple(_with(row, before) for row in self.table.table))
+        ranks = {self.table.rank_of_stage[stage] for stage, _ in anchors}
+        rows = (_with(row, before) if rank in ranks else row for rank, row in enumerate(self.table.table))
+        return replace(self.table, table=tuple(rows))
 
     def seconds(self, anchors: Anchors) -> float:
         return simulate(self.with_ahead(anchors), self.costs).makespan
@@ -133,7 +136,7 @@ class _Rows:
             if now * _MORE >= best:
                 break
             changed = {pair: moved[pair] for pair in moves if moved.get(pair) != anchors.get(pair)}
-            best, anchors = now, {**anchors, **self._needed(anchors, changed, now * _MORE)}
+            best, anchors = now, {**anchors, **self._needed(anchors, changed, now * _MORE, len(changed) // _PARTS)}
         return anchors
 
     def _moves(self, anchors: Anchors, times: Times) -> Anchors:
@@ -161,28 +164,36 @@ class _Rows:
         for (stage, microbatch), anchor in moves.items():
             ranks[self.table.rank_of_stage[stage]][stage, microbatch] = anchor
         for rank, own in ranks.items():
-            if self._fits(rank, {**anchors, **own}):
-                anchors = {**anchors, **own}
-                continue
-            for pair, anchor in own.items():
-                anchors = trial if self._fits(rank, trial := {**anchors, pair: anchor}) else anchors
+            anchors = self._admitted(rank, anchors, own, len(own) // _PARTS)
+        return anchors
+
+    def _admitted(self, rank: int, anchors: Anchors, moves: Anchors, few: int) -> Anchors:
+        """`few` moves are admitted or refused together."""
+        if self._fits(rank, together := {**anchors, **moves}):
+            return together
+        for part in _halves(moves) if len(moves) > max(1, few) else ():
+            anchors = self._admitted(rank, anchors, part, few)
         return anchors
 
     def _fits(self, rank: int, anchors: Anchors) -> bool:
         cap = self.caps[rank]
-        return cap == inf or max(step_totals(self.with_ahead(anchors), rank, self.costs)) <= cap
+        own = {pair: anchor for pair, anchor in anchors.items() if self.table.rank_of_stage[pair[0]] == rank}
+        return cap == inf or max(step_totals(self.with_ahead(own), rank, self.costs)) <= cap
 
-    def _needed(self, anchors: Anchors, moves: Anchors, most: float) -> Anchors:
-        """The moves without those that a step of `most` seconds does not need."""
+    def _needed(self, anchors: Anchors, moves: Anchors, most: float, few: int) -> Anchors:
+        """The moves without those that a step of `most` seconds does not need; `few` moves stay or go together."""
         if not moves or self.seconds(anchors) <= most:
             return {}
-        if len(moves) == 1:
+        if len(moves) <= max(1, few):
             return moves
-        pairs = list(moves)
-        half = len(pairs) // 2
-        first, second = ({pair: moves[pair] for pair in part} for part in (pairs[:half], pairs[half:]))
-        kept = self._needed({**anchors, **second}, first, most)
-        return {**kept, **self._needed({**anchors, **kept}, second, most)}
+        first, second = _halves(moves)
+        kept = self._needed({**anchors, **second}, first, most, few)
+        return {**kept, **self._needed({**anchors, **kept}, second, most, few)}
+
+
+def _halves(moves: Anchors) -> tuple[Anchors, Anchors]:
+    pairs, half = list(moves.items()), len(moves) // 2
+    return dict(pairs[:half]), dict(pairs[half:])
 
 
 def _pair(leaf: Action) -> Pair:

@@ -162,7 +162,7 @@ class Schedule:
 
     @checked(ScheduleError, path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as CSV in torch's format, idle cells empty; the recompute line comes last, and torch cannot read it."""
+        """Write as CSV in torch's format, idle cells empty; the recompute line comes last. torch reads neither it nor an R."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
         text.writelines(f"{line}\n" for line in self._recomputed())

@@ -20,7 +20,7 @@ from graphpp.schedules.search.recompute_ahead import recompute_ahead
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.table.costs import Costs
 
-MOST_SEARCHED = 512  # most forwards of a step whose order is searched; more would take minutes
+MOST_SEARCHED = 512  # most forwards of a step whose order is searched or which recomputes ahead; more would take minutes
 MOST_PLACED = 4096  # most forwards of a step whose weight gradients are placed
 _EFFORT = 0.25  # of the usual number of steps: about a second
 
@@ -63,7 +63,7 @@ def recomputed_ahead(request: PlanRequest, found: Prediction, cap: int) -> Predi
     """Move only recomputation, into idle time."""
     setting = found.setting
     layers = setting.keep == 0  # an R would gather the layers once more
-    tables = None if layers or setting.recompute is None else _tables(request, setting, MOST_PLACED)
+    tables = None if layers or setting.recompute is None else _tables(request, setting, MOST_SEARCHED)
     table = table_of(setting.schedule, setting.shape.pp, setting.microbatches)
     if tables is None or table is None or table.recomputed_ahead:
         return None
