@@ -15,6 +15,10 @@ for a microbatch, with several stages a rank together. Microbatches: --times the
 `searched` is the table of `graphpp.schedule_auto` for two stages a rank. `recomputed` is 1F1B with `memory="full"`, whose
 backwards take one F longer; `ahead` is the same after `graphpp.schedules.recompute_ahead` within its bytes.
 
+With --plan, a file with the JSON of a `TrainingPlan` or `TrainingPlans` (whose first plan counts), its table and the times of
+its stages replace all other schedules, scaled so that the simulated step takes --seconds; whole backwards take the times of I
+and W, and messages none.
+
 Before timing, the losses of all contenders must be equal. A sample is --steps steps in a row, divided by their number. "over"
 is the median sample over a simulated makespan, minus 1.
 """
@@ -35,7 +39,7 @@ from contenders import TORCH, Case, Step, check_losses, pipeline, pipeline_step,
 from harness import RANK, RANKS, Contender, Sample, alternate, medians, start
 from rich.console import Console
 from rich.table import Table
-from sleeping_stages import costs, product_costs, product_workload, workload
+from sleeping_stages import alike, costs, product_costs, product_workload, workload
 
 import graphpp
 from graphpp.schedules.generate.names import SCHEDULES
@@ -50,7 +54,7 @@ def main() -> None:
     device = start()
     records = []
     for ms in option.ms:
-        for name in option.schedules:
+        for name in [option.plan] if option.plan else option.schedules:
             records.append(record(name, ms, option, device))
             if RANK == 0:
                 print(f"{ms:g} ms, {name}: {100 * records[-1]['over']:.1f} % over", flush=True)
@@ -71,6 +75,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="in a row, for one sample")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--effort", type=float, default=1.0, help="of the search")
+    parser.add_argument("--plan", help="file of a plan, in place of the schedules")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of the simulated step of a plan")
     parser.add_argument("--json", help="file for the records")
     return parser.parse_args()
 
@@ -93,10 +99,21 @@ class Sleeping:
         if name in (RECOMPUTED, AHEAD):
             return cls.of_products(name, seconds, microbatches, option.numbers)
         searched = name == SEARCHED
-        stages = 2 * RANKS if searched else Case(workload(1, 1, 0.0), name, microbatches, 1).stages
-        times = costs(stages, seconds * RANKS / stages)
-        schedule = search(times, microbatches, option.effort) if searched else name
-        return cls(Case(workload(option.numbers, stages, seconds * RANKS / stages), schedule, microbatches, 1), times)
+        stages = 2 * RANKS if searched else Case(workload(1, alike(1, 0.0)), name, microbatches, 1).stages
+        times = alike(stages, seconds * RANKS / stages)
+        schedule = search(costs(times), microbatches, option.effort) if searched else name
+        return cls(Case(workload(option.numbers, times), schedule, microbatches, 1), costs(times))
+
+    @classmethod
+    def of_plan(cls, file: str, option: argparse.Namespace) -> Sleeping:
+        """The table and the stage times of a plan, scaled."""
+        plan = graphpp.TrainingPlans.from_json(Path(file)).best
+        assert plan.costs is not None
+        table, stages = plan.table(), plan.costs.stages
+        times = [(each.forward, each.input_grad, each.weight_grad) for each in stages]
+        scale = option.seconds / graphpp.simulate(table, costs(times)).makespan
+        scaled = [(scale * on, scale * first, scale * second) for on, first, second in times]
+        return cls(Case(workload(option.numbers, scaled), table, table.microbatches, 1), costs(scaled))
 
     @classmethod
     def of_products(cls, name: str, seconds: float, microbatches: int, numbers: int) -> Sleeping:
@@ -127,7 +144,7 @@ def search(times: graphpp.Costs, microbatches: int, effort: float) -> graphpp.Sc
 
 def record(name: str, ms: float, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Check that the losses agree, then time the contenders in turn."""
-    sleeping = Sleeping.of(name, ms / 1e3, option)
+    sleeping = Sleeping.of_plan(name, option) if option.plan else Sleeping.of(name, ms / 1e3, option)
     case = sleeping.case
     pipe = pipeline(case, device, recompute=sleeping.recompute)
     steps = {"graphpp": pipeline_step(pipe, case, device)}

@@ -5,9 +5,9 @@ Contract
 - `forward`, `input_grad` and `weight_grad` are operators of PyTorch in the namespace `sleeping`. Each returns its result
   `seconds` after its own start, and at most `_SPIN` seconds of that time uses a core. `weight_grad` is reached only from the
   gradient of a weight, so a backward that is split has `input_grad` in I and `weight_grad` in W.
-- `workload(numbers, stages, seconds)` is a workload as of `workloads.py`, with one such layer for each stage: `x * weight`.
-- `costs(stages, seconds)` are the times of its stages. The first stage has no `input_grad`, because nobody needs the gradient
-  of the batch.
+- `workload(numbers, times)` is a workload as of `workloads.py`, with one such layer for each stage: `x * weight`.
+- `costs(times)` are the times of its stages: of F, I and W, in seconds; `alike(stages, seconds)` has equal ones. The first
+  stage has no `input_grad`, because nobody needs the gradient of the batch.
 - `product_workload` and `product_costs` are the same for layers `gelu(x @ weight)` that may be recomputed, as operators of
   others may not: from then on every matrix product of two matrices on the CPU takes `seconds`. F and R have one, the whole
   backward two.
@@ -17,14 +17,19 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from workloads import Batch, Size, Workload
 
 import graphpp
+
+Seconds = tuple[float, float, float]
+"""Of F, of I and of W."""
 
 _SPIN = 1e-4  # a sleep ends late by about so many seconds; the rest of the time is spent in a loop
 
@@ -42,8 +47,8 @@ def sleep(began: float, seconds: float) -> None:
         pass
 
 
-def forward(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-    """`x * weight`, [rows, numbers]."""
+def forward(x: Tensor, weight: Tensor, seconds: float, of_input: float, of_weight: float) -> Tensor:
+    """`x * weight`, [rows, numbers]; the backward takes the other seconds."""
     began = time.perf_counter()
     result = x * weight
     sleep(began, seconds)
@@ -66,20 +71,20 @@ def weight_grad(gradient: Tensor, x: Tensor, seconds: float) -> Tensor:
     return result
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
-    ctx.seconds = inputs[2]  # type: ignore[attr-defined]
+    ctx.seconds = inputs[3:]  # type: ignore[attr-defined]
 
 
-def _backward(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     seconds = ctx.seconds  # type: ignore[attr-defined]
-    of_x = torch.ops.sleeping.input_grad(gradient, weight, seconds) if ctx.needs_input_grad[0] else None
-    of_weight = torch.ops.sleeping.weight_grad(gradient, x, seconds) if ctx.needs_input_grad[1] else None
-    return of_x, of_weight, None
+    of_x = torch.ops.sleeping.input_grad(gradient, weight, seconds[0]) if ctx.needs_input_grad[0] else None
+    of_weight = torch.ops.sleeping.weight_grad(gradient, x, seconds[1]) if ctx.needs_input_grad[1] else None
+    return of_x, of_weight, None, None, None
 
 
-def _like_first(first: Tensor, other: Tensor, seconds: float) -> Tensor:
+def _like_first(first: Tensor, other: Tensor, *seconds: float) -> Tensor:
     return torch.empty_like(first)
 
 
@@ -102,14 +107,14 @@ if not hasattr(torch.ops.sleeping, "forward"):  # a process may import this file
 
 
 class Sleeper(nn.Module):
-    """`x * weight`, and F, I and W take `seconds` each."""
+    """`x * weight`; F, I and W take these seconds."""
 
-    def __init__(self, numbers: int, seconds: float) -> None:
+    def __init__(self, numbers: int, seconds: Seconds) -> None:
         super().__init__()
         self.weight, self.seconds = nn.Parameter(torch.rand(numbers) + 0.5), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.sleeping.forward(x, self.weight, self.seconds)
+        result: Tensor = torch.ops.sleeping.forward(x, self.weight, *self.seconds)
         return result
 
 
@@ -126,13 +131,13 @@ class Sleepers(nn.Module):
         return x
 
 
-def workload(numbers: int, stages: int, seconds: float) -> Workload:
-    """A layer for each stage, of `seconds` for each of F, I and W; a row has so many numbers."""
+def workload(numbers: int, times: Sequence[Seconds]) -> Workload:
+    """A layer for each stage; a row has so many numbers."""
 
     def model(size: Size) -> nn.Module:
-        return Sleepers([Sleeper(size.dim, seconds) for _ in range(size.layers)])
+        return Sleepers([Sleeper(size.dim, seconds) for seconds in times])
 
-    return Workload("sleeping", Size(dim=numbers, layers=stages), model, part, loss, batch)
+    return Workload("sleeping", Size(dim=numbers, layers=len(times)), model, part, loss, batch)
 
 
 def part(model: nn.Module, start: int, end: int) -> nn.Module:
@@ -184,13 +189,18 @@ def _sleeping_product(a: Tensor, b: Tensor) -> Tensor:
 
 def product_costs(stages: int, seconds: float) -> graphpp.Costs:
     """The times of stages that are recomputed, in line or by an R."""
-    plain = costs(stages, seconds)
+    plain = costs(alike(stages, seconds))
     return replace(
         plain, stages=tuple(replace(each, input_grad=each.input_grad + seconds, ahead=each) for each in plain.stages)
     )
 
 
-def costs(stages: int, seconds: float) -> graphpp.Costs:
+def alike(stages: int, seconds: float) -> list[Seconds]:
+    """Stages of which F, I and W take `seconds` each."""
+    return [(seconds, seconds, seconds)] * stages
+
+
+def costs(times: Sequence[Seconds]) -> graphpp.Costs:
     """The times of the stages; messages take no time."""
-    first = graphpp.StageCosts(seconds, 0.0, seconds)
-    return graphpp.Costs((first, *[graphpp.StageCosts(seconds, seconds, seconds)] * (stages - 1)))
+    first, *others = times
+    return graphpp.Costs((graphpp.StageCosts(first[0], 0.0, first[2]), *(graphpp.StageCosts(*each) for each in others)))

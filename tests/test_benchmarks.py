@@ -106,7 +106,8 @@ def test_the_bound_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None
 def test_sleeping_stages_sleep_as_long_as_their_costs_say(backward: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """I has the gradient of a stage's input alone and W that of its weight alone, and both add up what autograd does."""
     stages = sibling("sleeping_stages", monkeypatch)
-    workload, costs = stages.workload(3, 4, 0.001), stages.costs(4, 0.001)
+    times = stages.alike(4, 0.001)
+    workload, costs = stages.workload(3, times), stages.costs(times)
     model, (x, target) = workload.model(), workload.batch(2)
     table = graphpp.Schedule.of([["0F0", "1F0", "2F0", "3F0", *backward]])
     split = [f"layers.{layer}" for layer in (1, 2, 3)]
