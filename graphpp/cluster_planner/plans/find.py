@@ -94,7 +94,7 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
-    if space.fixed.cut is None:
+    if space.fixed == Fixed():  # a layout is priced with its own cut, or the most balanced one
         _move_stages(search)
     if space.fixed.values.keys().isdisjoint(("schedule", "group")) and (space.schedules is None or ORDER in space.schedules):
         _search_orders(search)

@@ -207,8 +207,7 @@ class TrainingPlan:
 
     @property
     def _starts(self) -> str:
-        moved = f" (moved: {self.moved:.1%} less than with balanced stages)" if self.moved else ""
-        return "as measured" if self.measured else (", ".join(self.split) or "the first operation") + moved
+        return "as measured" if self.measured else ", ".join(self.split) or "the first operation"
 
     @property
     def _choices(self) -> dict[str, str]:
@@ -275,7 +274,7 @@ class TrainingPlan:
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             *([f"  offloaded values take {spell_bytes(self.host)} of a machine's memory"] if self.host else []),
             f"  sent by a rank in a step: {sent}",
-            f"  stages start at {starts}",
+            f"  stages start at {starts}{f' (moved: {self.moved:.1%} less than with balanced stages)' if self.moved else ''}",
             *([f"  float8: {self.float8}"] if self.float8 else []),
         ]
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
