@@ -37,7 +37,7 @@ def main() -> None:
     }
     as_usual, own = sleeping_stages.sleep, 1.0 if RANK < RANKS / 2 else option.slower
     sleeping_stages.sleep = lambda began, seconds: as_usual(began, own * seconds)
-    work = sleeping_stages.workload(64, option.layers, option.ms / 1e3)
+    work = sleeping_stages.workload(64, sleeping_stages.alike(option.layers, option.ms / 1e3))
     inputs, targets = work.batch(rows)
     runs, simulated = {}, {}
     for name, cut in cuts.items():

@@ -137,7 +137,7 @@ def _named(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpac
         _offload(search, ordered)
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
-    if space.fixed.cut is None:
+    if space.fixed == Fixed():  # a layout is priced with its own cut, or the most balanced one
         _move_stages(search)
     return search
 

@@ -244,8 +244,7 @@ class TrainingPlan(RankBytes):
 
     @property
     def _starts(self) -> str:
-        moved = f" (moved: {self.moved:.1%} less than with balanced stages)" if self.moved else ""
-        return "as measured" if self.measured else (", ".join(self.split) or "the first operation") + moved
+        return "as measured" if self.measured else ", ".join(self.split) or "the first operation"
 
     @property
     def _placement(self) -> str:
@@ -324,7 +323,7 @@ class TrainingPlan(RankBytes):
             *ranks,
             *([f"  offloaded values take {spell_bytes(self.host)} of a machine's memory"] if self.host else []),
             f"  sent by a rank in a step: {sent}",
-            f"  stages start at {starts}",
+            f"  stages start at {starts}{f' (moved: {self.moved:.1%} less than with balanced stages)' if self.moved else ''}",
             *([f"  stages of each rank: {self._placement}"] if self._placement else []),
             *([f"  float8: {self.float8}"] if self.float8 else []),
         ]
