@@ -97,9 +97,9 @@ class MixedMachines:
     def as_one(self) -> MixedMachines | None:
         """One group whose devices all have the least memory, if the groups differ in memory alone; else None."""
         least = self.groups[min(range(len(self.groups)), key=lambda at: self.caps[at])]
-        same = {"name": least.device.name, "memory": least.device.memory}
         for each in self.groups:
-            if replace(each, device=replace(each.device, **same), gpus=least.gpus, beside=least.beside) != least:
+            device = replace(each.device, name=least.device.name, memory=least.device.memory)
+            if replace(each, device=device, gpus=least.gpus, beside=least.beside) != least:
                 return None
         partly = sum(each.gpus % each.per_machine > 0 for each in self.groups)
         return MixedMachines((replace(least, gpus=self.gpus),), (min(self.caps),)) if partly < 2 else None
