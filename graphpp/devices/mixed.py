@@ -93,8 +93,21 @@ class MixedMachines:
         ends = (sum(each.gpus for each in self.groups[: at + 1]) for at in range(len(self.groups)))
         return next(at for at, end in enumerate(ends) if gpu < end)
 
+    @property
+    def as_one(self) -> MixedMachines | None:
+        """One group whose devices all have the least memory, if the groups differ in memory alone; else None."""
+        least = self.groups[min(range(len(self.groups)), key=lambda at: self.caps[at])]
+        for each in self.groups:
+            device = replace(each.device, name=least.device.name, memory=least.device.memory)
+            if replace(each, device=device, gpus=least.gpus, beside=least.beside) != least:
+                return None
+        partly = sum(each.gpus % each.per_machine > 0 for each in self.groups)
+        return MixedMachines((replace(least, gpus=self.gpus),), (min(self.caps),)) if partly < 2 else None
+
     def orders(self, fewest: int = 1) -> Iterator[MixedMachines]:
-        """Each order of all groups and then of fewer ones, where the others stay idle."""
+        """All groups `as_one`, each order of all groups, and then of fewer ones, where the others stay idle."""
+        if len(self.groups) > 1 and self.as_one:
+            yield self.as_one
         for count in range(len(self.groups), fewest - 1, -1):
             for chosen in permutations(range(len(self.groups)), count):
                 yield MixedMachines(tuple(self.groups[at] for at in chosen), tuple(self.caps[at] for at in chosen))

@@ -17,7 +17,7 @@ from graphpp.cluster_planner.plans.refine.cut_by_memory import predict_within
 from graphpp.cluster_planner.plans.refine.least_memory import least_recompute
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
-from graphpp.devices import CPU_CORE, H100_SXM, Machines, MixedMachines, read_machines
+from graphpp.devices import CPU_CORE, H100_SXM, Device, Machines, MixedMachines, known_device, read_machines
 from graphpp.errors import NoPlanError, ScheduleError
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.placement import usual_stages
@@ -32,6 +32,12 @@ FAST = replace(
 TWO = PlanSetting(MeshShape(pp=2, dp_replicate=2), 2, 8, ScheduleChoice("1F1B"))
 
 
+def known(name: str) -> Device:
+    found = known_device(name)
+    assert found is not None
+    return found
+
+
 def request_on(*groups: Machines, caps: tuple[int, ...] = ()) -> PlanRequest:
     return PlanRequest(costs(None, "cpu"), MixedMachines(groups, caps), 32, LENGTH, None)
 
@@ -41,7 +47,7 @@ def soonest(found: TrainingPlans) -> float:
 
 
 @pytest.mark.parametrize("order", [(FAST, SLOW), (SLOW, FAST)], ids=["fast first", "slow first"])
-def test_stages_are_cut_by_the_speed_of_their_devices(order: tuple[graphpp.devices.Device, ...]) -> None:
+def test_stages_are_cut_by_the_speed_of_their_devices(order: tuple[Device, ...]) -> None:
     request = request_on(*(Machines(device, 2) for device in order))
     (cut, *_), alike = request.stages(TWO), request_on(Machines(SLOW, 4)).stages(TWO).cut
     parts = request.priced(TWO.shape, TWO.rows, None).segments.costs.stages
@@ -89,6 +95,16 @@ def test_a_mixed_job_is_not_slower_than_its_groups_alone(text: str) -> None:
     mixed = plans(text, **usual)
     assert soonest(mixed) <= min(soonest(plans(each, **usual)) for each in text.split(" + ")) * (1 + 1e-9)
     assert mixed.best.step_seconds <= 1.02 * soonest(mixed) and mixed.asked["machines"] == str(read_machines(text))
+
+
+def test_groups_that_differ_in_memory_alone_are_not_slower_than_all_with_the_least() -> None:
+    mixed, usual = read_machines("8xH100@16GB + 8xH100@24GB"), {"batch": 32, "work": 2_000, "rows": [1, 2]}
+    assert isinstance(mixed, MixedMachines) and mixed.as_one == MixedMachines((Machines(known("H100@16GB"), 16),))
+    assert soonest(plans(mixed, **usual)) <= soonest(plans("16xH100@16GB", **usual)) * (1 + 1e-9)
+    own = plans(mixed, like="dp_shard 16, 2 rows", search=False, **usual | {"rows": None}).yours
+    assert own is not None and own.machines == "16xH100_SXM@16GB"
+    others = "8xH100 + 8xH200", "4xH100@16GB + 4xH100", "8xH100@400W + 8xH100@16GB"
+    assert not any(each.as_one for each in map(read_machines, others) if isinstance(each, MixedMachines))
 
 
 def test_more_memory_or_speed_for_one_group_is_not_slower() -> None:
