@@ -193,8 +193,9 @@ def _move_stages(search: Search) -> None:
 
 def _search_orders(searches: Sequence[Search], space: SearchSpace) -> None:
     """Add searched orders of the fastest fitting plans that are faster than the named schedule; of each search on one kind of
-    device, too, where they may be the fastest. The fastest plans of different meshes get other stages. Weight gradients alone are
-    placed in each plan that would be the best without its idle time, and recomputation in the fastest plans that recompute."""
+    device, too, where they may be the fastest. The fastest plans of different meshes get other stages. Weight gradients alone
+    are placed in each plan that would be the best without its idle time, and recomputation in the fastest plans that recompute.
+    """
     if not space.fixed.values.keys().isdisjoint(("schedule", "group")) or ORDER not in (space.schedules or (ORDER,)):
         return
     fitting = sorted((pair for search in searches for pair in search.fitting()), key=lambda pair: order(pair[0]))
