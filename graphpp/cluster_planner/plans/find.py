@@ -36,7 +36,7 @@ _LAST = 0.25  # of the work, added for the settings with least memory if no plan
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
-_ORDERS = 3  # fastest plans that get an order search
+_ORDERS = 3  # order searches: of other stages first, then of the fastest plans
 _STAGES = 2  # fastest plans of different meshes that get other stages
 _ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
@@ -148,9 +148,10 @@ def _search_orders(search: Search) -> None:
     time."""
     fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
     of_mesh = {each.setting.shape: each for each in reversed(fitting)}
+    orders = _ORDERS
     for named in sorted(of_mesh.values(), key=order)[:_STAGES]:
-        search.refine(placed_stages, named)
-    for named in fitting[:_ORDERS]:
+        orders -= search.refine(placed_stages, named)
+    for named in fitting[:orders]:
         search.refine(searched_order, named)
     soonest = min((each.seconds.total for each in search.found.values() if each.peak <= search.cap), default=inf)
     left = _PLACED
@@ -265,10 +266,12 @@ class Search:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
 
-    def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> None:
+    def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> bool:
+        """Add the refined plan if it is faster; whether there is one."""
         found = refined(self.request, named, self.cap)
         if found is not None and rounded(found) < rounded(named):
             self.add(found)
+        return found is not None
 
     def known(self, setting: PlanSetting, guess: Estimate) -> Estimate:
         found = self.found.get(setting)
