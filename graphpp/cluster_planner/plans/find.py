@@ -38,6 +38,7 @@ _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
 _ORDERS = 3  # order searches: of other stages first, then of the fastest plans
 _STAGES = 2  # fastest plans of different meshes that get other stages
+_OF_STAGES = ("stages", "stages_per_rank", "split", "recomputed")  # choices of a layout that leave no other stages
 _ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
 _FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
@@ -96,7 +97,7 @@ def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSp
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
     if space.fixed.values.keys().isdisjoint(("schedule", "group")) and (space.schedules is None or ORDER in space.schedules):
-        _search_orders(search)
+        _search_orders(search, space.fixed.values.keys().isdisjoint(_OF_STAGES))
     return search
 
 
@@ -142,14 +143,14 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
         search.add(found if found is not None and found.host <= search.request.machines.host_memory else None)
 
 
-def _search_orders(search: Search) -> None:
+def _search_orders(search: Search, other_stages: bool) -> None:
     """Add searched orders of the fastest fitting plans that are faster than the named schedule, with other stages for the
     fastest plans of different meshes. Weight gradients alone are placed in each plan that would be the best without its idle
     time."""
     fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=order)
     of_mesh = {each.setting.shape: each for each in reversed(fitting)}
     orders = _ORDERS
-    for named in sorted(of_mesh.values(), key=order)[:_STAGES]:
+    for named in sorted(of_mesh.values(), key=order)[: _STAGES * other_stages]:
         orders -= search.refine(placed_stages, named)
     for named in fitting[:orders]:
         search.refine(searched_order, named)
