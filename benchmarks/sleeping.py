@@ -16,8 +16,7 @@ for a microbatch, with several stages a rank together. Microbatches: --times the
 backwards take one F longer; `ahead` is the same after `graphpp.schedules.recompute_ahead` within its bytes.
 
 With --plan, a file with the JSON of a `TrainingPlan` or `TrainingPlans` (whose first plan counts), its table and the times of
-its stages replace all other schedules, scaled so that the simulated step takes --seconds; whole backwards take the times of I
-and W, and messages none.
+its stages, --scale times as long, replace all other schedules; whole backwards take the times of I and W, and messages none.
 
 Before timing, the losses of all contenders must be equal. A sample is --steps steps in a row, divided by their number. "over"
 is the median sample over a simulated makespan, minus 1.
@@ -53,7 +52,7 @@ def main() -> None:
     option = options()
     device = start()
     records = []
-    for ms in option.ms:
+    for ms in option.ms[:1] if option.plan else option.ms:
         for name in [option.plan] if option.plan else option.schedules:
             records.append(record(name, ms, option, device))
             if RANK == 0:
@@ -76,7 +75,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--effort", type=float, default=1.0, help="of the search")
     parser.add_argument("--plan", help="file of a plan, in place of the schedules")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of the simulated step of a plan")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the times of a plan's stages")
     parser.add_argument("--json", help="file for the records")
     return parser.parse_args()
 
@@ -111,8 +110,7 @@ class Sleeping:
         assert plan.costs is not None
         table, stages = plan.table(), plan.costs.stages
         times = [(each.forward, each.input_grad, each.weight_grad) for each in stages]
-        scale = option.seconds / graphpp.simulate(table, costs(times)).makespan
-        scaled = [(scale * on, scale * first, scale * second) for on, first, second in times]
+        scaled = [(option.scale * on, option.scale * first, option.scale * second) for on, first, second in times]
         return cls(Case(workload(option.numbers, scaled), table, table.microbatches, 1), costs(scaled))
 
     @classmethod

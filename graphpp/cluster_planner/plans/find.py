@@ -40,8 +40,9 @@ _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # predictions' time that one search of the least recomputation takes
 _MOVED = 3  # fastest plans whose stages are moved
-_ORDERS = 3  # fastest plans that get an order search
+_ORDERS = 3  # order searches: of other stages first, then of the fastest plans
 _STAGES = 2  # fastest plans of different meshes that get other stages
+_OF_STAGES = ("stages", "stages_per_rank", "split", "recomputed")  # choices of a layout that leave no other stages
 _ANY = ScheduleChoice("auto")
 _PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
 _FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
@@ -201,9 +202,10 @@ def _search_orders(searches: Sequence[Search], space: SearchSpace) -> None:
     fitting = sorted((pair for search in searches for pair in search.fitting()), key=lambda pair: order(pair[0]))
     soonest = min((each.seconds.total for each, _ in fitting), default=inf)
     of_mesh = {named.setting.shape: (named, search) for named, search in reversed(fitting)}
-    for named, search in sorted(of_mesh.values(), key=lambda pair: order(pair[0]))[:_STAGES]:
-        search.refine(placed_stages, named)
-    chosen = fitting[:_ORDERS]
+    may_place, orders = space.fixed.values.keys().isdisjoint(_OF_STAGES), _ORDERS
+    for named, search in sorted(of_mesh.values(), key=lambda pair: order(pair[0]))[: _STAGES * may_place]:
+        orders -= search.refine(placed_stages, named)
+    chosen = fitting[:orders]
     for search in searches:
         own = [each for each, its in fitting if its is search and len(its.request.machines.groups) == 1][:_ORDERS]
         chosen += [(each, search) for each in own if _may_win(each, soonest) and (each, search) not in chosen]
@@ -333,10 +335,12 @@ class Search:
     def fitting(self) -> Iterator[tuple[Prediction, Search]]:
         return ((each, self) for each in self.found.values() if each.over(self.cap) <= 0)
 
-    def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> None:
+    def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> bool:
+        """Add the refined plan if it is faster; whether there is one."""
         found = refined(self.request, named, self.cap)
         if found is not None and rounded(found) < rounded(named):
-            self.add(replace(found, moved=named.moved))
+            self.add(replace(found, moved=named.moved if found.cut == named.cut else 0.0))
+        return found is not None
 
     def known(self, setting: PlanSetting, guess: Estimate) -> Estimate:
         found = self.found.get(setting)

@@ -136,7 +136,8 @@ class PlacementSearch:
     def _improve(self, current: Found, found: dict[Placed, Found], work: float) -> float:
         """Move while a neighbour is better; the work that is left."""
         while work > 0:
-            bounds = sorted((self.bound(each), each) for each in set(self._neighbours(current.placed)) - found.keys())
+            others = set(filter(self._fills, self._neighbours(current.placed))) - found.keys()
+            bounds = sorted((self.bound(each), each) for each in others)
             for bound, each in bounds[:_TIMED]:
                 limit = current.lacking, current.seconds * _BETTER
                 if bound[:2] >= limit or work <= 0:
@@ -149,6 +150,10 @@ class PlacementSearch:
             else:
                 return work
         return work
+
+    def _fills(self, placed: Placed) -> bool:
+        """Whether each rank has a stage, as it must if the cut may move."""
+        return not self.most or len(set(placed.home)) == self.ranks
 
     def _moved(self, old: Found, placed: Placed) -> Found:
         """The placement under the order of another one: operations in the order of their ends there."""

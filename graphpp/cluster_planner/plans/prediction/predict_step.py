@@ -348,7 +348,8 @@ class _Step:
             of_rank = ranks[table.rank_of_stage[stage]]
             for name in sent[first]:
                 of_rank[name] = of_rank.get(name, 0.0) + sum(each[name] for each in sent[first:end])
-        return {name: max(each[name] for each in ranks) for name in ranks[0]}
+        names = dict.fromkeys(name for each in ranks for name in each)  # a rank may have no stage
+        return {name: max(each.get(name, 0.0) for each in ranks) for name in names}
 
     def _sent(self, along: float, exchanged: Mapping[str, float]) -> dict[str, int]:
         """Bytes that a rank sends per step along each dimension. `along`: of shards; `exchanged`: of one microbatch."""
