@@ -12,7 +12,7 @@ import graphpp
 from graphpp import Schedule, TrainingPlan
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.prediction.predict_step import predict
-from graphpp.cluster_planner.plans.refine import better_orders
+from graphpp.cluster_planner.plans.refine import better_orders, placed_stages
 from graphpp.cluster_planner.plans.refine.better_orders import MOST_PLACED, placed_weight_grads
 from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice
 from graphpp.schedules.table.actions import Kind
@@ -65,6 +65,7 @@ def stepped(rank: int, plan: TrainingPlan) -> tuple[str, dict[str, Tensor | None
 
 def test_a_plan_with_placed_weight_gradients_has_eagers_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(better_orders, "MOST_SEARCHED", 4)
+    monkeypatch.setattr(placed_stages, "MOST_PLACED", 4)
     options = {**OPTIONS, "schedules": ["1F1B", ORDER]}
     best = plans(**options).best
     assert str(best.setting.schedule) == "1F1B, weight gradients placed" and str(best.setting.schedule) in str(best.setting)
