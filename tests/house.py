@@ -125,31 +125,31 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 58_360,
+    "graphpp": 60_470,
     "graphpp/_torch": 2_780,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
     "graphpp/cache": 300,
     "graphpp/capture": 5_560,
     "graphpp/checkpoint": 1_820,
-    "graphpp/cli": 2_120,
-    "graphpp/cluster_planner": 6_090,
-    "graphpp/compiler": 2_430,
-    "graphpp/devices": 580,
-    "graphpp/integrations": 2_390,
+    "graphpp/cli": 2_140,
+    "graphpp/cluster_planner": 7_060,
+    "graphpp/compiler": 2_440,
+    "graphpp/devices": 730,
+    "graphpp/integrations": 2_400,
     "graphpp/options": 1_060,
     "graphpp/ownership": 1_420,
     "graphpp/parallel": 2_810,
-    "graphpp/passes": 6_140,
-    "graphpp/pipeline": 3_670,
-    "graphpp/planner": 1_900,
+    "graphpp/passes": 6_240,
+    "graphpp/pipeline": 3_710,
+    "graphpp/planner": 2_040,
     "graphpp/report": 910,
-    "graphpp/runtime": 4_270,
-    "graphpp/schedules": 7_150,
+    "graphpp/runtime": 4_290,
+    "graphpp/schedules": 7_820,
     "graphpp/verification": 1_380,
-    "tests": 54_000,
+    "tests": 55_150,
 }
-MOST_FILES = 461  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 471  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

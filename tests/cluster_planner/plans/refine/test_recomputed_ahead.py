@@ -10,6 +10,7 @@ import torch
 import graphpp
 from graphpp import Schedule, TrainingPlan
 from graphpp.cluster_planner.plans.prediction.predict_step import predict
+from graphpp.cluster_planner.plans.refine import placed_stages
 from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, recomputed_ahead
 from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.schedules.table.actions import Kind
@@ -48,7 +49,8 @@ def test_other_settings_stay_as_they_are(setting: PlanSetting) -> None:
     assert recomputed_ahead(request_of(), replace(predicted(FULL), setting=setting), 2**33) is None
 
 
-def test_the_plan_comes_back_from_json_and_has_eagers_gradients() -> None:
+def test_the_plan_comes_back_from_json_and_has_eagers_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placed_stages, "MOST_PLACED", 4)  # so that 1F1B is among the fastest plans
     found = plans(**OPTIONS, schedules=["1F1B", "searched"], recompute=["full"])
     named = next(each for each in found if str(each.setting.schedule) == "1F1B")
     ahead = next(each for each in found if str(each.setting.schedule) == "1F1B, recomputed ahead")
