@@ -96,8 +96,9 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.runtime",
         "graphpp.schedules",
     ),
-    "graphpp.cluster_planner.costs": (  # fake tensors say how values grow
+    "graphpp.cluster_planner.costs": (  # fake tensors say how values grow, and layers are called with trees of tensors
         "graphpp._torch.aot",
+        "graphpp._torch.pytree",
         "graphpp._torch.symbols",
         "graphpp._torch.this_thread",
         "graphpp.options",
