@@ -105,12 +105,12 @@ class MixedMachines:
         return MixedMachines((replace(least, gpus=self.gpus),), (min(self.caps),)) if partly < 2 else None
 
     def orders(self, fewest: int = 1) -> Iterator[MixedMachines]:
-        """All groups `as_one`, each order of all groups, and then of fewer ones, where the others stay idle."""
-        if len(self.groups) > 1 and self.as_one:
-            yield self.as_one
+        """All groups `as_one`, each order of all groups, and then of fewer ones, where the others stay idle; none twice."""
+        found = [self.as_one] if len(self.groups) > 1 else []
         for count in range(len(self.groups), fewest - 1, -1):
             for chosen in permutations(range(len(self.groups)), count):
-                yield MixedMachines(tuple(self.groups[at] for at in chosen), tuple(self.caps[at] for at in chosen))
+                found.append(MixedMachines(tuple(self.groups[at] for at in chosen), tuple(self.caps[at] for at in chosen)))
+        return iter(dict.fromkeys(filter(None, found)))
 
 
 def message(one: Machines, other: Machines, nbytes: float, stride: int) -> float:

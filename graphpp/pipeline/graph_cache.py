@@ -208,6 +208,11 @@ class GraphCache:
         """Whether the caller gave `memory.recompute`."""
         return self._request.options.memory.recompute is not None
 
+    @property
+    def offloads(self) -> bool:
+        """Whether saved values wait in the host's memory."""
+        return self._request.options.memory.offload is not None
+
     def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
         """The same graphs under another table of the same ranks, without replicas; not cached. Called by all ranks."""
         table, owned = CheckedTable(schedule, training=True, shards=self._shards, flow=step.lowered.table.flow), self.ownership

@@ -40,6 +40,8 @@ class Trials:
     def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
         stages = prepared.lowered.table.recomputed_stages(self.cache.recomputes)
         pairs = frozenset((stage, microbatch) for microbatch, each in enumerate(stages) for stage in each)
+        if self.cache.offloads:  # beside an R nothing is offloaded
+            pairs = frozenset()
         tables = _counterparts(prepared.runner.schedule, pairs)
         runners = [self.cache.under(prepared, table) for table in tables]
         others = [self._measured(other, partial(self.run, other), repeat) for other in runners]
@@ -69,10 +71,13 @@ def _counterparts(schedule: Schedule, recomputed: Pairs) -> Iterator[Schedule]:
     """
     split = list(_of_kinds(schedule))
     yield from split
-    for table in (schedule, *split) if recomputed else ():
-        for other in (with_recompute(table, recomputed), without_recompute(table, recomputed)):
-            if bool(other.recomputed_ahead) != bool(table.recomputed_ahead):
-                yield other
+    recomputing = {stage for stage, _ in recomputed}
+    for table in (schedule, *split):
+        ahead = {stage for stage, _ in table.recomputed_ahead}
+        if recomputing - ahead:
+            yield with_recompute(table, recomputed)
+        if ahead:
+            yield without_recompute(table, recomputed)
 
 
 def _of_kinds(schedule: Schedule) -> Iterator[Schedule]:

@@ -35,7 +35,7 @@ from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.schedules.simulate.bytes_over_time import KindCurve, bytes_over_time
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
-from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.state_bytes import sent_by_stage
 from graphpp.units import spell_bytes, spell_time
 
@@ -115,12 +115,26 @@ def _estimated(
 ) -> tuple[Timeline, tuple[KindCurve, ...]]:
     """The timeline of a table of this graph, and each rank's bytes by kind over time, empty for an evaluation."""
     programs = programs_of(request, [graph] * table.running.microbatches, table)
-    timeline = simulate(table.running, _costs(request, graph, programs[0], table) if measured is None else measured)
+    timeline = simulate(table.running, _of_all(request, graph, programs, table) if measured is None else measured)
     if not table.training:
         return timeline, ()
     windows = freed_windows(request, offload_windows(request, [graph], programs, table))
     held = held_by_ranks(request, graph, programs, table)
     return timeline, bytes_over_time(timeline, costs_of_microbatches(programs, table.flow), held, windows)
+
+
+def _of_all(
+    request: CompileRequest, graph: CompiledGraph, programs: Sequence[PipelineProgram], table: CheckedTable
+) -> Costs:
+    """The costs of programs of which some stages have an R in some microbatches alone."""
+    first, *others = (_costs(request, graph, each, table) for each in {id(each): each for each in programs}.values())
+
+    def of(stage: int) -> StageCosts:
+        known = [costs.stages[stage] for costs in (first, *others)]
+        in_line = next((each for each in known if each.ahead is None), known[0])
+        return replace(in_line, ahead=next((each.ahead for each in known if each.ahead is not None), None))
+
+    return replace(first, stages=tuple(map(of, range(len(first.stages)))))
 
 
 def _costs(request: CompileRequest, graph: CompiledGraph, program: PipelineProgram, table: CheckedTable) -> Costs:

@@ -14,7 +14,7 @@ search moves starts while the value falls, from a balanced cut (`balance.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from graphpp.planner.split_by_name import some
 from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes
 
@@ -139,10 +139,9 @@ class CutSearch:
     def _fill(self) -> list[float]:
         """Seconds before a segment's first forward, plus those after its last backward if no weight gradient can fill them."""
         parts = self.segments.costs.stages
-        hidden = self.segments.costs.hidden * self._weaves
+        hidden, waits = self.segments.costs.hidden * self._weaves, Kind.B in self.table.kinds and not self._splits
         after = [
-            part.of(Kind.B) - hidden * part.own_collectives(Kind.B) if Kind.B in self.table.kinds and not self._splits else 0.0
-            for part in parts
+            self._least(part, (Kind.B,)) - hidden * part.own_collectives(Kind.B) if waits else 0.0 for part in parts
         ]
         return [0.0, *accumulate(part.forward + drain for part, drain in zip(parts, after, strict=True))]
 
@@ -166,9 +165,16 @@ class CutSearch:
         part, kinds = costs.stages[segment], self.table.kinds
         if kinds.isdisjoint({Kind.B, Kind.I, Kind.W}):
             return part.forward
-        whole, split = part.of(Kind.B), part.input_grad + part.weight_grad
+        whole, split = (self._least(part, each, again=True) for each in ((Kind.B,), (Kind.I, Kind.W)))
         backward = split if Kind.B not in kinds else min(whole, split) if self._splits else whole
         return part.forward * bool(kinds & {Kind.F}) + backward
+
+    def _least(self, part: StageCosts, kinds: Collection[Kind], *, again: bool = False) -> float:
+        """The least seconds of a backward that recomputes in line, or behind an R; `again`: with that R."""
+        in_line = sum(map(part.of, kinds))
+        if part.ahead is None or not self.table.recomputed_ahead:
+            return in_line
+        return min(in_line, sum(map(part.ahead.of, kinds)) + again * part.of(Kind.R))
 
     # ------------------------------------------------------------------------------ the search
 

@@ -197,6 +197,9 @@ def segments_of(
     return Segments(tuple(starts), estimated_costs(lowered, sources, pricing), state(lowered.stages))
 
 
+_WITHOUT_PAIRS = (Phase.EVALUATE, Phase.RECOMPUTE)  # programs that are no part of an OVERLAP_F_B
+
+
 def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: Pricing) -> Costs:
     """The costs of stages and messages: seconds from `pricing`, bytes from the programs. `sources`: the programs' graphs."""
     seconds = pricing.programs(lowered, sources)
@@ -208,14 +211,16 @@ def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: P
         forward = times.get(Phase.FORWARD, times.get(Phase.EVALUATE, 0.0))
         whole = times.get(Phase.BACKWARD, 0.0)
         first, second = times.get(Phase.INPUT_GRAD, whole), times.get(Phase.WEIGHT_GRAD, 0.0)
-        run = {phase: sources.of(item).graph for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
+        run = {phase: sources.of(item).graph for phase, item in stage.programs.items() if phase not in _WITHOUT_PAIRS}
         shares = {phase: pricing.exchanged(graph) for phase, graph in run.items()}
         exchanged = {Kind(phase.value): share * times[phase] for phase, share in shares.items() if share}
         own = replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
         found = replace(own, exchanged=exchanged)
         if found.ahead is None:
             return found
-        again = replace(found.ahead, forward=times[Phase.RECOMPUTE], input_grad=first, weight_grad=second, backward=whole)
+        behind: dict[Kind, float] = {kind: each for kind, each in exchanged.items() if kind is not Kind.F}
+        ahead = replace(found.ahead, input_grad=first, weight_grad=second, backward=whole)
+        again = replace(ahead, forward=times[Phase.RECOMPUTE], exchanged=behind)
         more = times[Phase.RECOMPUTE]
         return replace(found, input_grad=first + more, backward=whole + more, ahead=again)
 

@@ -2,9 +2,9 @@
 
 `stand_ins` finds these layers before anything runs: siblings `<prefix>.<integer>` whose modules have the same classes, hooks,
 plain attributes and layouts of tensors. Integers may differ by the distance of the layers, as their indices do. Layers of
-several kinds may alternate in turns. Of each run of equal turns the first three and the last two are called; the third one
-stands for the turns between. `shortened.py` compares the operations of the called turns one by one. So a layer is priced as
-another one only if the layers before and after it are equal to that one in every operation.
+several kinds may alternate in turns. Of each run of equal turns the first three, of at least seven layers, and the last two are
+called; the last one before the gap stands for the turns in it. `shortened.py` compares the operations of the called turns one
+by one, so code that treats every second to every sixth layer in another way, by its index, is found out.
 
 A call is skipped if its arguments are those of the stand-in's call: the results of the preceding layer where the stand-in had
 those of its own preceding layer, else the same objects or equal plain values.
@@ -22,6 +22,7 @@ from graphpp._torch.aot import Context, answered
 from graphpp._torch.pytree import tree_leaves
 
 _BEFORE, _AFTER = 3, 2  # turns that are called before and after the skipped ones
+_CALLED = 7  # layers that are called before them, at least
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _REGISTRIES = frozenset(vars(nn.Module()))
 _HOOKS = sorted(name for name in _REGISTRIES if name.endswith("_hooks"))
@@ -58,11 +59,11 @@ def _in_turns(facts: Mapping[str, Sequence[Any]], names: Sequence[str], length: 
 def _skipped(alike: Sequence[bool], length: int) -> Iterator[tuple[int, int]]:
     """`alike`: by layer, whether the layer one turn before is equal. A run begins at a multiple of `length`."""
     whole = [all(alike[at : at + length]) for at in range(0, len(alike) - length + 1, length)]
-    first = 0
+    first, before = 0, max(_BEFORE, -(-_CALLED // length))
     for at in range(1, len(whole) + 1):
         if at == len(whole) or not whole[at]:
-            for turn in range(first + _BEFORE, at - _AFTER):
-                yield from ((turn * length + own, (first + _BEFORE - 1) * length + own) for own in range(length))
+            for turn in range(first + before, at - _AFTER):
+                yield from ((turn * length + own, (first + before - 1) * length + own) for own in range(length))
             first = at
 
 
@@ -103,11 +104,12 @@ def _alike(one: Sequence[Any], other: Sequence[Any], distance: int) -> bool:
 
 class CalledOnce:
     """Within `skipping()`, calls of the keys of `stands_for` are skipped, with their hooks. `always`: whatever their arguments.
-    `skipped`: the layers whose last call was skipped, in order."""
+    Of the model's last call: `skipped`, the layers that were skipped, in order; `again`: whether a layer was called twice."""
 
     def __init__(self, model: nn.Module, stands_for: StandIns, *, always: bool) -> None:
         names = {*stands_for, *stands_for.values()}
         self._before = {} if always else {name: _preceding(name) for name in names}
+        self._model, self.again = model, False
         self._names = {model.get_submodule(name): name for name in names.union(self._before.values())}
         self._stands_for, self._always = stands_for, always
         self._given, self._results = dict[str, list[Any]](), dict[str, Any]()
@@ -118,10 +120,12 @@ class CalledOnce:
 
     def _answer(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         name = self._names.get(module)
+        if module is self._model:
+            self.skipped, self.again, self._results = {}, False, {}
         if name is None:
             return call(module, *args, **kwargs)
+        self.again |= name in self._results
         given, other = tree_leaves((args, kwargs)), self._stands_for.get(name)
-        self.skipped.pop(name, None)
         if other is not None and (self._always or self._repeats(name, other, given)):
             self.skipped[name] = other
             self._results[name] = self._results[other]

@@ -64,6 +64,11 @@ class Shortening:
         pairs = {each: other for layers, unit in units for each, other in zip(unit, layers, strict=True)}
         return CalledOnce(model, pairs, always=True).skipping()
 
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """The layers that the first trace skipped, and the layers that stand for them."""
+        return {} if self._first is None else self._first.skipped
+
     def shorten(self, module: fx.GraphModule) -> None:
         """Edit the exported graph of a whole forward in place."""
         if not self.skips:
@@ -76,13 +81,14 @@ class Shortening:
             module.delete_submodule(f"{MODEL}.{layer}")
 
     def _find_runs(self, module: fx.GraphModule) -> None:
-        skipped = self._first.skipped if self._first is not None else {}
+        skipped = self.skipped
         lengths = self._lengths if skipped else range(1, self.longest + 1)
         runs = next(filter(None, (_runs(module, length, skipped) for length in lengths)), [])
         removed = [(unit.layers, node) for run in runs for unit in run[2:-1] for node in unit.nodes]
         self.skips = bool(runs) and all(any(call in layers for call in module_calls(node)) for layers, node in removed)
         self.runs = [_removed(module.graph, run) for run in runs]
-        self.complete = {*skipped} <= {layer for run in self.runs for unit in run.others for layer in unit}
+        gone = {layer for run in self.runs for unit in run.others for layer in unit}
+        self.complete = {*skipped} <= gone and not (skipped and self._first is not None and self._first.again)
 
 
 @dataclass(frozen=True)

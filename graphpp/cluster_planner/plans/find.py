@@ -103,7 +103,8 @@ def on_each_order(
         request.priced(MeshShape(), 1, None, group)  # no group stays idle because its device lacks figures of a dtype
     for machines in request.machines.orders(len(request.machines.groups) if all_of else 1):
         try:
-            found.append(search(request.on(machines), replace(limits, domain=machines.per_machine), max(machines.caps)))
+            one = machines if len(machines.groups) > 1 else machines.groups[0]
+            found.append(search(request.on(one), replace(limits, domain=one.per_machine), max(machines.caps)))
         except ScheduleError as error:
             errors.append(error)
     if not found:
@@ -336,11 +337,12 @@ class Search:
         return ((each, self) for each in self.found.values() if each.over(self.cap) <= 0)
 
     def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> bool:
-        """Add the refined plan if it is faster; whether there is one."""
+        """Add the refined plan if it is faster than the named one, and say whether it is."""
         found = refined(self.request, named, self.cap)
-        if found is not None and rounded(found) < rounded(named):
-            self.add(replace(found, moved=named.moved if found.cut == named.cut else 0.0))
-        return found is not None
+        if found is None or rounded(found) >= rounded(named):
+            return False
+        self.add(replace(found, moved=named.moved if found.cut == named.cut else 0.0))
+        return True
 
     def known(self, setting: PlanSetting, guess: Estimate) -> Estimate:
         found = self.found.get(setting)

@@ -229,7 +229,10 @@ def _priced(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpa
     def price(one: PlanRequest, to: MeshLimits, most: int) -> tuple[Prediction, PlanRequest]:
         return price_layout(one, to, most, space, layout), one
 
-    every = on_each_order(request, limits, cap, price, all_of=True)
+    every: list[tuple[Prediction, PlanRequest]] = []
+    with suppress(ScheduleError):  # a layout of fewer GPUs is one of some groups
+        every = on_each_order(request, limits, cap, price, all_of=True)
+    every = every or on_each_order(request, limits, cap, price)
     found, own = min(every, key=lambda each: (max(0, each[0].over(cap)), *order(each[0])))
     return plan_of(found, facts_of(own, found))
 

@@ -269,7 +269,7 @@ class TrainingPlan(RankBytes):
             "whole stages kept": "all" if setting.keep is None else str(setting.keep),
             "recompute": setting.degree,
             "offload": "-" if setting.offload is None else f"{setting.offload:g}",
-            **({"stages of each rank": self._placement} if self._placement else {}),
+            "stages of each rank": self._placement or "as the schedule has them",
             "stages start at": self._starts,
         }
 

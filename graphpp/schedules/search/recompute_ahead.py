@@ -19,6 +19,7 @@ from math import inf
 from graphpp.arguments import checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.step_memory import peak_bytes, step_totals
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import caps_of
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import PER_STAGE, Action, Kind, message, upstream
@@ -40,7 +41,8 @@ Times = Mapping[Action, tuple[float, float]]
 
 @checked(ScheduleError, schedule=SCHEDULE, costs=COSTS)
 def recompute_ahead(schedule: Schedule, costs: Costs, memory_cap: int | Sequence[int] | None = None) -> Schedule:
-    """The table with an R where a rank waits; the table itself if no R makes the step shorter.
+    """The table with an R where a rank waits; the table itself if no R makes the step shorter. With `costs.blocking` the table
+    gets its sends and receives.
 
     `memory_cap`: the most bytes of activations and messages on a rank, for all ranks or one for each. Raises `ScheduleError` if
     the table exceeds it already, has UNSHARDs (`graphpp.compile` adds them later), or cannot run, and if no costs have `ahead`.
@@ -49,6 +51,8 @@ def recompute_ahead(schedule: Schedule, costs: Costs, memory_cap: int | Sequence
         raise ScheduleError(f"{schedule.name}: place recomputations first, then the UNSHARDs and reductions of shards")
     if all(stage.ahead is None for stage in costs.stages):
         raise ScheduleError("costs: no stage has the times and bytes of an R: give StageCosts.ahead")
+    if costs.blocking and not schedule.has_communication:  # so that Rs stand before the receives that a rank waits in
+        schedule = add_send_recv(schedule)
     caps = caps_of(memory_cap, schedule.ranks)
     for rank, (peak, cap) in enumerate(zip(peak_bytes(schedule, costs), caps, strict=True)):
         if peak > cap:

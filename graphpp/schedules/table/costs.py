@@ -87,16 +87,16 @@ class StageCosts:
 
     def of(self, kind: Kind, ahead: bool = False) -> float:
         """The time of one F, B, I, W or R; `ahead`: of a microbatch that has an R."""
-        if kind is Kind.R:
+        if kind == Kind.R:
             return self.after_recompute.forward
-        if ahead and kind is not Kind.F:
+        if ahead and kind != Kind.F:
             return self.after_recompute.of(kind)
         whole = self.input_grad + self.weight_grad if self.backward is None else self.backward
         return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
 
     def behind(self, seconds: float, peak_bytes: Mapping[Kind, int]) -> StageCosts:
         """These costs as `ahead`: behind an R of so many seconds, which runs no collectives."""
-        exchanged: dict[Kind, float] = {kind: each for kind, each in self.exchanged.items() if kind is not Kind.F}
+        exchanged: dict[Kind, float] = {kind: each for kind, each in self.exchanged.items() if kind != Kind.F}
         return replace(self, forward=seconds, peak_bytes=peak_bytes, exchanged=exchanged)
 
     def own_collectives(self, kind: Kind, ahead: bool = False) -> float:

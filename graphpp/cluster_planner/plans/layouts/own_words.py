@@ -53,9 +53,9 @@ _FORMS: Mapping[str, Callable[..., dict[str, Any]]] = {
     },
     r"(\d+(?:\+\d+)+) layers": lambda counts: {"split": _layers(counts)},
     r"split (.+)": lambda names: _split(names.split()),
-    r"weight gradients placed|searched": lambda: {},
+    r"weight gradients placed|recomputed ahead|searched": lambda: {},
 }  # fmt: skip
-_ORDERS = re.compile(r"weight gradients placed|searched")
+_ORDERS = re.compile(r"weight gradients placed|recomputed ahead|searched")
 _SCHEDULE = re.compile(r"([\w-]+?)(?: (\d+))?(?: in groups of (\d+))?")
 
 

@@ -88,8 +88,8 @@ def order_costs(
 
 def costs_and_bound(request: PlanRequest, setting: PlanSetting, cut: Cut) -> tuple[Costs, float]:
     """The costs of the stages, and a lower bound of the seconds under any cut, order and placement (`lower_bound.py`)."""
-    step = _Step(request, setting, cut)
-    return step.waiting, step.bound
+    waiting = _Step(request, setting, cut).waiting
+    return waiting, _Step(request, setting, cut, ahead=setting.recompute is not None).bound
 
 
 def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
