@@ -56,10 +56,15 @@ def _in_turns(facts: Mapping[str, Sequence[Any]], names: Sequence[str], length: 
     return ((names[at], names[other]) for at, other in _skipped(alike, length))
 
 
+def called_before(length: int) -> int:
+    """The turns of so many layers that are called before the skipped ones; the first may have other inputs."""
+    return max(_BEFORE, -(-_CALLED // length))
+
+
 def _skipped(alike: Sequence[bool], length: int) -> Iterator[tuple[int, int]]:
     """`alike`: by layer, whether the layer one turn before is equal. A run begins at a multiple of `length`."""
     whole = [all(alike[at : at + length]) for at in range(0, len(alike) - length + 1, length)]
-    first, before = 0, max(_BEFORE, -(-_CALLED // length))
+    first, before = 0, called_before(length)
     for at in range(1, len(whole) + 1):
         if at == len(whole) or not whole[at]:
             for turn in range(first + before, at - _AFTER):

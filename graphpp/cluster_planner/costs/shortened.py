@@ -23,7 +23,7 @@ from torch import fx, nn
 from graphpp.capture.activation_checkpoints import checkpointed_call
 from graphpp.capture.autograd_functions import FunctionModule
 from graphpp.capture.source_lines import MODEL, module_calls
-from graphpp.cluster_planner.costs.alike_layers import CalledOnce, stand_ins
+from graphpp.cluster_planner.costs.alike_layers import CalledOnce, called_before, stand_ins
 from graphpp.options.split import ModuleCall
 from graphpp.planner.layers import repeated_layers, spans_of
 
@@ -112,7 +112,9 @@ def _runs(module: fx.GraphModule, length: int, skipped: Mapping[str, str]) -> li
     units = [_Unit(each, nodes[begin:end], behind.get(each, ())) for each, begin, end in spans]
     facts = [_Facts(module, units, at).found() for at in range(len(units))]
     runs = [[units[at] for at in group] for _, group in groupby(range(len(units)), key=facts.__getitem__)]
-    return [run for run in runs if len(run) >= _LEFT and len(run) + len(run[1].skipped) > _LEFT]
+    least = called_before(length) - 2  # equal turns before one that stands for others; the first turn has other inputs
+    sure = (run for run in runs if not any(unit.skipped for unit in run[:least]))
+    return [run for run in sure if len(run) >= _LEFT and len(run) + len(run[1].skipped) > _LEFT]
 
 
 def _skipped_units(skipped: Mapping[str, str], length: int) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
