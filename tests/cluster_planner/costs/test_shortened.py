@@ -51,8 +51,8 @@ class Stack(nn.Module):
     frozen layers share a weight; "skip": one layer is wider, and another one reads a value from further back; "turns": every
     second layer is wider; "stack": the head reads a detached value of each layer in one operator; "count": a buffer counts the
     layers, so no stage starts at one; "between": the stack scales the result of each layer; "hooks": a hook does so;
-    "functions": a custom Function does so, by other numbers from the seventh layer on; "index": every fourth layer computes more;
-    "mean": the head reads an attribute of each layer; "twice": all layers run again in the opposite order."""
+    "functions": a custom Function does so, by other numbers from the seventh layer on; "index": every fourth layer computes
+    more; "mean": the head reads an attribute of each layer; "twice": all layers run again in the opposite order."""
 
     def __init__(self, kind: str, layers: int) -> None:
         super().__init__()
