@@ -62,7 +62,7 @@ def programs(stages: int) -> PipelineProgram:
     joint = capture(net, F.mse_loss, batch(0), DEVICE, training=True).joint
     split = [f"layers.{stage}" for stage in range(1, stages)]
     starts = resolve(split, module_calls(joint), None, [name for name, _ in net.named_modules()])
-    return lower(joint, starts, options=LoweringOptions(split_backward=True))
+    return lower(joint, starts, options=LoweringOptions(split_backward=True, recompute_ahead=True))
 
 
 def run(program: PipelineProgram, schedule: Schedule, place: RankPlace) -> Grads:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, plan
 from graphpp.cluster_planner.plans.layouts.other_systems import Context, Layout
 from graphpp.cluster_planner.plans.layouts.price import LikeForm, price_layout, read_like
 from graphpp.cluster_planner.plans.measured import MeasuredPipeline, measured_plans
-from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
+from graphpp.cluster_planner.plans.mesh_shapes import SIZES, MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, SEARCHED
@@ -229,10 +230,8 @@ def _priced(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpa
     def price(one: PlanRequest, to: MeshLimits, most: int) -> tuple[Prediction, PlanRequest]:
         return price_layout(one, to, most, space, layout), one
 
-    every: list[tuple[Prediction, PlanRequest]] = []
-    with suppress(ScheduleError):  # a layout of fewer GPUs is one of some groups
-        every = on_each_order(request, limits, cap, price, all_of=True)
-    every = every or on_each_order(request, limits, cap, price)
+    fewer = prod(layout.choices.get(name, request.machines.gpus) for name in SIZES) < request.machines.gpus
+    every = on_each_order(request, limits, cap, price, all_of=not fewer)  # a layout of fewer GPUs is one of some groups
     found, own = min(every, key=lambda each: (max(0, each[0].over(cap)), *order(each[0])))
     return plan_of(found, facts_of(own, found))
 
