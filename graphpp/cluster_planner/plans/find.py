@@ -103,8 +103,7 @@ def on_each_order(
         request.priced(MeshShape(), 1, None, group)  # no group stays idle because its device lacks figures of a dtype
     for machines in request.machines.orders(len(request.machines.groups) if all_of else 1):
         try:
-            one = machines if len(machines.groups) > 1 else machines.groups[0]
-            found.append(search(request.on(one), replace(limits, domain=one.per_machine), max(machines.caps)))
+            found.append(search(request.on(machines), replace(limits, domain=machines.per_machine), max(machines.caps)))
         except ScheduleError as error:
             errors.append(error)
     if not found:

@@ -46,6 +46,16 @@ def soonest(found: TrainingPlans) -> float:
     return min(each.step_seconds for each in found if each.over(found.cap or 0) <= 0)
 
 
+def test_no_plan_on_some_groups_exceeds_their_caps() -> None:
+    for cap, alone in ((2_000_000, True), (400_000, False)):
+        caps = {"H100_SXM": 10**9, "A100": cap}
+        found = plans("4xH100 + 4xA100", memory_cap=[*caps.values()], work=1500, schedules=["1F1B"])
+        fitting = [each for each in found if each.over(found.cap or 0) <= 0]
+        assert ("4xA100" in {each.machines for each in fitting}) == alone and len(fitting) > 5
+        for each in fitting:
+            assert all(peak <= caps[name] for peak, name in zip(each.peaks, each.devices, strict=True)), each.machines
+
+
 @pytest.mark.parametrize("order", [(FAST, SLOW), (SLOW, FAST)], ids=["fast first", "slow first"])
 def test_stages_are_cut_by_the_speed_of_their_devices(order: tuple[Device, ...]) -> None:
     request = request_on(*(Machines(device, 2) for device in order))

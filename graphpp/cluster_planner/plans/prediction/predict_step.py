@@ -300,10 +300,10 @@ class _Step:
 
     @property
     def bound(self) -> float:
-        if isinstance(self._request.machines, MixedMachines):
+        if len(self._request.machines.groups) > 1:
             return 0.0  # another placement computes a segment on another device
         priced, shape, stride = self._priced, self._setting.shape, self._setting.shape.stride("pp")
-        crossing, send = (priced.forward_bytes, priced.backward_bytes), self._request.machines.send
+        crossing, send = (priced.forward_bytes, priced.backward_bytes), self._machines[0].send
         on, back = (tuple(send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
         segments = replace(priced.segments.costs, sends_forward=on, sends_backward=back, hidden=self._stages.costs.hidden)
         optimizer = sum(self._optimizer_by_stage()) / shape.pp

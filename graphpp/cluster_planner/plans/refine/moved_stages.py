@@ -17,7 +17,7 @@ from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, co
 from graphpp.cluster_planner.plans.prediction.read_tables import ReadTable, counts_of
 from graphpp.cluster_planner.plans.prediction.single_layers import LayerGathers, layers_of_stages, priced_setting
 from graphpp.cluster_planner.plans.request import PlanRequest
-from graphpp.devices import Machines, MixedMachines
+from graphpp.devices import Machines
 from graphpp.planner.auto_split import CutSearch, Value, rounded
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -29,20 +29,20 @@ _COUNTED = 16  # cuts whose bytes one search counts
 def moved_stages(request: PlanRequest, found: Prediction, cap: int) -> Prediction | None:
     setting, own = found.setting, request.of(found.setting)
     tables = tables_of(request, setting)
-    machines = request.machines
-    if tables is None or setting.shape.pp == 1 or isinstance(machines, MixedMachines):  # there a segment has its stage's price
+    machines = request.machines.groups
+    if tables is None or setting.shape.pp == 1 or len(machines) > 1:  # on unlike devices, its stage decides a segment's price
         return None
     starts, (before, after) = own.costs.starts, own.fixed
     fixed = starts[1 : before + 1], starts[len(starts) - after :]
     most = _WORK // sum(3 * setting.stages * count for count in counts_of(setting))
     for capped in (False, True):
-        cuts = _Cuts(own, found, cap if capped else None, tables, machines)
+        cuts = _Cuts(own, found, cap if capped else None, tables, machines[0])
         search = CutSearch(cuts.priced.segments, tables[0].schedule, lambda state: (), None, fixed, cuts.value, most)
         cut = search.moved(found.cut)
         better = predict(request, setting, cut) if cut != found.cut else None
         if better is None:
             return None
-        if better.peak <= cap and better.host <= request.machines.host_memory:
+        if better.over(cap) <= 0 and better.host <= request.machines.host_memory:
             return replace(better, moved=1 - better.seconds.total / found.seconds.total)
     return None
 

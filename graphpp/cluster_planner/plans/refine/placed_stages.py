@@ -24,7 +24,6 @@ from graphpp.cluster_planner.plans.prediction.read_tables import ReadTable
 from graphpp.cluster_planner.plans.prediction.single_layers import priced_setting, recut
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice
-from graphpp.devices import Machines
 from graphpp.planner.segments import Cut
 from graphpp.schedules.search.arguments import loop_of, v_of
 from graphpp.schedules.search.free_placement import Found, Numbers, Placed, PlacementSearch
@@ -44,7 +43,7 @@ _TRIES = 3  # of an order whose bytes fit
 def placed_stages(request: PlanRequest, found: Prediction, cap: int) -> Prediction | None:
     setting = found.setting
     plain = setting.shape.pp > 1 and setting.offload is None and not setting.word_parts
-    plain = plain and isinstance(request.machines, Machines)
+    plain = plain and len(request.machines.groups) == 1
     known = tables_of(request, setting) if plain and setting.microbatches * setting.shape.pp <= MOST_PLACED else None
     if known is None or len(known) > 1:
         return None
