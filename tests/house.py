@@ -126,7 +126,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 60_550,
+    "graphpp": 60_600,
     "graphpp/_torch": 2_780,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -134,9 +134,9 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/capture": 5_560,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 2_140,
-    "graphpp/cluster_planner": 7_090,
+    "graphpp/cluster_planner": 7_130,
     "graphpp/compiler": 2_440,
-    "graphpp/devices": 730,
+    "graphpp/devices": 740,
     "graphpp/integrations": 2_400,
     "graphpp/options": 1_060,
     "graphpp/ownership": 1_420,
@@ -146,11 +146,11 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/planner": 2_050,
     "graphpp/report": 910,
     "graphpp/runtime": 4_290,
-    "graphpp/schedules": 7_830,
+    "graphpp/schedules": 7_840,
     "graphpp/verification": 1_380,
-    "tests": 55_150,
+    "tests": 55_200,
 }
-MOST_FILES = 471  # Python files of graphpp/, `__init__.py` included
+MOST_FILES = 473  # Python files of graphpp/, `__init__.py` included
 
 
 @dataclass(frozen=True)

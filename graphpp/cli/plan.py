@@ -99,6 +99,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     prices = None if price is None else tuple(map(_dollars, _listed(price)))
     training = Training(tokens, prices, mtbf, checkpoint, restart)
     known = [devices.read_machines(each, read_machines) for each in _listed(machines)]
+    for each in known:
+        training.hourly(each)  # refuses prices before the search
     lengths: Sequence[int | None] = _sizes("length", length) or [None]
     questions = [Question(*each) for each in product(lengths, known, _sizes("batch", batch) or [])]
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}

@@ -64,13 +64,16 @@ class Training:
                 raise GraphPPError("--tokens: the rows of this model have no tokens: leave it out")
             found["days"] = self.tokens / (plan.tokens_per_second * share) / _DAY if share else float("inf")
             if self.price is not None:
-                groups = machines.groups
-                if len(self.price) not in (1, len(groups)):
-                    raise GraphPPError(f"--price: take one number, or one for each of {len(groups)} groups of {machines}")
-                prices = self.price * (len(groups) if len(self.price) == 1 else 1)
-                hourly = sum(each.gpus * dollars for each, dollars in zip(groups, prices, strict=True))
-                found["dollars"] = found["days"] * 24 * hourly
+                found["dollars"] = found["days"] * 24 * self.hourly(machines)
         return found
+
+    def hourly(self, machines: Machines | MixedMachines) -> float:
+        """Dollars of an hour of all machines; 0 without prices."""
+        groups, prices = machines.groups, self.price or (0.0,)
+        if len(prices) not in (1, len(groups)):
+            raise GraphPPError(f"--price: take one number, or one for each of {len(groups)} groups of {machines}")
+        every = prices * (len(groups) if len(prices) == 1 else 1)
+        return sum(each.gpus * dollars for each, dollars in zip(groups, every, strict=True))
 
 
 _FORMS = {

@@ -51,7 +51,8 @@ class MixedMachines:
 
     @classmethod
     def of(cls, parts: Sequence[Machines]) -> Machines | MixedMachines:
-        """The job of these machines. Groups that are alike and fill their machines are one group."""
+        """The job of these machines. Groups that are alike and fill their machines are one group. Raises `ScheduleError` for
+        too many groups."""
         found = list[Machines]()
         for each in parts:
             at = next((at for at, one in enumerate(found) if _fill_up(one, each)), None)
@@ -59,6 +60,8 @@ class MixedMachines:
                 found.append(each)
             else:
                 found[at] = replace(each, gpus=found[at].gpus + each.gpus)
+        if len(found) > _MOST:
+            raise ScheduleError(f"machines: take at most {_MOST} groups, got {' + '.join(map(str, found))}")
         return found[0] if len(found) == 1 else cls(tuple(found))
 
     def __str__(self) -> str:

@@ -41,10 +41,11 @@ def stand_ins(model: nn.Module, longest: int) -> tuple[int, StandIns]:
 
 
 def _siblings(model: nn.Module) -> list[list[str]]:
-    """The FQNs of siblings with numbers as names, by their order; none inside of another."""
+    """The FQNs of siblings whose names are 0, 1, 2, .., by their order; none inside of another."""
     found: list[list[str]] = []
     for prefix, module in model.named_modules():  # parents first
-        names = [f"{prefix}.{name}".lstrip(".") for name, child in module.named_children() if name.isdecimal()]
+        own = [name for name, child in module.named_children() if name.isdecimal()]
+        names = [f"{prefix}.{name}".lstrip(".") for name in own if own == list(map(str, range(len(own))))]
         inside = any(f"{prefix}.".startswith(f"{name}.") for others in found for name in others)
         if len(names) > _BEFORE + _AFTER and not inside:
             found.append(names)
@@ -73,7 +74,7 @@ def _skipped(alike: Sequence[bool], length: int) -> Iterator[tuple[int, int]]:
 
 
 def _facts(layer: nn.Module) -> Iterator[Any]:
-    """What a layer's code can read of the layer: plain values, and for other objects their identities."""
+    """The plain values that the code of a layer can read from the layer, and the identities of other objects."""
     for name, module in layer.named_modules():
         yield f"{name} of class {id(type(module))}"
         for store in (module._parameters, module._buffers):

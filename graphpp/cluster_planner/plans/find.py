@@ -14,23 +14,20 @@ from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from graphpp.cluster_planner.plans.estimate import Estimate, estimate, with_offload
-from graphpp.cluster_planner.plans.found_plans import TrainingPlans, order, ranked, rounded
+from graphpp.cluster_planner.plans.found_plans import TrainingPlans, ranked
 from graphpp.cluster_planner.plans.layouts.fixed import Fixed
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.prediction.error_bars import error_of
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, costs_and_bound, predict
-from graphpp.cluster_planner.plans.prediction.read_tables import Work
 from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
-from graphpp.cluster_planner.plans.refine.better_orders import placed_weight_grads, recomputed_ahead, searched_order
 from graphpp.cluster_planner.plans.refine.cut_by_memory import predict_within
-from graphpp.cluster_planner.plans.refine.least_memory import least_offload, least_recompute
-from graphpp.cluster_planner.plans.refine.moved_stages import moved_stages
-from graphpp.cluster_planner.plans.refine.placed_stages import placed_stages
+from graphpp.cluster_planner.plans.refine.fastest_plans import move_stages, search_orders
+from graphpp.cluster_planner.plans.refine.least_memory import least_offload
 from graphpp.cluster_planner.plans.request import PlanRequest
+from graphpp.cluster_planner.plans.search import Search
 from graphpp.cluster_planner.plans.settings import ORDER, PIECE, PlanSetting, RecomputeWord, ScheduleChoice
 from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
-from graphpp.planner.segments import Cut
 
 T = TypeVar("T")
 _WORK = 150_000  # simulated computations
@@ -38,13 +35,8 @@ _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
 _LAST = 0.25  # of the work, added for the settings with least memory if no plan fits yet
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
-_TRIALS = 8  # predictions' time that one search of the least recomputation takes
-_MOVED = 3  # fastest plans whose stages are moved
-_ORDERS = 3  # order searches: of other stages first, then of the fastest plans
-_STAGES = 2  # fastest plans of different meshes that get other stages
 _OF_STAGES = ("stages", "stages_per_rank", "split", "recomputed")  # choices of a layout that leave no other stages
 _ANY = ScheduleChoice("auto")
-_PLACED = 4096  # forwards, in all, of the plans whose weight gradients are placed
 _FRONT = 0.7  # of the cap: settings with less memory are simulated only for the time-memory front
 _SLOWER = 2.0  # slowdown against the fastest fitting estimate up to which settings are simulated for the front
 _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
@@ -77,7 +69,7 @@ def find_plans(request: PlanRequest, limits: MeshLimits, cap: int, space: Search
     """The plans for a request, on mixed machines for each order of some groups. Raises `NoPlanError` if none fits `cap` bytes,
     `ScheduleError` if none is simulated."""
     searches = on_each_order(request, limits, cap, lambda one, to, most: _named(one, to, most, space))
-    _search_orders(searches, space)
+    _refine(searches, space)
     further = sum(  # added by the search
         bool(each.recomputed or each.schedule.order or each.offload) for search in searches for each in search.found
     )
@@ -114,8 +106,14 @@ def on_each_order(
 def searched(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
     """The predictions for a request, of which none may fit. Raises `ScheduleError` if there is none."""
     search = _named(request, limits, cap, space)
-    _search_orders([search], space)
+    _refine([search], space)
     return search
+
+
+def _refine(searches: Sequence[Search], space: SearchSpace) -> None:
+    chosen = space.fixed.values.keys()
+    if chosen.isdisjoint(("schedule", "group")) and ORDER in (space.schedules or (ORDER,)):
+        search_orders(searches, other_stages=chosen.isdisjoint(_OF_STAGES))
 
 
 def _named(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpace) -> Search:
@@ -139,7 +137,7 @@ def _named(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpac
     if not search.found:
         raise ScheduleError(f"work={space.work:,}: of {len(ordered):,} settings none could be simulated: give more work")
     if space.fixed == Fixed():  # a layout is priced with its own cut, or the most balanced one
-        _move_stages(search)
+        move_stages(search)
     return search
 
 
@@ -182,50 +180,6 @@ def _offload(search: Search, ordered: Sequence[_Candidate]) -> None:
         least_setting = least_offload(search.request, setting, search.cap)
         found = predict(search.request, least_setting) if least_setting is not None else None
         search.add(found if found is not None and found.host <= search.request.machines.host_memory else None)
-
-
-def _move_stages(search: Search) -> None:
-    """Give the fastest fitting plans the cuts under which they are faster."""
-    for balanced, _ in sorted(search.fitting(), key=lambda pair: order(pair[0]))[:_MOVED]:
-        found = moved_stages(search.request, balanced, search.cap)
-        if found is not None and rounded(found) < rounded(balanced):
-            search.found[found.setting] = found
-
-
-def _search_orders(searches: Sequence[Search], space: SearchSpace) -> None:
-    """Add searched orders of the fastest fitting plans that are faster than the named schedule; of each search on one kind of
-    device, too, where they may be the fastest. The fastest plans of different meshes get other stages. Weight gradients alone
-    are placed in each plan that would be the best without its idle time, and recomputation in the fastest plans that recompute.
-    """
-    if not space.fixed.values.keys().isdisjoint(("schedule", "group")) or ORDER not in (space.schedules or (ORDER,)):
-        return
-    fitting = sorted((pair for search in searches for pair in search.fitting()), key=lambda pair: order(pair[0]))
-    soonest = min((each.seconds.total for each, _ in fitting), default=inf)
-    of_mesh = {named.setting.shape: (named, search) for named, search in reversed(fitting)}
-    may_place, orders = space.fixed.values.keys().isdisjoint(_OF_STAGES), _ORDERS
-    for named, search in sorted(of_mesh.values(), key=lambda pair: order(pair[0]))[: _STAGES * may_place]:
-        orders -= search.refine(placed_stages, named)
-    chosen = fitting[:orders]
-    for search in searches:
-        own = [each for each, its in fitting if its is search and len(its.request.machines.groups) == 1][:_ORDERS]
-        chosen += [(each, search) for each in own if _may_win(each, soonest) and (each, search) not in chosen]
-    for named, search in chosen:
-        search.refine(searched_order, named)
-    soonest = min((each.seconds.total for search in searches for each, _ in search.fitting()), default=inf)
-    left = dict.fromkeys(map(id, searches), _PLACED)
-    for named, search in fitting:
-        forwards = named.setting.stages * named.setting.microbatches
-        if forwards <= left[id(search)] and named.setting.offload is None and _may_win(named, soonest):
-            search.refine(placed_weight_grads, named)
-            left[id(search)] -= forwards
-    again = [pair for search in searches for pair in search.fitting() if pair[0].setting.recompute is not None]
-    for named, search in sorted(again, key=lambda pair: order(pair[0]))[:_ORDERS]:
-        search.refine(recomputed_ahead, named)
-
-
-def _may_win(named: Prediction, soonest: float) -> bool:
-    """Whether a plan without its idle time would be faster."""
-    return named.seconds.total - named.seconds.bubble < soonest
 
 
 def _degrees(request: PlanRequest, space: SearchSpace) -> list[RecomputeWord]:
@@ -312,48 +266,6 @@ def _simulate(search: Search, candidates: Iterable[_Candidate]) -> None:
             if known is not None and known.over(search.cap) > 0 and setting.recompute is None:
                 for word in search.words:
                     search.least(replace(setting, recompute=word))
-
-
-@dataclass
-class Search:
-    """The predictions so far. `words`: kinds of recomputation that may apply to some layers only; `cut`: of a layout (None: the
-    most balanced one); `considered`: number of settings estimated."""
-
-    request: PlanRequest
-    cap: int
-    words: Sequence[RecomputeWord]
-    cut: Cut | None = None
-    considered: int = 0
-    work: Work = field(default_factory=Work)
-    found: dict[PlanSetting, Prediction] = field(default_factory=dict)
-    tried: set[PlanSetting] = field(default_factory=set)
-
-    def add(self, prediction: Prediction | None) -> None:
-        if prediction is not None:
-            self.found.setdefault(prediction.setting, prediction)
-
-    def fitting(self) -> Iterator[tuple[Prediction, Search]]:
-        return ((each, self) for each in self.found.values() if each.over(self.cap) <= 0)
-
-    def refine(self, refined: Callable[[PlanRequest, Prediction, int], Prediction | None], named: Prediction) -> bool:
-        """Add the refined plan if it is faster than the named one, and say whether it is."""
-        found = refined(self.request, named, self.cap)
-        if found is None or rounded(found) >= rounded(named):
-            return False
-        self.add(replace(found, moved=named.moved if found.cut == named.cut else 0.0))
-        return True
-
-    def known(self, setting: PlanSetting, guess: Estimate) -> Estimate:
-        found = self.found.get(setting)
-        return guess if found is None else Estimate(found.seconds.total, found.peak)
-
-    def least(self, setting: PlanSetting) -> None:
-        """Add the setting with the fewest recomputed layers that fits."""
-        if setting not in self.tried and self.work.take(setting, _TRIALS):
-            self.tried.add(setting)
-            chosen = least_recompute(self.request, setting, self.cap)
-            if chosen is not None and chosen[0] not in self.found:
-                self.add(predict(self.request, *chosen))
 
 
 def _utilizations(request: PlanRequest, found: Prediction) -> dict[str, float]:

@@ -115,23 +115,33 @@ class PlacementSearch:
     def bound(self, placed: Placed) -> tuple[float, float, float]:
         """A lower bound of the value; and the sum of the squares of the ranks' seconds."""
         loads, first, saved = [0.0] * self.ranks, [inf] * self.ranks, [0] * self.ranks
-        sums, before, held = self._sums
+        exchanged = loads.copy()
+        sums, before, held, collectives = self._sums
         for rank, begin, end in zip(placed.home, placed.cut, (*placed.cut[1:], len(sums) - 1), strict=True):
             loads[rank] += sums[end] - sums[begin]
+            exchanged[rank] += collectives[end] - collectives[begin]
             saved[rank] += held[end] - held[begin]
             first[rank] = min(first[rank], before[begin])
+        # an OVERLAP_F_B hides no more than all collectives, or all other computation
+        loads = [own - self.pieces.hidden * min(most, own / 2) for own, most in zip(loads, exchanged, strict=True)]
         lacking = sum(max(0.0, own - room) for own, room in zip(saved, self.room(placed), strict=True))
         seconds = max(wait + self.microbatches * load for wait, load in zip(first, loads, strict=True) if wait < inf)
         seconds *= min(1.0, self.pieces.overlap)
         return lacking, seconds, sum(load * load for load in loads)
 
     @cached_property
-    def _sums(self) -> tuple[list[float], list[float], list[int]]:
-        """Sums over the pieces: the least seconds of a microbatch, its forwards' seconds, its saved bytes."""
+    def _sums(self) -> tuple[list[float], list[float], list[int], list[float]]:
+        """Sums over the pieces: the least seconds of a microbatch, its forwards' seconds, its saved bytes, and the most seconds
+        of its collectives."""
         parts = self.pieces.stages
         each = (one.forward + min(one.of(Kind.B), one.input_grad + one.weight_grad) for one in parts)
         forwards, saved = (one.forward for one in parts), (one.saved_bytes for one in parts)
-        return [0.0, *accumulate(each)], [0.0, *accumulate(forwards)], [0, *accumulate(saved)]
+        exchanged = (
+            one.own_collectives(Kind.F) + max(sum(map(one.own_collectives, kinds)) for kinds in ((Kind.B,), (Kind.I, Kind.W)))
+            for one in parts
+        )
+        sums = [[0.0, *accumulate(values)] for values in (each, forwards, exchanged)]
+        return sums[0], sums[1], [0, *accumulate(saved)], sums[2]
 
     def _improve(self, current: Found, found: dict[Placed, Found], work: float) -> float:
         """Move while a neighbour is better; the work that is left."""

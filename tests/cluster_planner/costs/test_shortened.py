@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphpp
 from graphpp.cluster_planner.costs import ModelCosts, capture_costs
+from graphpp.cluster_planner.costs.alike_layers import stand_ins
 from graphpp.cluster_planner.costs.shortened import Shortening
 from tests.exhaustive import further
 
@@ -122,3 +123,24 @@ def test_costs_are_those_of_a_model_with_all_layers(
     found = costs(whole=False)
     assert (sum(len(run.others) * len(run.layers) for run in used[-1].runs), len(calls)) == (left_out, traced)
     assert found == costs(whole=True)
+
+
+class Gaps(Stack):
+    """The names of the layers have gaps."""
+
+    def __init__(self) -> None:
+        super().__init__("plain", 12)
+        self.layers = nn.ModuleDict({str(2 * at): layer for at, layer in enumerate(self.layers)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        scale = torch.tanh(x)
+        for layer in self.layers.values():
+            x = layer(x, scale, False)
+        return self.head(x)
+
+
+def test_layers_whose_names_have_gaps_are_all_called() -> None:
+    assert stand_ins(Gaps(), 6)[1] == {} and stand_ins(Stack("plain", 12), 6)[1] != {}
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    assert capture_costs(Gaps(), _loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None).elements > 0

@@ -171,7 +171,7 @@ def test_what_cannot_be_planned_names_the_device_or_the_group() -> None:
         ("8xH100 + 1xCPU", {}, "groups: one job has devices of one type of torch, got cpu and cuda"),
         ("8xH100 + 8xA100", {"memory_cap": [1, 2, 3]}, "memory_cap: take a number of bytes for each of 2 groups"),
         ("8xH100 + 4xA100", {"like": "pp 2, 1F1B", "batch": 12}, "like: pp 2 gives a pipeline rank 6 GPUs, which do not"),
-        ("1xH100 + 1xH200 + 1xA100 + 1xB200", {}, "groups: take a tuple of 1 to 3"),
+        ("1xH100 + 1xH200 + 1xA100 + 1xB200", {}, r"machines: take at most 3 groups, got 1xH100_SXM \+ 1xH200"),
         ("8xH100 + 8xToaster", {}, "machines: .*devices are"),
     ]  # fmt: skip
     for text, options, message in refused:

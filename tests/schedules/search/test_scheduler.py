@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from math import inf
 from random import Random
 
 import pytest
@@ -23,6 +24,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.candidate import EvaluatedOrder
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
+from graphpp.schedules.search.free_placement import Placed, PlacementSearch
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.search.start_patterns import start_patterns
@@ -181,6 +183,23 @@ def test_a_free_placement_keeps_caps_and_is_never_worse(seed: int) -> None:
         with suppress(ScheduleError):  # no even placement fits
             even = schedule_auto(costs, caps, **options)  # type: ignore[arg-type]
             assert simulate(free, costs).makespan <= simulate(even, costs).makespan * (1 + 1e-9)
+
+
+def test_no_table_is_faster_than_the_bound_of_its_placement() -> None:
+    """The search stops at the first bound that is no better, also where collectives hide."""
+    random, tight = Random(0), 0
+    for _ in range(examples(20)):
+        stages, microbatches = random.choice([2, 4, 5]), random.choice([4, 8])
+        own = ((random.uniform(0, 2), random.uniform(0, 2)) for _ in range(stages))
+        costs = Costs(tuple(StageCosts(2, 2, 2, exchanged={Kind.F: on, Kind.I: back}) for on, back in own), hidden=1.0)
+        home = (0, *(random.randrange(2) for _ in range(stages - 2)), 1)
+        search = PlacementSearch(costs, 2, microbatches, lambda cut, costs=costs: costs, lambda placed: [inf, inf])
+        bound = search.bound(Placed(tuple(range(stages)), home))[1]
+        options = {"ranks": 2, "microbatches": microbatches, "placement": dict(enumerate(home)), "effort": 0.05}
+        found = simulate(schedule_auto(costs, **options), costs).makespan  # type: ignore[arg-type]
+        assert bound <= found * (1 + 1e-9)
+        tight += found < 1.3 * bound
+    assert tight
 
 
 def test_a_free_placement_fits_where_no_even_one_does() -> None:

@@ -66,7 +66,7 @@ def test_recomputed_layers_stay_in_their_stages() -> None:
 def test_a_plan_names_what_its_moves_save(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"machines": "3xH100", "pp": 3, "schedules": ["ZBVZeroBubble"], "recompute": [None], "rows": 1, "batch": 12}
     moved = plans(**options)
-    monkeypatch.setattr("graphpp.cluster_planner.plans.find._MOVED", 0)
+    monkeypatch.setattr("graphpp.cluster_planner.plans.refine.fastest_plans._MOVED", 0)
     balanced = {each.setting: each for each in plans(**options)}
     gained = [each for each in moved if each.moved]
     assert gained
