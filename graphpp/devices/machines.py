@@ -1,7 +1,8 @@
 """Machines of equal devices: seconds of collectives and messages between their ranks.
 
-Collectives are priced as rings, with the latency of every hop. No network is shared: each rank has `between.bandwidth` for
-itself. Rank r is in machine r // per_machine; the last machine may be filled in part.
+Collectives are priced as rings, with the latency of every hop. Each rank has `between.bandwidth` for itself within a pod; all
+ranks of a pod share its links to other pods, `oversubscription` times narrower than the sum of theirs. Rank r is in machine
+r // per_machine and in pod r // pod; the last ones may be filled in part.
 
 Groups lie as in a mesh of all ranks: they start at multiples of `ranks * stride` and up to `stride - 1` further. All are priced
 as the one with the fewest ranks on a machine, whose links carry what the machine lacks.
@@ -23,6 +24,7 @@ from graphpp.devices.known import KNOWN_NAMES, known_device
 from graphpp.errors import ScheduleError
 
 _MESSAGE = Accepted("a number of bytes from 0", FROM_ZERO.accepts)
+_NARROWER = Accepted("a number from 1", lambda value: PEAK.accepts(value) and value >= 1)
 
 
 class _Spread(NamedTuple):
@@ -61,7 +63,9 @@ class Machines:
     value: of an all-gather the result, of a reduce-scatter the argument, of an all-to-all all bytes on one rank. A group has
     `ranks` ranks, `stride` apart. `host_memory`: bytes of a machine's own memory for offloaded values; `host_bandwidth`:
     bytes/s in each direction between this memory and all devices of the machine together. `beside`: devices of other groups in
-    the same job (`MixedMachines` sets it), among which the slowest one may be. Raises `ScheduleError` for other values.
+    the same job (`MixedMachines` sets it), among which the slowest one may be. `pod`: devices between which the network has the
+    full rate of each (None: all); `oversubscription`: the sum of their rates over that of the links from their pod to others.
+    Raises `ScheduleError` for other values.
     """
 
     device: Device
@@ -72,6 +76,8 @@ class Machines:
     host_memory: int = 16 * 10**11  # of 2 TB, as usual beside eight H100
     host_bandwidth: float = 300e9  # half of 16 channels of DDR5-4800, which both directions share
     beside: int = 0
+    pod: int | None = None
+    oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
@@ -80,6 +86,12 @@ class Machines:
         require(ScheduleError, "host_memory", BYTES, self.host_memory)
         require(ScheduleError, "host_bandwidth", PEAK, self.host_bandwidth)
         require(ScheduleError, "beside", INDEX, self.beside)
+        require(ScheduleError, "pod", or_none(COUNT), self.pod)
+        require(ScheduleError, "oversubscription", _NARROWER, self.oversubscription)
+        if self.pod is None and self.oversubscription > 1:
+            raise ScheduleError("oversubscription: give pod= too, the devices between which the network has its full rate")
+        if self.pod is not None and self.pod % self.per_machine:
+            raise ScheduleError(f"pod: take a multiple of the {self.per_machine} devices of a machine, got {self.pod}")
         for name in ("inside", "between"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.device, name))
@@ -162,19 +174,32 @@ class Machines:
         to_machines, to_ranks = (_distinct(each, chosen) if chosen else 1.0 for each in (machines, ranks))
         across = self.between.seconds(nbytes * to_machines * (ranks - least) / ranks)
         inside = self.inside.seconds(nbytes * to_ranks * (most - 1) / (ranks if chosen is None else most))
-        return max(inside, across) + self.link(ranks, stride).latency
+        in_pod = self._pods(ranks, stride).least
+        beyond = self.oversubscription * self.between.seconds(nbytes * to_machines * (ranks - in_pod) / ranks)
+        return max(inside, across, beyond) + self.link(ranks, stride).latency
 
     def send(self, nbytes: float, stride: int = 1) -> float:
         """Seconds of a message to the rank `stride` further; 0 without bytes."""
+        return self._message(nbytes, self._spread(2, stride).machines > 1, self._pods(2, stride).machines > 1)
+
+    def message(self, nbytes: float, first: int, second: int, width: int) -> float:
+        """Seconds of messages that `width` neighbouring ranks from `first` on send at once, each to one from `second` on."""
+        low, high = min(first, second), max(first, second) + width - 1
+        across, beyond = (each is not None and low // each != high // each for each in (self.per_machine, self.pod))
+        return self._message(nbytes, across, beyond)
+
+    def _message(self, nbytes: float, across: bool, beyond: bool) -> float:
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
-        link = self.link(2, stride)
-        return link.latency + link.seconds(nbytes) if nbytes else 0.0
+        link, slower = self.between if across else self.inside, self.oversubscription if beyond else 1.0
+        return link.latency + slower * link.seconds(nbytes) if nbytes else 0.0
 
     def _moved(self, nbytes: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather's bytes: the parts of one rank of each machine between machines, then all of them inside."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         least, most, _ = self._spread(ranks, stride)
-        across = self.between.seconds(nbytes / least * (1 - least / ranks))
+        pods = self._pods(ranks, stride)
+        slower = max(1.0, self.oversubscription * least / pods.least) if pods.machines > 1 else 1.0
+        across = slower * self.between.seconds(nbytes / least * (1 - least / ranks))
         return self.inside.seconds(nbytes * (most - 1) / most) + across
 
     def _hops(self, ranks: int, stride: int) -> float:
@@ -184,7 +209,14 @@ class Machines:
 
     def _spread(self, ranks: int, stride: int) -> _Spread:
         """How the group lies on machines."""
+        return self._on(self.per_machine, ranks, stride)
+
+    def _pods(self, ranks: int, stride: int) -> _Spread:
+        """How the group lies on pods, which stand for machines here."""
+        return self._on(self.pod, ranks, stride) if self.pod else _Spread(ranks, ranks, 1)
+
+    def _on(self, each: int, ranks: int, stride: int) -> _Spread:
         require(ScheduleError, "ranks", COUNT, ranks)
         require(ScheduleError, "stride", COUNT, stride)
-        full = self.gpus <= self.per_machine or self.gpus % self.per_machine == 0
-        return _widest_spread(self.per_machine, ranks, stride, max(1, self.gpus // (ranks * stride)), full)
+        full = self.gpus <= each or self.gpus % each == 0
+        return _widest_spread(each, ranks, stride, max(1, self.gpus // (ranks * stride)), full)

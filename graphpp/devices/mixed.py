@@ -96,6 +96,14 @@ class MixedMachines:
         ends = (sum(each.gpus for each in self.groups[: at + 1]) for at in range(len(self.groups)))
         return next(at for at, end in enumerate(ends) if gpu < end)
 
+    def message(self, nbytes: float, first: int, second: int, width: int) -> float:
+        """As `Machines.message`; between two groups the slower of both networks counts, beyond their pods."""
+        one, other = self.group_of(first), self.group_of(second)
+        if one != other:
+            return max(each.send(nbytes, each.pod or each.per_machine) for each in (self.groups[one], self.groups[other]))
+        start = sum(each.gpus for each in self.groups[:one])
+        return self.groups[one].message(nbytes, first - start, second - start, width)
+
     @property
     def as_one(self) -> MixedMachines | None:
         """One group whose devices all have the least memory, if the groups differ in memory alone; else None."""
@@ -114,13 +122,6 @@ class MixedMachines:
             for chosen in permutations(range(len(self.groups)), count):
                 found.append(MixedMachines(tuple(self.groups[at] for at in chosen), tuple(self.caps[at] for at in chosen)))
         return iter(dict.fromkeys(filter(None, found)))
-
-
-def message(one: Machines, other: Machines, nbytes: float, stride: int) -> float:
-    """Seconds of a message between two pipeline ranks, whose neighbours within a group are `stride` apart."""
-    if one is other:
-        return one.send(nbytes, stride)
-    return max(each.send(nbytes, each.per_machine) for each in (one, other))
 
 
 def read_machines(text: str, group: Callable[[str], Machines] = Machines.read) -> Machines | MixedMachines:

@@ -165,9 +165,33 @@ def test_seconds_of_messages_and_all_to_alls() -> None:
     assert EVEN.all_to_all(1600, 16) == pytest.approx(1600 / 2 / 10)
 
 
+def test_a_message_crosses_machines_where_any_of_its_ranks_does() -> None:
+    """Of three blocks of 4 ranks on machines of 8, the first two share a machine, and the second and the third do not."""
+    assert [EVEN.message(100, first, first + 4, 4) for first in (0, 4, 8)] == [1.0, 10.0, 1.0]
+    assert EVEN.message(100, 8, 0, 4) == 10.0, "from the last rank of a loop to the first"
+
+
+def test_links_between_pods_are_shared_by_all_ranks_of_a_pod() -> None:
+    """Two pods of 32 devices in four machines; eight devices leave a pod as fast as one device sends within it."""
+    pods = replace(EVEN, pod=32, oversubscription=8.0)
+    for ranks, stride in ((32, 1), (8, 4), (2, 16)):
+        assert pods.all_reduce(1e4, ranks, stride) == EVEN.all_reduce(1e4, ranks, stride), "within a pod"
+    assert pods.send(100, 8) == 10.0 and pods.send(100, 32) == 80.0
+    assert [pods.message(100, first, first + 8, 8) for first in (16, 24, 32)] == [10.0, 80.0, 10.0]
+    # A ring of all 64 ranks leaves each machine over eight links, and each pod over four: half as fast.
+    across = 64e3 / 8 * (1 - 8 / 64) / 10
+    assert pods.all_gather(64e3, 64) - EVEN.all_gather(64e3, 64) == pytest.approx(across)
+    # Of two ranks in different pods, 32 pairs share the links: 8 times slower.
+    assert pods.all_gather(100, 2, 32) == pytest.approx(8 * EVEN.all_gather(100, 2, 32))
+    assert pods.all_to_all(6400, 64) == pytest.approx(8 * 6400 / 2 / 10)
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
+        (lambda: replace(EVEN, pod=12), "pod: take a multiple of the 8 devices"),
+        (lambda: replace(EVEN, oversubscription=7.0), "oversubscription: give pod="),
+        (lambda: replace(EVEN, pod=32, oversubscription=0.5), "oversubscription: take a number from 1"),
         (lambda: Device("x", {}, 1e12, 10**9), "flops"),
         (lambda: Device("x", {"bfloat16": -1.0}, 1e12, 10**9), "flops"),
         (lambda: Device("x", {"bfloat16": 1e12}, 0, 10**9), "memory_bandwidth"),

@@ -21,7 +21,6 @@ from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, admits
 from graphpp.cluster_planner.plans.training_plan import RankBytes, StepSeconds, fullest_rank
 from graphpp.devices import Link, MixedMachines
-from graphpp.devices.mixed import message
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.simulate.step_time import HostCopies
@@ -149,9 +148,11 @@ class _Step:
         costs, state = replace(segments, state=named).stages(self.cut)
         machines, stride, keep = self._machines, shape.stride("pp"), self._setting.keep
         shared = shared_on(machines, self._setting, state, experts)
-        crossing, ends = self._crossing(), list(pairwise(machines))
+        crossing, message = self._crossing(), self._request.machines.message
+        firsts = [rank * stride for rank in self._setting.schedule.homes(shape.pp)[: len(self.cut)]]  # of each stage
         on, back = (
-            tuple(message(*pair, nbytes, stride) for pair, nbytes in zip(ends, sizes, strict=True)) for sizes in crossing
+            tuple(message(nbytes, *ends, stride) for ends, nbytes in zip(pairwise(firsts), sizes, strict=True))
+            for sizes in crossing
         )
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=shared.gathers, reductions=shared.reductions)
         stages = costs.stages
@@ -303,8 +304,9 @@ class _Step:
         if len(self._request.machines.groups) > 1:
             return 0.0  # another placement computes a segment on another device
         priced, shape, stride = self._priced, self._setting.shape, self._setting.shape.stride("pp")
-        crossing, send = (priced.forward_bytes, priced.backward_bytes), self._machines[0].send
-        on, back = (tuple(send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
+        crossing, message = (priced.forward_bytes, priced.backward_bytes), self._request.machines.message
+        nearest = [(rank * stride, (rank + 1) * stride) for rank in range(shape.pp - 1)] or [(0, 0)]
+        on, back = (tuple(min(message(nbytes, *ends, stride) for ends in nearest) for nbytes in sizes) for sizes in crossing)
         segments = replace(priced.segments.costs, sends_forward=on, sends_backward=back, hidden=self._stages.costs.hidden)
         optimizer = sum(self._optimizer_by_stage()) / shape.pp
         return least_seconds(segments, shape.pp, self._setting.microbatches) + optimizer
