@@ -113,7 +113,7 @@ def cases(run: Run) -> tuple[Case, ...]:
             PlanSetting(shape, it.rows, microbatches, _schedule(it.schedule, each), keep, recompute),
             Deployment(
                 sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped, chosen=chosen,
-                casts=it.casts, reduce_dtype=it.reduce_dtype,
+                casts=it.casts, reduce_dtype=it.reduce_dtype, sum_order="any",
             ),
         )
         for each in stages

@@ -20,7 +20,7 @@ REDUCED = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACCEPTED = {
     "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "folded": FLAG, "recompute": _RECOMPUTE, "sequence": FLAG,
     "compiled": FLAG, "overlapped": _OVERLAPPED, "chosen": or_none(COUNT), "casts": one_word("step", "computation", "shards"),
-    "reduce_dtype": or_none(one_word(*REDUCED)),
+    "reduce_dtype": or_none(one_word(*REDUCED)), "sum_order": one_word("ranks", "any"),
 }  # fmt: skip
 
 
@@ -39,7 +39,8 @@ class Deployment:
     once to each expert). `casts`: when values of weights alone, such as weights in float8, are computed: once per "step" where
     whole stages are kept, as in graphpp and Transformer Engine; in each "computation", as in torchao; or of "shards", before
     they are gathered. `reduce_dtype`: in which gradients add up over microbatches, and are sent over data ranks (None: float32,
-    and with `keep=0` that of the computation). Raises `ScheduleError`.
+    and with `keep=0` that of the computation). `sum_order`: of gradients over copies, as `Parallel(sum_order=)`. Raises
+    `ScheduleError`.
     """
 
     rows: int = 1
@@ -55,6 +56,7 @@ class Deployment:
     chosen: int | None = None
     casts: str = "step"
     reduce_dtype: str | None = None
+    sum_order: str = "ranks"
 
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():

@@ -142,8 +142,9 @@ def test_several_stages_of_one_rank_hide_their_gathers_and_reductions() -> None:
 def test_sums_over_copies_are_hidden_but_for_the_two_stages_that_are_reduced_last() -> None:
     machines, state = Machines.read("16xH100"), [StateBytes((0,), (0,), weights=100, sums=1600)]
 
-    def shared(shape: MeshShape, stages: int = 1, keep: int | None = None) -> SharedSeconds:
-        return shared_seconds(machines, PlanSetting(shape, 1, 1, ScheduleChoice("auto", stages), keep), state, [False])
+    def shared(shape: MeshShape, stages: int = 1, keep: int | None = None, order: str = "any") -> SharedSeconds:
+        setting = PlanSetting(shape, 1, 1, ScheduleChoice("auto", stages), keep)
+        return shared_seconds(machines, setting, state, [False], order)
 
     whole, hybrid = MeshShape(dp_replicate=16), MeshShape(dp_replicate=2, dp_shard=8)
     over_copies, scattered = machines.all_reduce(200, 2, 8), machines.reduce_scatter(1600, 8)
@@ -151,6 +152,9 @@ def test_sums_over_copies_are_hidden_but_for_the_two_stages_that_are_reduced_las
     assert shared(hybrid, 2).copies[0] == over_copies and shared(hybrid, 2).reductions[0] == scattered
     assert shared(hybrid, 8).copies[0] == over_copies / 4
     assert shared(hybrid, 8).reductions[0] == pytest.approx(scattered + over_copies * 3 / 4)
+    for shape in (whole, hybrid, MeshShape(dp_replicate=2)):  # two copies have no order; of more, the second half is late
+        late = machines.all_reduce(1600, 16) / 2 if shape is whole else 0.0
+        assert shared(shape, 8, order="ranks").copies[0] == pytest.approx(max(shared(shape, 8).copies[0], late))
     assert shared(hybrid, 8, keep=0).copies[0] == over_copies and shared(hybrid, 8, keep=0).reductions[0] == 0.0
     assert shared(whole).contention == machines.between.contention, "an average over machines contends as they do"
     assert machines.between.contention < shared(hybrid, 8).contention < machines.inside.contention

@@ -4,6 +4,8 @@
   table, which other stages hide.
 - Rows of gradients are added over `dp_replicate` and `cp` from the reduction of the next stage on, so nothing hides the sums of
   the two stages that a rank reduces last, and with `keep=0` nothing hides any.
+- In the order of the ranks, each of three copies or more adds up a part, and sends it to the others after the last backward
+  (`ordered_sums`), so nothing hides that half of the sum.
 - With `keep=0`, computations contain the gathers and reductions of their layers (`single_layers.py`).
 """
 
@@ -19,6 +21,7 @@ from graphpp.schedules.table.costs import StageCosts
 from graphpp.schedules.table.state_bytes import StateBytes
 
 _LATE = 2  # stages of a rank: the sums over copies of one start with the reduction of the next
+_NO_ORDER = 2  # copies whose sum does not depend on the order
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,10 @@ class SharedSeconds:
 
 
 def shared_seconds(
-    machines: Machines, setting: PlanSetting, state: Sequence[StateBytes], experts: Sequence[bool]
+    machines: Machines, setting: PlanSetting, state: Sequence[StateBytes], experts: Sequence[bool], sum_order: str = "ranks"
 ) -> SharedSeconds:
-    """The seconds of a step under a setting. `experts`: whether each piece of state belongs to experts."""
+    """The seconds of a step under a setting. `experts`: whether each piece of state belongs to experts; `sum_order`: as
+    `Parallel(sum_order=)`."""
     shape, layers = setting.shape, setting.keep == 0
     late = 1.0 if layers else min(1.0, _LATE / setting.schedule.stages_per_rank)
     gathers, reductions, copies = ([0.0] * setting.stages for _ in range(3))
@@ -50,7 +54,8 @@ def shared_seconds(
         over = shape.copies_of_experts if expert else ("dp_replicate", "cp")
         for size, apart in ((getattr(shape, name), shape.stride(name)) for name in over):
             over_copies = machines.all_reduce(sent // ranks, size, apart) if size > 1 else 0.0
-            shown = late * over_copies if ranks > 1 else 0.0
+            sent_late = 0.5 if sum_order == "ranks" and size > _NO_ORDER else 0.0
+            shown = max(late if ranks > 1 else 0.0, sent_late) * over_copies
             reduce += over_copies - shown
             parts.append((len(one.makers) * (over_copies - shown), size, apart))
             for stage in one.makers:
@@ -65,7 +70,7 @@ def shared_seconds(
 
 
 def shared_on(
-    machines: Sequence[Machines], setting: PlanSetting, state: Sequence[StateBytes], experts: Sequence[bool]
+    machines: Sequence[Machines], setting: PlanSetting, state: Sequence[StateBytes], experts: Sequence[bool], sum_order: str
 ) -> SharedSeconds:
     """As `shared_seconds`, with the machines of each stage. `contention` is that of the machines where it is largest."""
     found = list[SharedSeconds]()
@@ -73,7 +78,7 @@ def shared_on(
         here = {stage for stage, each in enumerate(machines) if each is group}
         pairs = [pair for pair in zip(state, experts, strict=True) if not here.isdisjoint(pair[0].readers)]
         own = [replace(one, readers=_among(here, one.readers), makers=_among(here, one.makers)) for one, _ in pairs]
-        found.append(shared_seconds(group, setting, own, [expert for _, expert in pairs]))
+        found.append(shared_seconds(group, setting, own, [expert for _, expert in pairs], sum_order))
     each = ((one.gathers for one in found), (one.reductions for one in found), (one.copies for one in found))
     gathers, reductions, copies = (tuple(map(sum, zip(*of_groups, strict=True))) for of_groups in each)
     return SharedSeconds(gathers, reductions, copies, max(one.contention for one in found))

@@ -147,7 +147,7 @@ class _Step:
         named = tuple(replace(one, shards=shape.dp_shard if expert else shape.shards) for one, expert in pairs)
         costs, state = replace(segments, state=named).stages(self.cut)
         machines, stride, keep = self._machines, shape.stride("pp"), self._setting.keep
-        shared = shared_on(machines, self._setting, state, experts)
+        shared = shared_on(machines, self._setting, state, experts, self._request.usual.sum_order)
         crossing, message = self._crossing(), self._request.machines.message
         firsts = [rank * stride for rank in self._setting.schedule.homes(shape.pp)[: len(self.cut)]]  # of each stage
         on, back = (
