@@ -6,26 +6,23 @@ The runs are those of benchmarks/published/ (`published_runs.py`); without optio
 Nothing runs on a GPU: each model is captured on the meta device (seconds to a minute), and its published mesh, schedule and
 microbatches are priced, as `graphpp.plan(like=, search=False)` does: the published layouts are not searched for. What other
 systems have beyond graphpp's runtime is a part of the price: exchanges along `tp` or `ep` that overlap with computations.
-With `--group` (no name: all groups), a summary by group follows: bias, median and 90th percentile of the absolute errors, and
-Kendall's tau of the utilisations, whose order does not follow from the sizes of the models alone; once more over the pairs of
-runs that differ by more than their noise.
+With `--group` (no name: all groups), the tables of `published_summary.py` follow.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import combinations
-from statistics import mean, median, quantiles
+from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from published_runs import DEVICES, Fleet, Model, Run, Settings, read_runs
+from published_summary import NOISE, choices, error_bars, summary
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -36,7 +33,6 @@ from graphpp.cluster_planner.costs.deployment import Deployment
 from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
 from graphpp.cluster_planner.costs.operations import Operation
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
-from graphpp.cluster_planner.plans.prediction.error_bars import kind_of
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
@@ -61,7 +57,6 @@ KERNELS = {
     ("A", "flash 1"): (Curve(((1e9, 0.40),)), Curve(((1e9, 0.30),))),
     ("H", "flash 1"): (Curve(((1e9, 0.19),)), Curve(((1e9, 0.144),))),
 }
-NOISE = 0.03  # runs that differ by less have no order: a system measures the same settings 1 to 3 % apart in two releases
 SMALL_STAGES = 16  # of a rank, where a system hides gathers and reductions under the layers of a pipeline of one rank
 CONFIGS = {
     "llama": transformers.LlamaConfig, "gpt": transformers.Starcoder2Config, "mixtral": transformers.MixtralConfig,
@@ -306,36 +301,6 @@ def compared(run: Run, known: Callable[..., ModelCosts] = costs) -> Compared:
     return Compared(run, StepSeconds(**parts), max(one.peak for one in best))
 
 
-def tau(pairs: Sequence[tuple[float, float]], noise: float = 0.0) -> float:
-    """Kendall's tau-a: pairs in the same order less pairs in the other one, over all; nan for fewer than two. Leaves out pairs
-    whose first numbers differ by less than the fraction `noise` of the smaller one."""
-    apart = [each for each in combinations(pairs, 2) if abs(each[0][0] - each[1][0]) >= noise * min(each[0][0], each[1][0])]
-    signs = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in apart]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs) if signs else float("nan")
-
-
-def summary(group: str, found: Iterable[Compared]) -> tuple[str, ...]:
-    known = [each for each in found if each.run.tokens is not None]
-    errors = [each.error for each in known]
-    sizes = sorted(map(abs, errors))
-    ninth = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
-    order = [((each.run.tokens or 0.0) * each.per_peak, each.rate * each.per_peak) for each in known]
-    taus = (f"{tau(order, noise):+.2f}" for noise in (0.0, NOISE))
-    return (group, str(len(known)), f"{mean(errors):+.0%}", f"{median(sizes):.0%}", f"{ninth:.0%}", *taus)
-
-
-def error_bars(found: Iterable[Compared]) -> Iterator[tuple[str, str, str]]:
-    """By kind of training, the number of runs and the 10th and 90th percentile of published over predicted seconds: the figures
-    of `graphpp/cluster_planner/plans/prediction/error_bars.py`."""
-    kinds = defaultdict[str, list[float]](list)
-    for each in found:
-        if each.run.tokens is not None:
-            kinds[kind_of(bool(each.run.architecture.experts), each.run.settings.pp > 1)].append(1 + each.error)
-    for kind, ratios in sorted(kinds.items()):
-        tenths = quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios
-        yield kind, str(len(ratios)), f"{tenths[0]:.2f} to {tenths[-1]:.2f}"
-
-
 def chosen(groups: Sequence[str] | None, names: Sequence[str] | None) -> list[Run]:
     """The runs of some groups whose names have one of the parts; without either, the documented runs."""
     runs = read_runs()
@@ -369,6 +334,10 @@ def main() -> None:
         for group in sorted({each.run.group for each in found}):
             table.add_row(*summary(group, [each for each in found if each.run.group == group]))
         table.add_row(*summary("all", found))
+        console.print(table)
+        table = Table("runs that differ in their layout", "number", "predicted to be fastest", "fastest", "slower by")
+        for row in choices(found):
+            table.add_row(*row)
         console.print(table)
         table = Table("kind", "runs", "published over predicted seconds, 10 to 90 %")
         for row in error_bars(found):
