@@ -296,7 +296,7 @@ def saved_by_fused_kernels(costs: ModelCosts) -> ModelCosts:
 
 
 def with_fused_loss(costs: ModelCosts) -> ModelCosts:
-    """A model whose last segment has its logits and their gradients in the dtype of the model alone: a compiled loss, or that of
+    """A model whose last segment has logits and their gradients in the dtype of the model alone: a compiled loss, or that of
     Transformer Engine, makes no copy in float32."""
     last = len(costs.starts) - 1
 
