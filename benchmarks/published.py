@@ -30,8 +30,8 @@ from torch import Tensor
 import graphpp
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.deployment import Deployment
-from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind
-from graphpp.cluster_planner.costs.operations import Operation
+from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind, Variant
+from graphpp.cluster_planner.costs.operations import Operation, Size, summed
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.request import PlanRequest
@@ -66,6 +66,23 @@ LATENT = {  # multi-head latent attention, which transformers' own plan does not
     "model.layers.*.self_attn.q_b_proj": "colwise", "model.layers.*.self_attn.kv_b_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
 }  # fmt: skip
+
+
+class ContextShards(MeshShape):
+    """A mesh whose ranks along `cp` hold shards too, as in torchtitan, FSDP and Megatron's distributed optimizer: each of them
+    shards over all ranks that have one part of the layers. graphpp's ranks along `cp` have copies."""
+
+    @property
+    def shards(self) -> int:
+        return super().shards * self.cp
+
+    @property
+    def shard_stride(self) -> int:
+        return self.stride("cp")
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        return ("dp_replicate",)
 
 
 @dataclass(frozen=True)
@@ -108,7 +125,8 @@ def cases(run: Run) -> tuple[Case, ...]:
             PlanSetting(shape, it.rows, microbatches, _schedule(it.schedule, each), keep, recompute),
             Deployment(
                 sequence=it.sequence_parallel is not False, compiled=kind, overlapped=overlapped, chosen=chosen,
-                casts=it.casts, reduce_dtype=it.reduce_dtype, sum_order="any",
+                casts=it.casts, reduce_dtype=it.reduce_dtype, in_place=it.zero == 1, single=it.experts == "single",
+                sum_order="any",
             ),
         )
         for each in stages
@@ -135,7 +153,8 @@ def _shape(it: Settings) -> MeshShape:
         raise ValueError(f"ep {it.ep}, etp {it.etp}: the planner has experts that tp divides, or whole ones over cp x tp")
     ep = it.ep // inside if folded else it.ep
     sharded = max(1, shard // ep)
-    return MeshShape(it.pp, it.dp // (sharded * ep), sharded, ep, it.cp, it.tp, folded)
+    kind = ContextShards if shard == it.dp and it.zero else MeshShape
+    return kind(it.pp, it.dp // (sharded * ep), sharded, ep, it.cp, it.tp, folded)
 
 
 def _schedule(name: str, stages: int) -> ScheduleChoice:
@@ -206,9 +225,10 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 @cache
 def costs(
-    model: Model, length: int, float8: str | None, *, attention: str = "newest", dropout: float = 0.0
+    model: Model, length: int, float8: str | None, *, attention: str = "newest", dropout: float = 0.0, single: bool = False
 ) -> ModelCosts:
-    """The costs of a model for rows of `length` tokens."""
+    """The costs of a model for rows of `length` tokens. `single`: each expert's rows in float8 are scaled by kernels of their
+    own."""
     kernel = _attention(attention)
     transformers.AttentionInterface.register(kernel.__name__, kernel)
     transformers.AttentionMaskInterface.register(kernel.__name__, lambda *args, **options: None)
@@ -218,22 +238,32 @@ def costs(
     plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
     example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
     found = capture_costs(made, loss, example, tensor_plan=plan, float8=float8)
-    return found if float8 is None else _experts_in_float8(found, _PASSES[float8])
+    return found if float8 is None else _experts_in_float8(found, _PASSES[float8], model.experts if single else 0)
 
 
 _PASSES = {"tensorwise": 6, "rowwise": 4}  # bytes an element: reads for the scale and the cast, or for both; two orders written
 
 
-def _experts_in_float8(costs: ModelCosts, passes: int) -> ModelCosts:
+_SCALING = (0, 2, 0, 4)
+"""Bytes an element of the kernels by which Transformer Engine 2.7 and 2.9 scale a tensor: they zero its maximum, find it, make
+the scale, and cast in two orders (`Float8CurrentScalingQuantizer::quantize_impl`). Each expert has its own, since only delayed
+scaling has a kernel for several tensors (`multi_tensor_quantize_impl`)."""
+
+
+def _experts_in_float8(costs: ModelCosts, passes: int, single: int = 0) -> ModelCosts:
     """Products of experts in float8, too, which torchao's conversion leaves out, each with the passes that scale its rows.
-    Weights are scaled once per step, and a product for the gradient of weights has operands that are scaled already."""
+    Weights are scaled once per step, and a product for the gradient of weights has operands that are scaled already. `single`:
+    the number of experts whose rows are scaled by kernels of their own (0: by one for all)."""
+    pieces = ((0, 0, 1, float(single)),) if single else ()
 
     def scaled(one: Operation) -> list[Operation]:
         left, right = one.sides[0], one.sides[1][0]
         if not any(term[0] for term in left):
             return []
-        size = tuple((r - right[0], s - right[1], e - right[2], work * passes / 2 / right[3]) for r, s, e, work in one.flops)
-        return [Operation("memory", nbytes=size)]
+        each = tuple((r - right[0], s - right[1], e - right[2], work / 2 / right[3]) for r, s, e, work in one.flops)
+        kernels = [tuple((*powers, width * elements) for *powers, elements in each) for width in _SCALING if single]
+        kernels = kernels or [tuple((*powers, passes * elements) for *powers, elements in each)]
+        return [Operation("memory", nbytes=size, pieces=pieces) for size in kernels]
 
     def changed(kind: SegmentKind) -> SegmentKind:
         phases = [list(phase) for phase in kind.operations]
@@ -245,6 +275,47 @@ def _experts_in_float8(costs: ModelCosts, passes: int) -> ModelCosts:
 
     variants = {name: replace(each, kinds=tuple(map(changed, each.kinds))) for name, each in costs.variants.items()}
     return replace(costs, variants=variants)
+
+
+def saved_by_fused_kernels(costs: ModelCosts) -> ModelCosts:
+    """A model whose products save their inputs, as `Linear` and `LayerNormLinear` of Transformer Engine do: the quantized ones
+    where they compute in float8. Norms and activations save their inputs alone, as with a compiler."""
+
+    def changed(kind: SegmentKind) -> SegmentKind:
+        width = 0.5 if any(one.dtype.startswith("float8") for one, _ in kind.operations[0]) else 1.0
+        more = tuple((*powers, width * amount) for *powers, amount in kind.operands)
+        return replace(kind, saved=summed([kind.saved, more]))
+
+    plain = costs.variants[None]
+    return replace(costs, variants={**costs.variants, None: replace(plain, kinds=tuple(map(changed, plain.kinds)))})
+
+
+def with_fused_loss(costs: ModelCosts) -> ModelCosts:
+    """A model whose last segment has logits and their gradients in the dtype of the model alone: a compiled loss, or that of
+    Transformer Engine, makes no copy in float32."""
+    last = len(costs.starts) - 1
+
+    def changed(own: Variant) -> Variant:
+        kinds = (*own.kinds, _without_copies(own.kinds[own.kind_of[last]]))
+        return Variant(kinds, (*own.kind_of[:last], len(own.kinds)))
+
+    return replace(costs, variants={name: changed(own) for name, own in costs.variants.items()})
+
+
+_LOGITS = (2, 4, 4, 2)  # bytes of a logit that are live in each phase: itself, its gradient, or both
+
+
+def _without_copies(kind: SegmentKind) -> SegmentKind:
+    head = max((one for one, _ in kind.operations[0] if one.sides), key=lambda one: sum(term[3] for term in one.flops))
+    logits = 2 * head.sides[0][0][3] * head.sides[1][0][3]
+
+    def limited(size: Size, most: int) -> Size:
+        """The size with at most so many bytes of each logit: what is left of whole copies is of other values."""
+        own = ((*powers, amount - max(0.0, amount // logits - most / 2) * logits) for *powers, amount in size)
+        return tuple(new if new[0] else old for new, old in zip(own, size, strict=True))
+
+    peaks = (tuple(limited(size, most) for size in sizes) for sizes, most in zip(kind.peaks, _LOGITS, strict=True))
+    return replace(kind, peaks=tuple(peaks), saved=limited(kind.saved, _LOGITS[0]))
 
 
 @dataclass(frozen=True)
@@ -290,7 +361,10 @@ def compared(run: Run, known: Callable[..., ModelCosts] = costs) -> Compared:
     """The run beside its fastest case; of kernels that are fused in part, beside the mean of both kinds."""
     it, found = run.settings, dict[bool, list[Prediction]]()
     for case in cases(run):
-        own = known(run.architecture, it.length, case.float8, attention=it.attention, dropout=it.dropout)
+        single = it.experts == "single" and case.float8 is not None
+        own = known(run.architecture, it.length, case.float8, attention=it.attention, dropout=it.dropout, single=single)
+        own = saved_by_fused_kernels(own) if it.kernels == "fused" else own
+        own = with_fused_loss(own) if it.loss == "fused" else own
         request = PlanRequest(own, case.machines, it.batch, it.length, "bfloat16", case.usual)
         priced = predict(request, case.setting)
         if priced is None:

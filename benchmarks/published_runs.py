@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parent / "published"
 FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 KERNELS = ("eager", "partly", "compile", "fused")
 DISPATCHES = ("experts", "machines")
+PRODUCTS = ("grouped", "single")
+LOSSES = ("whole", "fused")
 REDUCED = (None, "float32", "bfloat16")
 CASTS = ("step", "computation", "shards")
 ATTENTIONS = ("unfused", "flash 1", "flash 2", "newest")
@@ -148,7 +150,9 @@ class Settings(Layout):
     ranks of a stage. Several `stages`: not said, and the fastest counts. `recompute`: "none", "selective", "full", a fraction
     of the layers, or words that name what. `attention`: its kernel; `kernels`: of other operators ("partly": some are fused
     by hand, as in Megatron before 2024). `overlap`: names. `dispatch`: how often a token travels: once to each of its
-    experts, or to each of their machines. `reduce_dtype`, `casts`: as in the planner's `Deployment` (None: not said)."""
+    experts, or to each of their machines. `experts`: whether their products are one kernel or single ones, as of Transformer
+    Engine. `loss`: whether logits are copied to float32, or read by a kernel for the loss. `reduce_dtype`, `casts`: as in the
+    planner's `Deployment` (None: not said)."""
 
     length: int
     attention: str
@@ -164,6 +168,8 @@ class Settings(Layout):
     kernels: str = "fused"
     overlap: tuple[str, ...] = ()
     dispatch: str = "experts"
+    experts: str = "grouped"
+    loss: str = "whole"
     reduce_dtype: str | None = None
     casts: str = "step"
 
@@ -171,7 +177,7 @@ class Settings(Layout):
         super().__post_init__()
         words = {
             "schedule": SCHEDULES, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS, "dispatch": DISPATCHES,
-            "reduce_dtype": REDUCED, "casts": CASTS,
+            "reduce_dtype": REDUCED, "casts": CASTS, "experts": PRODUCTS, "loss": LOSSES,
         }  # fmt: skip
         for name, known in words.items():
             require((value := getattr(self, name)) in known, f"{name}: take {', '.join(map(str, known))}, got {value!r}")

@@ -21,7 +21,7 @@ from tests.test_benchmarks import ROOT, sibling
 
 GROUPS = {
     "deepseek_v3": 1, "ibm_fsdp": 12, "llama_3": 3, "llm_foundry": 41, "megatron_bridge": 8, "megatron_bridge_table": 11,
-    "megatron_lm": 5, "megatron_lm_2021": 10, "moe_folding": 10, "nemo_24_07": 9, "nemo_automodel": 5, "qwen3_235b": 4,
+    "megatron_lm": 5, "megatron_lm_2021": 10, "moe_folding": 10, "nemo_24_07": 9, "nemo_automodel": 5, "qwen3_235b": 5,
     "torchtitan_2024_07": 8, "torchtitan_2024_12": 18, "torchtitan_async_tp": 2, "torchtitan_h200": 2, "zero_bubble": 24,
 }  # fmt: skip
 
@@ -167,6 +167,60 @@ def test_experts_in_float8_are_scaled_by_passes_over_their_rows(monkeypatch: pyt
     assert product == (replace(forward, dtype="float8_e4m3fn"), 3)
     assert passes == (published.Operation("memory", nbytes=((1, 0, 1, 6 * 4 * 8 * 16.0),)), 3)
     assert found.operations[1] == ((replace(weights, dtype="float8_e4m3fn"), 3),)
+
+
+def test_single_experts_in_float8_are_scaled_by_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as by one kernel for all, in four kernels for each expert: two of them read or write nothing much."""
+    published = sibling("published", monkeypatch)
+    rows, inner, outer = ((1, 0, 0, 8.0),), ((0, 0, 0, 16.0),), ((0, 0, 0, 32.0),)
+    work = ((1, 0, 1, 4 * 2 * 8 * 32 * 16.0),)
+    forward = published.Operation("product", flops=work, sides=(rows, outer, inner), grouped=True)
+    kind = published.SegmentKind((((forward, 1),),), (), (), (), (), ())
+    model = published.ModelCosts(1, (0,), ("",), (), {None: Variant((kind,), (0,))}, (), (), ())
+    [found] = published._experts_in_float8(model, 6, single=4).variants[None].kinds
+    scaling = [one for one, _ in found.operations[0] if one.kind == "memory"]
+    assert [sum(term[3] for term in one.nbytes) for one in scaling] == [0, 2 * 4 * 8 * 16, 0, 4 * 4 * 8 * 16]
+    assert {one.pieces for one in scaling} == {((0, 0, 1, 4.0),)}
+
+
+def test_products_save_their_inputs_in_their_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = sibling("published", monkeypatch)
+    for dtype, inputs in (("bfloat16", 100.0), ("float8_e4m3fn", 50.0)):
+        product = published.Operation("product", dtype)
+        kind = published.SegmentKind((((product, 1),),), (), (), (), ((1, 0, 0, 40.0),), (), operands=((1, 0, 0, 100.0),))
+        model = published.ModelCosts(1, (0,), ("",), (), {None: Variant((kind,), (0,))}, (), (), ())
+        [found] = published.saved_by_fused_kernels(model).variants[None].kinds
+        assert found.saved == ((1, 0, 0, 40.0 + inputs),)
+
+
+def test_a_fused_loss_has_no_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 tokens and 100 words: two copies of 4 bytes become the logits of 2; other values stay."""
+    published = sibling("published", monkeypatch)
+    sides = ((1, 0, 0, 8.0),), ((0, 1, 0, 100.0),), ((0, 0, 0, 16.0),)
+    head = published.Operation("product", sides=sides, flops=((1, 1, 0, 1.0),))
+    peaks = tuple((((0, 0, 0, 7.0), (1, 0, 0, copies * 800.0 + 30)),) for copies in (8, 12, 12, 2))
+    kind = published.SegmentKind((((head, 1),),), peaks, (), (), ((1, 0, 0, 4 * 800.0 + 30),), ())
+    model = published.ModelCosts(1, (0, 1), ("", ""), (), {None: Variant((kind,), (0, 0))}, (), (), ())
+    found = published.with_fused_loss(model).variants[None]
+    assert found.kind_of == (0, 1) and found.kinds[0] == kind
+    assert [size[0][1][3] for size in found.kinds[1].peaks] == [2 * 800 + 30, 4 * 800 + 30, 4 * 800 + 30, 2 * 800 + 30]
+    assert found.kinds[1].saved == ((1, 0, 0, 2 * 800.0 + 30),)
+
+
+def test_ranks_along_cp_hold_shards_in_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama of two layers over 2 x 4 ranks: shards of an eighth, gathered by all of them, and no sum over copies."""
+    published = sibling("published", monkeypatch)
+    run = next(each for each in published.read_runs() if each.name == "Llama 3 8B, 8 H100, 131072 tokens, cp 4, float8")
+    small = replace(run.architecture, layers=2, vocabulary=1000)
+    run = replace(run, architecture=small, settings=replace(run.settings, length=1024, precision="bfloat16"))
+    [case] = published.cases(run)
+    shape = case.setting.shape
+    assert (shape.shards, shape.shard_stride, shape.copies) == (8, 1, ("dp_replicate",)) and case.setting.keep == 0
+    with_shards = published.compared(run)
+    monkeypatch.setattr(published, "ContextShards", published.MeshShape)
+    with_copies = published.compared(run)
+    state = 16 * small.parameters(1024)  # bytes of parameters, sums of gradients, and two moments in float32
+    assert 0.9 * state * (1 / 2 - 1 / 8) < with_copies.peak - with_shards.peak < 1.6 * state * (1 / 2 - 1 / 8)
 
 
 def test_kendalls_tau(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,10 @@ def capture_costs(
 
     names = canonical_fqns(model)
     (head,) = [names.get(each.removeprefix(f"{MODEL}.")) for each in heads] if len(heads) == 1 else [None]
-    float8_layers = described(recipes or converted_layers(model))
-    return replace(costs, param_dtype=dtype, tokens=_tokens(example), float8=float8_layers, head=head)
+    layers = recipes or converted_layers(model)
+    narrow = tuple(replace(each, float8=each.fqn.removesuffix(".weight") in layers) for each in costs.parameters)
+    costs = replace(costs, parameters=narrow, float8=described(layers))
+    return replace(costs, param_dtype=dtype, tokens=_tokens(example), head=head)
 
 
 def _of_example(error: CaptureError, example: Microbatch, param_dtype: torch.dtype | None) -> str:

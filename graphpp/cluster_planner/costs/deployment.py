@@ -20,7 +20,7 @@ REDUCED = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACCEPTED = {
     "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "folded": FLAG, "recompute": _RECOMPUTE, "sequence": FLAG,
     "compiled": FLAG, "overlapped": _OVERLAPPED, "chosen": or_none(COUNT), "casts": one_word("step", "computation", "shards"),
-    "reduce_dtype": or_none(one_word(*REDUCED)), "sum_order": one_word("ranks", "any"),
+    "reduce_dtype": or_none(one_word(*REDUCED)), "in_place": FLAG, "single": FLAG, "sum_order": one_word("ranks", "any"),
 }  # fmt: skip
 
 
@@ -38,9 +38,11 @@ class Deployment:
     `chosen`: the experts of a token, in a system that sends a token once to each machine of its experts, as DeepEP does (None:
     once to each expert). `casts`: when values of weights alone, such as weights in float8, are computed: once per "step" where
     whole stages are kept, as in graphpp and Transformer Engine; in each "computation", as in torchao; or of "shards", before
-    they are gathered. `reduce_dtype`: in which gradients add up over microbatches, and are sent over data ranks (None: float32,
-    and with `keep=0` that of the computation). `sum_order`: of gradients over copies, as `Parallel(sum_order=)`. Raises
-    `ScheduleError`.
+    they are gathered, in float8. `reduce_dtype`: in which gradients add up over microbatches, and are sent over data ranks
+    (None: float32, and with `keep=0` that of the computation). `in_place`: gradients are reduced where they add up, as by
+    Megatron's distributed optimizer, and shards have none of their own. `single`: the host launches each expert's product by
+    itself, as in Transformer Engine, in place of one kernel for all. `sum_order`: of gradients over copies, as
+    `Parallel(sum_order=)`. Raises `ScheduleError`.
     """
 
     rows: int = 1
@@ -56,6 +58,8 @@ class Deployment:
     chosen: int | None = None
     casts: str = "step"
     reduce_dtype: str | None = None
+    in_place: bool = False
+    single: bool = False
     sum_order: str = "ranks"
 
     def __post_init__(self) -> None:

@@ -7,11 +7,12 @@ A segment lies between neighbouring places where a stage may start: repeated lay
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphpp._torch import aot
@@ -26,7 +27,15 @@ from graphpp.cluster_planner.costs.model_costs import (
     SegmentKind,
     Variant,
 )
-from graphpp.cluster_planner.costs.operations import Size, operations_of, size_of, summed
+from graphpp.cluster_planner.costs.operations import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    Size,
+    operations_of,
+    packet_of,
+    size_of,
+    summed,
+)
 from graphpp.cluster_planner.costs.shortened import WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, ShardedParameters
 from graphpp.errors import GraphPPError
@@ -181,7 +190,33 @@ def _segment_kind(
         saved=saved,
         kept=kept,
         offloadable=tuple(_offloadable(*graphs)),
+        operands=summed(_operands(stage, {value.name for value in staged.saved_memory[stage]}, named.values())),
     )
+
+
+def _operands(stage: int, saved: Set[str], nodes: Iterable[fx.Node]) -> Iterator[Size]:
+    """Sizes of the values that products read, without views and casts of them, and without `saved` ones."""
+    covered = set[fx.Node]()
+    for node in nodes:
+        own = node.meta.get("stage") == stage and not node.meta.get("backward") and node.op == "call_function"
+        if own and node not in covered and isinstance(node.meta["val"], torch.Tensor) and any(node.meta["rows"]):
+            alone = _read_by_product(node)
+            covered |= alone
+            if alone and node.name not in saved:
+                yield size_of(node)
+
+
+def _read_by_product(value: fx.Node) -> Set[fx.Node]:
+    """A value and all values of it alone, such as its cast to float8, if a product reads one of them; otherwise empty."""
+    own, pending, read = {value}, [value], False
+    while pending:
+        for user in pending.pop().users:
+            if user.meta.get("work"):
+                read |= packet_of(user) not in ATTENTION | ATTENTION_BACKWARD
+            elif user not in own and own.issuperset(user.all_input_nodes):
+                own.add(user)
+                pending.append(user)
+    return own if read else set()
 
 
 def _offloadable(forward: PhaseGraph | None, *backwards: PhaseGraph | None) -> Iterator[OffloadableSize]:

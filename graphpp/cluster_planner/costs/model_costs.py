@@ -64,7 +64,8 @@ class OffloadableSize:
 @dataclass(frozen=True)
 class SegmentKind:
     """Equal segments. `operations`, `peaks`, `read`, `made`: by phase, in the order of `PHASES`. The largest of `peaks` is the
-    peak; `read`: parameters, `made`: gradients; `saved`: bytes from forward to backward; `kept`: bytes from I to W."""
+    peak; `read`: parameters, `made`: gradients; `saved`: bytes from forward to backward; `kept`: bytes from I to W;
+    `operands`: bytes that products of the forward read and that are not saved, as they are computed again."""
 
     operations: tuple[Counted, ...]
     peaks: tuple[tuple[Size, ...], ...]
@@ -73,6 +74,7 @@ class SegmentKind:
     saved: Size
     kept: Size
     offloadable: tuple[OffloadableSize, ...] = ()
+    operands: Size = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class ParameterCosts:
-    """A whole parameter, and the segments that read it and make gradients of it. `sharded`: tensor parallelism divides it."""
+    """A whole parameter, and the segments that read it and make gradients of it. `sharded`: tensor parallelism divides it;
+    `float8`: its products are in float8."""
 
     fqn: str
     elements: int
@@ -93,6 +96,7 @@ class ParameterCosts:
     makers: tuple[int, ...]
     sharded: bool = False
     expert: bool = False
+    float8: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Operation:
     expert-parallel ranks. `when`: of an exchange that takes place only where experts are "folded", or only where tensor
     parallelism divides them ("shared"). `parts`: of a fused kernel, the bytes that each of its operators reads and writes as a
     kernel of its own, which it is without a compiler; empty for other operations. `derived`: of values of parameters alone,
-    which every backend computes once per step where whole stages are kept.
+    which every backend computes once per step where whole stages are kept. `pieces`: how many equal kernels it is (empty: one).
     """
 
     kind: str
@@ -75,6 +75,7 @@ class Operation:
     when: str = ""
     parts: tuple[Size, ...] = ()
     derived: bool = False
+    pieces: Size = ()
 
 
 Counted = tuple[tuple[Operation, int], ...]

@@ -98,7 +98,8 @@ def priced(
         state, experts = alike.segments.state, alike.expert_state
     else:
         width = REDUCED.get(deployment.reduce_dtype or "")
-        state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), width)
+        usual, narrow = Memory(optimizer=deployment.optimizer), deployment.casts == "shards"
+        state, experts = state_of_segments(costs, degrees, usual, width, narrow, deployment.in_place)
     return PricedModel(
         segments=Segments(costs.starts, Costs(tuple(one.stage for one in each), ahead, behind), state),
         expert_state=experts, forward_bytes=on, backward_bytes=back,
@@ -177,9 +178,15 @@ class _Pricing:
             own = [tuple(term for term in size if bool(term[2]) is experts) for size in sizes]
             return round(sum(share * self._degrees.amount(size) for size, share in zip(own, shares, strict=True)))
 
-        read, made = [kind.read[phase] for kind in kinds], [kind.made[phase] for kind in kinds]
+        read, made = [self._gathered(kind, phase) for kind in kinds], [kind.made[phase] for kind in kinds]
         derived = sum(share * self._derived(kind, phase) for kind, share in zip(kinds, shares, strict=True))
         return PhaseBytes(mean(read, False), mean(read, True), mean(made, False), mean(made, True), derived)
+
+    def _gathered(self, kind: SegmentKind, phase: int) -> Size:
+        """The parameters that a phase gathers; those of products in float8 may be cast before."""
+        narrow = any(each.dtype.startswith("float8") for each, _ in kind.operations[phase])
+        width = 0.5 if narrow and self._deployment.casts == "shards" else 1.0
+        return tuple((*powers, width * amount) for *powers, amount in kind.read[phase])  # type: ignore[misc]
 
     def _sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
         found = dict.fromkeys(("tp", "ep", "cp"), 0.0)
@@ -208,8 +215,8 @@ class _Pricing:
             seconds = count * self._once(each)
             total += seconds
             exchanged += seconds if each.kind in _EXCHANGES else 0.0
-            launched += count * max(1, len(each.parts))
-        if not self._deployment.compiled:  # kernels that are shorter than their launches wait for the host
+            launched += count * (self._launches(each) if self._deployment.compiled else max(1, len(each.parts)))
+        if not self._deployment.compiled or self._deployment.single:  # kernels shorter than their launches wait for the host
             total = max(total, launched * self._machines.device.dispatch)
         return total, exchanged
 
@@ -240,7 +247,14 @@ class _Pricing:
         if each.parts and not self._deployment.compiled:
             return sum(device.seconds(0.0, self._degrees.amount(part), "") for part in each.parts)
         kind, one = ("grouped", 2 * prod(sides)) if each.grouped and sides else ("product", None)
-        return device.seconds(work, nbytes, each.dtype, kind, side=min(sides, default=None), one=one)
+        pieces = self._degrees.amount(each.pieces) if each.pieces else 1.0
+        return pieces * device.seconds(work / pieces, nbytes / pieces, each.dtype, kind, side=min(sides, default=None), one=one)
+
+    def _launches(self, each: Operation) -> float:
+        """The kernels that the host launches for an operation: with `single`, one for each expert's product."""
+        if each.grouped and each.sides:
+            return self._degrees.amount(each.flops) / (2 * prod(self._sides(each)))
+        return self._degrees.amount(each.pieces) if each.pieces else 1.0
 
     def _sides(self, each: Operation) -> list[float]:
         degrees, folded = self._degrees, each.grouped and self._degrees.folded

@@ -53,9 +53,19 @@ class MeshShape:
         return self.ep * (self.cp * self.tp if self.folded else 1)
 
     @property
+    def shard_stride(self) -> int:
+        """Distance of two neighbours among `shards`, in ranks."""
+        return self.stride("ep")
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The dimensions over which gradients of non-expert parameters are added, without those of shards."""
+        return ("dp_replicate", "cp")
+
+    @property
     def copies_of_experts(self) -> tuple[str, ...]:
         """The dimensions over which gradients of experts are added, without those of shards."""
-        return ("dp_replicate",) if self.folded else ("dp_replicate", "cp")
+        return ("dp_replicate",) if self.folded else self.copies
 
     @property
     def widest(self) -> int:

@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from torchao.float8.float8_linear import Float8Linear
 
 ROWS, LAYERS = 2, 4
+_WHOLE = "weights", "derived"
 F, B = 0, 1
 
 
@@ -109,6 +110,32 @@ def test_weights_are_scaled_once_per_step_or_in_each_computation() -> None:
     assert sum(phases[Kind.F].derived for phases in step.layers) > 0
     assert not any(phases[Kind.F].derived for phases in (*each.layers, *shards.layers))
     assert shards.segments.costs == step.segments.costs
+
+
+def test_weights_that_are_gathered_in_float8_have_no_other_form() -> None:
+    """A byte an element in place of two, and one order in place of two beside it."""
+    found = usual("tensorwise")
+    step, shards = (priced(found, Machines.read("8xH100"), Deployment(rows=ROWS, casts=word)) for word in ("step", "shards"))
+    narrow = sum(each.elements for each in found.parameters if each.float8)
+    assert narrow == LAYERS * 2 * 4 * WIDTH * WIDTH
+    weights, casts = ([sum(getattr(one, name) for one in each.segments.state) for each in (step, shards)] for name in _WHOLE)
+    assert weights[0] - weights[1] == narrow
+    assert casts[0] == 2 * casts[1] >= 2 * narrow
+    layer = found.layers[1]
+    for kind in (Kind.F, Kind.B):
+        assert shards.layers[layer][kind].read == pytest.approx(step.layers[layer][kind].read / 2)
+    head = len(found.starts) - 1
+    assert shards.layers[head][Kind.F].read == step.layers[head][Kind.F].read
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", None])
+def test_operands_are_the_inputs_of_products_that_are_computed_again(recipe: str | None) -> None:
+    """With full recomputation a layer saves its own input alone, so both inputs of its products are computed again."""
+    found, at = usual(recipe), Degrees(1.0)
+    variant = found.variants["full"]
+    kind = variant.kinds[variant.kind_of[found.layers[1]]]
+    assert at.amount(kind.saved) == 2 * ROWS * LENGTH * WIDTH
+    assert at.amount(kind.operands) == 2 * ROWS * LENGTH * (WIDTH + 4 * WIDTH)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

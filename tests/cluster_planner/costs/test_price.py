@@ -218,6 +218,24 @@ def test_eager_kernels_move_more_bytes_and_wait_for_the_host() -> None:
     assert _seconds(priced(costs, slow_host, Deployment(rows=8))) == _seconds(fused), "the host launches no single kernels"
 
 
+def test_the_host_launches_each_experts_product_by_itself() -> None:
+    costs, slow_host = _costs("mixtral"), replace(FLAT, device=replace(FLAT.device, dispatch=1.0))
+    layer, experts = costs.layers[0], costs.expert_ranks
+    variant = costs.variants[None]
+    products = sum(count for one, count in variant.kinds[variant.kind_of[layer]].operations[0] if one.grouped)
+    one, each = (priced(costs, slow_host, Deployment(rows=2, ep=ep, single=True)) for ep in (1, experts))
+    saved = one.segments.costs.stages[layer].forward - each.segments.costs.stages[layer].forward
+    assert saved == pytest.approx(products * (experts - 1)) and products > 0
+    grouped = priced(costs, slow_host, Deployment(rows=2)).segments.costs.stages[layer]
+    assert grouped.forward < 1, "the host launches no single kernels"
+
+
+def test_gradients_in_place_leave_no_shards_of_their_own() -> None:
+    usual, in_place = (priced(_costs("llama"), FLAT, Deployment(in_place=each)).segments.state for each in (False, True))
+    assert sum(one.row_sums or 0 for one in usual) > 0 == sum(one.row_sums or 0 for one in in_place)
+    assert [one.sums for one in usual] == [one.sums for one in in_place]
+
+
 def test_overlapped_exchanges_cost_what_the_computations_lose_to_them() -> None:
     tp = 2
     plain, hidden = (

@@ -45,13 +45,13 @@ def shared_seconds(
     gathers, reductions, copies = ([0.0] * setting.stages for _ in range(3))
     total = lost = 0.0
     for one, expert in zip(state, experts, strict=True):
-        ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
+        ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.shard_stride)
         sent = one.sums if one.sent is None else one.sent
         shared = ranks > 1 and not layers
         gather = machines.all_gather(one.weights, ranks, stride) if shared else 0.0
         reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
         parts = [(len(one.readers) * gather + len(one.makers) * reduce, ranks, stride)]
-        over = shape.copies_of_experts if expert else ("dp_replicate", "cp")
+        over = shape.copies_of_experts if expert else shape.copies
         for size, apart in ((getattr(shape, name), shape.stride(name)) for name in over):
             over_copies = machines.all_reduce(sent // ranks, size, apart) if size > 1 else 0.0
             sent_late = 0.5 if sum_order == "ranks" and size > _NO_ORDER else 0.0

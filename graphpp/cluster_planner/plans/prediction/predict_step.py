@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple, cast
 
 from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_on, with_sums
@@ -180,7 +181,7 @@ class _Step:
         layers = self._layers.bytes() if keep == 0 else None
         if keep == 0:  # each computation casts what it gathered
             state = tuple(replace(one, derived=0) for one in state)
-        home, copies = table.rank_of_stage, shape.dp_replicate * shape.cp
+        home, copies = table.rank_of_stage, prod(getattr(shape, name) for name in shape.copies)
         return held_bytes(state, home, shape.pp, shards, keep is not None, layers, in_order=in_order, averaged_over=copies)
 
     @cached_property
@@ -356,7 +357,7 @@ class _Step:
     def _sent(self, along: float, exchanged: Mapping[str, float]) -> dict[str, int]:
         """Bytes that a rank sends per step along each dimension. `along`: of shards; `exchanged`: of one microbatch."""
         setting = self._setting
-        sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in ("dp_replicate", "cp")}
+        sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in setting.shape.copies}
         within = {name: setting.microbatches * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
         return {name: round(each) for name, each in ({"pp": 0.0, "dp_shard": along} | sums | within).items()}
 

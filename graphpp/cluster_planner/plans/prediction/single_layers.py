@@ -158,7 +158,7 @@ class LayerGathers:
         machines = self.machines[stage]
         gathers = [self._seconds(machines, one.read, one.expert_read) for one in each]
         sums = [self._seconds(machines, round(self.width * one.made), round(self.width * one.expert_made)) for one in each]
-        slower = machines.contention(self.shape.shards, self.shape.stride("ep"))
+        slower = machines.contention(self.shape.shards, self.shape.shard_stride)
         waited = gathers[0] + sums[-1] + sum(one.derived for one in each)
         for at, segment in enumerate(segments[: len(each)]):
             beside = (gathers[at + 1] if at + 1 < len(gathers) else 0.0) + (sums[at - 1] if at else 0.0)
@@ -175,7 +175,7 @@ class LayerGathers:
         def seconds(machines: Machines, plain: int, experts: int) -> float:
             gather = machines.all_gather
             of_experts = gather(experts, shape.dp_shard, shape.stride("dp_shard")) if shape.dp_shard > 1 else 0.0
-            return of_experts + (gather(plain, shape.shards, shape.stride("ep")) if shape.shards > 1 else 0.0)
+            return of_experts + (gather(plain, shape.shards, shape.shard_stride) if shape.shards > 1 else 0.0)
 
         return seconds
 
