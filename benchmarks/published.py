@@ -84,6 +84,10 @@ class ContextShards(MeshShape):
     def copies(self) -> tuple[str, ...]:
         return ("dp_replicate",)
 
+    @property
+    def copies_of_experts(self) -> tuple[str, ...]:
+        return ("dp_replicate",) if self.folded else ("dp_replicate", "cp")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -251,7 +255,7 @@ scaling has a kernel for several tensors (`multi_tensor_quantize_impl`)."""
 
 
 def _experts_in_float8(costs: ModelCosts, passes: int, single: int = 0) -> ModelCosts:
-    """Products of experts in float8, too, which torchao's conversion leaves out, each with the passes that scale its rows.
+    """Experts in float8, too, which torchao's conversion leaves out: each product has the passes that scale its rows.
     Weights are scaled once per step, and a product for the gradient of weights has operands that are scaled already. `single`:
     the number of experts whose rows are scaled by kernels of their own (0: by one for all)."""
     pieces = ((0, 0, 1, float(single)),) if single else ()
@@ -274,7 +278,8 @@ def _experts_in_float8(costs: ModelCosts, passes: int, single: int = 0) -> Model
         return replace(kind, operations=tuple(map(tuple, phases)))
 
     variants = {name: replace(each, kinds=tuple(map(changed, each.kinds))) for name, each in costs.variants.items()}
-    return replace(costs, variants=variants)
+    parameters = tuple(replace(each, float8=each.float8 or each.expert) for each in costs.parameters)
+    return replace(costs, variants=variants, parameters=parameters)
 
 
 def saved_by_fused_kernels(costs: ModelCosts) -> ModelCosts:

@@ -2,7 +2,7 @@
 
 By group of runs: bias, median and 90th percentile of the absolute errors, and Kendall's tau of the utilisations, whose order
 does not follow from the sizes of the models alone; once more over the pairs of runs that differ by more than their noise. By
-set of runs that differ in their layout alone: how much slower, as published, is the one that is predicted to be fastest.
+set of runs that differ in their layout or overlaps: how much slower, as published, the one is that is predicted to be fastest.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def error_bars(found: Iterable[Compared]) -> Iterator[tuple[str, str, str]]:
 
 
 def choices(found: Iterable[Compared]) -> Iterator[tuple[str, ...]]:
-    """The sets of runs with equal model, machines, batch and kernels, and unlike layouts, schedules or recomputation: the run
-    that is predicted to be fastest, the one that is fastest as published, and the share that the first is slower."""
+    """The sets of runs with equal model, machines, batch and kernels, and unlike layouts, schedules, recomputation or overlaps:
+    the run that is predicted to be fastest, the one that is fastest as published, and the share that the first is slower."""
     sets: defaultdict[tuple[object, ...], list[Compared]] = defaultdict(list)
     for each in found:
         it, own = each.run, each.run.settings

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import graphpp
 from graphpp.cluster_planner.costs.deployment import Deployment
+from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.prediction.predict_step import predict
 from graphpp.cluster_planner.plans.request import PlanRequest
 
@@ -33,7 +34,9 @@ def own_rate(run: Run, case: Case) -> float:
     """Tokens per second and GPU of the authors' layout in graphpp's own runtime."""
     it, usual = run.settings, replace(Deployment(), sequence=case.usual.sequence, compiled=case.usual.compiled)
     known = costs(run.architecture, it.length, case.float8, attention=it.attention, dropout=it.dropout)
-    found = predict(PlanRequest(known, case.machines, it.batch, it.length, "bfloat16", usual), case.setting)
+    shape = MeshShape(**case.setting.shape.sizes(), folded=case.setting.shape.folded)  # ranks along cp have copies
+    request = PlanRequest(known, case.machines, it.batch, it.length, "bfloat16", usual)
+    found = predict(request, replace(case.setting, shape=shape))
     return 0.0 if found is None else it.batch * it.length / found.seconds.total / case.machines.gpus
 
 
@@ -45,7 +48,8 @@ def row(run: Run) -> tuple[str, ...]:
     best, own = plans.best, max(own_rate(run, case) for case in found)
     rate = best.tokens_per_second / found[0].machines.gpus
     figures = (run.tokens or 0.0, compared(run).rate, own, rate)
-    return run.name, *(f"{each:,.0f}" for each in figures), f"{rate / own - 1:+.0%}", str(found[0].setting), str(best.setting)
+    gain = f"{rate / own - 1:+.0%}" if own else ""  # graphpp has no such layout
+    return run.name, *(f"{each:,.0f}" for each in figures), gain, str(found[0].setting), str(best.setting)
 
 
 def main() -> None:

@@ -50,6 +50,14 @@ def _widest_spread(per_machine: int, ranks: int, stride: int, blocks: int, full:
     return min((_Spread(min(each), max(each), len(each)) for each in counts), key=lambda each: (each.least, -each.machines))
 
 
+@cache
+def _leaving(pod: int, low: int, distance: int, width: int) -> float:
+    """The share of one pod's devices that are among `width` ranks from `low` on and have their peer, `distance` further, in
+    another pod: the largest share of all pods."""
+    pairs = Counter(rank // pod for rank in range(low, low + width) if rank // pod != (rank + distance) // pod)
+    return max(pairs.values(), default=0) / pod
+
+
 def _distinct(places: int, chosen: int) -> float:
     """The expected number of distinct places of `chosen` random ones, over `chosen`."""
     return places * (1 - (1 - 1 / places) ** chosen) / chosen
@@ -174,31 +182,33 @@ class Machines:
         to_machines, to_ranks = (_distinct(each, chosen) if chosen else 1.0 for each in (machines, ranks))
         across = self.between.seconds(nbytes * to_machines * (ranks - least) / ranks)
         inside = self.inside.seconds(nbytes * to_ranks * (most - 1) / (ranks if chosen is None else most))
-        in_pod = self._pods(ranks, stride).least
-        beyond = self.oversubscription * self.between.seconds(nbytes * to_machines * (ranks - in_pod) / ranks)
+        pods = self._pods(ranks, stride)
+        leaving = max(each / pods.most * (ranks - each) for each in (pods.least, pods.most))  # of those on one full pod
+        beyond = self.oversubscription * self.between.seconds(nbytes * to_machines * leaving / ranks)
         return max(inside, across, beyond) + self.link(ranks, stride).latency
 
     def send(self, nbytes: float, stride: int = 1) -> float:
-        """Seconds of a message to the rank `stride` further; 0 without bytes."""
-        return self._message(nbytes, self._spread(2, stride).machines > 1, self._pods(2, stride).machines > 1)
+        """Seconds of a message to the rank `stride` further, which all ranks send at once; 0 without bytes."""
+        return self._message(nbytes, self._spread(2, stride).machines > 1, 1.0 if self._pods(2, stride).machines > 1 else 0.0)
 
     def message(self, nbytes: float, first: int, second: int, width: int) -> float:
         """Seconds of messages that `width` neighbouring ranks from `first` on send at once, each to one from `second` on."""
-        low, high = min(first, second), max(first, second) + width - 1
-        across, beyond = (each is not None and low // each != high // each for each in (self.per_machine, self.pod))
-        return self._message(nbytes, across, beyond)
+        low, distance = min(first, second), abs(first - second)
+        across = low // self.per_machine != (low + distance + width - 1) // self.per_machine
+        return self._message(nbytes, across, _leaving(self.pod, low % self.pod, distance, width) if self.pod else 0.0)
 
-    def _message(self, nbytes: float, across: bool, beyond: bool) -> float:
+    def _message(self, nbytes: float, across: bool, leaving: float) -> float:
+        """`leaving`: the share of a pod's devices that send to another pod."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
-        link, slower = self.between if across else self.inside, self.oversubscription if beyond else 1.0
-        return link.latency + slower * link.seconds(nbytes) if nbytes else 0.0
+        link = self.between if across else self.inside
+        return link.latency + max(1.0, self.oversubscription * leaving) * link.seconds(nbytes) if nbytes else 0.0
 
     def _moved(self, nbytes: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather's bytes: the parts of one rank of each machine between machines, then all of them inside."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         least, most, _ = self._spread(ranks, stride)
         pods = self._pods(ranks, stride)
-        slower = max(1.0, self.oversubscription * least / pods.least) if pods.machines > 1 else 1.0
+        slower = max(1.0, self.oversubscription * least / pods.most) if pods.machines > 1 else 1.0
         across = slower * self.between.seconds(nbytes / least * (1 - least / ranks))
         return self.inside.seconds(nbytes * (most - 1) / most) + across
 

@@ -100,7 +100,8 @@ class MixedMachines:
         """As `Machines.message`; between two groups the slower of both networks counts, beyond their pods."""
         one, other = self.group_of(first), self.group_of(second)
         if one != other:
-            return max(each.send(nbytes, each.pod or each.per_machine) for each in (self.groups[one], self.groups[other]))
+            ends = (self.groups[one], self.groups[other])
+            return max(each.message(nbytes, 0, each.pod or each.per_machine, width) for each in ends)
         start = sum(each.gpus for each in self.groups[:one])
         return self.groups[one].message(nbytes, first - start, second - start, width)
 
@@ -112,7 +113,7 @@ class MixedMachines:
             device = replace(each.device, name=least.device.name, memory=least.device.memory)
             if replace(each, device=device, gpus=least.gpus, beside=least.beside) != least:
                 return None
-        partly = sum(each.gpus % each.per_machine > 0 for each in self.groups)
+        partly = sum(each.gpus % _whole(each) > 0 for each in self.groups)
         return MixedMachines((replace(least, gpus=self.gpus),), (min(self.caps),)) if partly < 2 else None
 
     def orders(self, fewest: int = 1) -> Iterator[MixedMachines]:
@@ -130,4 +131,9 @@ def read_machines(text: str, group: Callable[[str], Machines] = Machines.read) -
 
 
 def _fill_up(one: Machines, other: Machines) -> bool:
-    return replace(one, gpus=other.gpus) == other and 0 in (one.gpus % one.per_machine, other.gpus % one.per_machine)
+    return replace(one, gpus=other.gpus) == other and 0 in (one.gpus % _whole(one), other.gpus % _whole(one))
+
+
+def _whole(machines: Machines) -> int:
+    """The devices of a full pod, or without pods of a full machine."""
+    return machines.pod or machines.per_machine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -177,13 +178,26 @@ def test_links_between_pods_are_shared_by_all_ranks_of_a_pod() -> None:
     for ranks, stride in ((32, 1), (8, 4), (2, 16)):
         assert pods.all_reduce(1e4, ranks, stride) == EVEN.all_reduce(1e4, ranks, stride), "within a pod"
     assert pods.send(100, 8) == 10.0 and pods.send(100, 32) == 80.0
-    assert [pods.message(100, first, first + 8, 8) for first in (16, 24, 32)] == [10.0, 80.0, 10.0]
+    assert [pods.message(100, first, first + 8, 8) for first in (16, 24, 32)] == [10.0, 20.0, 10.0]
+    assert [pods.message(100, 32 - width, 32, width) for width in (1, 4, 32)] == [10.0, 10.0, 80.0], "8 of 32 links"
     # A ring of all 64 ranks leaves each machine over eight links, and each pod over four: half as fast.
     across = 64e3 / 8 * (1 - 8 / 64) / 10
     assert pods.all_gather(64e3, 64) - EVEN.all_gather(64e3, 64) == pytest.approx(across)
     # Of two ranks in different pods, 32 pairs share the links: 8 times slower.
     assert pods.all_gather(100, 2, 32) == pytest.approx(8 * EVEN.all_gather(100, 2, 32))
     assert pods.all_to_all(6400, 64) == pytest.approx(8 * 6400 / 2 / 10)
+
+
+def test_a_larger_pod_and_wider_links_between_pods_are_never_slower() -> None:
+    """Also where the last pod is filled in part."""
+
+    def seconds(pod: int, oversubscription: float) -> tuple[float, ...]:
+        machines = replace(EVEN, pod=pod, oversubscription=oversubscription)
+        return machines.all_gather(64e3, 64), machines.all_reduce(64e3, 32, 2), machines.all_to_all(6400, 64)
+
+    for smaller, larger in pairwise(seconds(pod, 8.0) for pod in range(8, 72, 8)):
+        assert all(one >= other * (1 - 1e-9) for one, other in zip(smaller, larger, strict=True))
+    assert seconds(32, 1.0) == seconds(64, 8.0) < seconds(32, 2.0) < seconds(32, 4.0)
 
 
 @pytest.mark.parametrize(

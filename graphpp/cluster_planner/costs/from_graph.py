@@ -41,6 +41,7 @@ from graphpp.cluster_planner.costs.tensor_plan import Plan, ShardedParameters
 from graphpp.errors import GraphPPError
 from graphpp.options.recompute import Recompute, read_recompute
 from graphpp.options.split import ModuleCall
+from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.liveness import counts_in_peak, live_values
 from graphpp.passes.graph.offloadable import LocalNeighbours, offloadable
@@ -55,6 +56,8 @@ from graphpp.runtime import program
 from graphpp.schedules.table.actions import Kind
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+_CASTS = {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.clamp}
+_SCALINGS = {torch.ops.aten.mul, torch.ops.aten.div}
 _STACKED = 3  # dimensions of a parameter that holds the experts of a layer: experts, inputs, outputs
 
 
@@ -195,28 +198,28 @@ def _segment_kind(
 
 
 def _operands(stage: int, saved: Set[str], nodes: Iterable[fx.Node]) -> Iterator[Size]:
-    """Sizes of the values that products read, without views and casts of them, and without `saved` ones."""
-    covered = set[fx.Node]()
+    """Sizes of the values that products read, once each, before they are viewed and cast, without `saved` ones."""
+    found = set[fx.Node]()
     for node in nodes:
-        own = node.meta.get("stage") == stage and not node.meta.get("backward") and node.op == "call_function"
-        if own and node not in covered and isinstance(node.meta["val"], torch.Tensor) and any(node.meta["rows"]):
-            alone = _read_by_product(node)
-            covered |= alone
-            if alone and node.name not in saved:
-                yield size_of(node)
+        own = node.meta.get("stage") == stage and not node.meta.get("backward") and node.meta.get("work")
+        if own and packet_of(node) not in ATTENTION | ATTENTION_BACKWARD:
+            for path in map(_viewed_and_cast, node.all_input_nodes):
+                first = path[-1]
+                if first not in found and any(first.meta.get("rows", ())) and saved.isdisjoint(each.name for each in path):
+                    found.add(first)
+                    yield size_of(first)
 
 
-def _read_by_product(value: fx.Node) -> Set[fx.Node]:
-    """A value and all values of it alone, such as its cast to float8, if a product reads one of them; otherwise empty."""
-    own, pending, read = {value}, [value], False
-    while pending:
-        for user in pending.pop().users:
-            if user.meta.get("work"):
-                read |= packet_of(user) not in ATTENTION | ATTENTION_BACKWARD
-            elif user not in own and own.issuperset(user.all_input_nodes):
-                own.add(user)
-                pending.append(user)
-    return own if read else set()
+def _viewed_and_cast(operand: fx.Node) -> list[fx.Node]:
+    """An operand of a product, and the values before it of which it is a view or a cast: to float8 after one scaling."""
+    path, scalings = [operand], int(operand.meta["val"].dtype.itemsize == 1)
+    while path[-1].op == "call_function":
+        last = path[-1]
+        scalings -= packet_of(last) in _SCALINGS
+        if scalings < 0 or not (shares_memory(last) or packet_of(last) in _CASTS | _SCALINGS):
+            break
+        path.append(max(last.all_input_nodes, key=lambda each: each.meta["val"].numel()))
+    return path
 
 
 def _offloadable(forward: PhaseGraph | None, *backwards: PhaseGraph | None) -> Iterator[OffloadableSize]:

@@ -83,8 +83,8 @@ class PricedModel:
 def priced(
     costs: ModelCosts, machines: Machines, deployment: Deployment = _USUAL, alike: PricedModel | None = None
 ) -> PricedModel:
-    """Price a microbatch. `alike`: an earlier price with equal costs, degrees and optimizer, whose state is reused because the
-    state takes most of the time. Raises `ScheduleError` for degrees that the model does not admit."""
+    """Price a microbatch. `alike`: an earlier price with equal costs and deployment but for rows and recomputation, whose state
+    is reused because the state takes most of the time. Raises `ScheduleError` for degrees that the model does not admit."""
     check_degrees(costs, deployment)
     tp, ep, cp = deployment.tp, deployment.ep, deployment.cp
     degrees = Degrees(deployment.rows / costs.rows, tp, ep, cp, deployment.sequence, deployment.folded)
@@ -215,7 +215,7 @@ class _Pricing:
             seconds = count * self._once(each)
             total += seconds
             exchanged += seconds if each.kind in _EXCHANGES else 0.0
-            launched += count * (self._launches(each) if self._deployment.compiled else max(1, len(each.parts)))
+            launched += count * max(1 if self._deployment.compiled else len(each.parts), self._launches(each))
         if not self._deployment.compiled or self._deployment.single:  # kernels shorter than their launches wait for the host
             total = max(total, launched * self._machines.device.dispatch)
         return total, exchanged
@@ -252,6 +252,8 @@ class _Pricing:
 
     def _launches(self, each: Operation) -> float:
         """The kernels that the host launches for an operation: with `single`, one for each expert's product."""
+        if not self._deployment.single:
+            return 1.0
         if each.grouped and each.sides:
             return self._degrees.amount(each.flops) / (2 * prod(self._sides(each)))
         return self._degrees.amount(each.pieces) if each.pieces else 1.0

@@ -63,13 +63,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacementSearch:
-    """`pieces`: costs of the pieces; `costs`: of the stages of a cut; `room`: the bytes of each rank under a placement. `most`:
-    the most stages (0: the cut stays)."""
+    """`pieces`: costs of the pieces; `costs`, `room`: costs of the stages and bytes of each rank under a placement. `most`: the
+    most stages (0: the cut stays)."""
 
     pieces: Costs
     ranks: int
     microbatches: int
-    costs: Callable[[Numbers], Costs]
+    costs: Callable[[Placed], Costs]
     room: Callable[[Placed], Sequence[float]]
     most: int = 0
 
@@ -193,7 +193,7 @@ class PlacementSearch:
         return Found(self.bound(placed)[0], best.end[0] if best else inf, placed, best)
 
     def _problem(self, placed: Placed) -> Problem:
-        costs, home = self.costs(placed.cut), dict(enumerate(placed.home))
+        costs, home = self.costs(placed), dict(enumerate(placed.home))
         return Problem.of(costs, home, self.microbatches, self.room(placed))
 
     # ------------------------------------------------------------------------------------------------ neighbours

@@ -128,7 +128,7 @@ def _free(
     costs: Costs, homes: Sequence[Home], microbatches: int, caps: Sequence[float], effort: float
 ) -> dict[tuple[int, ...], EvaluatedOrder]:
     """The best placements that differ from `homes`, with an order of each."""
-    search = PlacementSearch(costs, len(caps), microbatches, lambda cut: costs, lambda placed: caps)
+    search = PlacementSearch(costs, len(caps), microbatches, lambda placed: costs, lambda placed: caps)
     cut = tuple(range(len(costs.stages)))
     starts = [Placed(cut, tuple(home[stage] for stage in cut)) for home in homes]
     found = search.best(map(search.start, [*starts, search.in_a_row()]), _MAPPED * effort)

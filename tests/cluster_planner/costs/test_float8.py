@@ -138,6 +138,24 @@ def test_operands_are_the_inputs_of_products_that_are_computed_again(recipe: str
     assert at.amount(kind.operands) == 2 * ROWS * LENGTH * (WIDTH + 4 * WIDTH)
 
 
+def test_operands_of_a_product_are_not_the_values_that_they_are_computed_from() -> None:
+    """Without recomputation a layer saves the input of its GELU, and not the output, which its second product reads."""
+    model = torch.nn.Sequential(*(Gelus() for _ in range(LAYERS))).to("meta")
+    rows = torch.empty(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16, device="meta")
+    found = capture_costs(model, torch.nn.functional.mse_loss, graphpp.Microbatch((rows,), {}, rows))
+    [kind] = {found.variants[None].kinds[at] for at in found.variants[None].kind_of[1:-1]}
+    assert Degrees(1.0).amount(kind.operands) == 2 * ROWS * LENGTH * 4 * WIDTH
+
+
+class Gelus(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.down(torch.nn.functional.gelu(self.up(rows)))
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_casts_of_weights_are_state_where_stages_are_whole(recipe: str) -> None:
     """As many bytes as `compile` counts: about 2 for each element of a converted weight."""

@@ -152,9 +152,11 @@ def test_sums_over_copies_are_hidden_but_for_the_two_stages_that_are_reduced_las
     assert shared(hybrid, 2).copies[0] == over_copies and shared(hybrid, 2).reductions[0] == scattered
     assert shared(hybrid, 8).copies[0] == over_copies / 4
     assert shared(hybrid, 8).reductions[0] == pytest.approx(scattered + over_copies * 3 / 4)
-    for shape in (whole, hybrid, MeshShape(dp_replicate=2)):  # two copies have no order; of more, the second half is late
-        late = machines.all_reduce(1600, 16) / 2 if shape is whole else 0.0
-        assert shared(shape, 8, order="ranks").copies[0] == pytest.approx(max(shared(shape, 8).copies[0], late))
+    assert shared(hybrid, 8, order="ranks") == shared(hybrid, 8), "two copies have no order"
+    assert shared(whole, order="ranks").copies[0] == machines.all_reduce(1600, 16) / 2, "the second half is late"
+    for four in (MeshShape(dp_replicate=4, dp_shard=4), MeshShape(dp_replicate=2, dp_shard=4, cp=2)):
+        late, ordered = shared(four, 8).copies[0], shared(four, 8, order="ranks").copies[0]
+        assert ordered == pytest.approx(late + (4 * late - late) / 2), "that of six stages, and two stages in full"
     assert shared(hybrid, 8, keep=0).copies[0] == over_copies and shared(hybrid, 8, keep=0).reductions[0] == 0.0
     assert shared(whole).contention == machines.between.contention, "an average over machines contends as they do"
     assert machines.between.contention < shared(hybrid, 8).contention < machines.inside.contention

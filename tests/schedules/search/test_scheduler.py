@@ -193,7 +193,7 @@ def test_no_table_is_faster_than_the_bound_of_its_placement() -> None:
         own = ((random.uniform(0, 2), random.uniform(0, 2)) for _ in range(stages))
         costs = Costs(tuple(StageCosts(2, 2, 2, exchanged={Kind.F: on, Kind.I: back}) for on, back in own), hidden=1.0)
         home = (0, *(random.randrange(2) for _ in range(stages - 2)), 1)
-        search = PlacementSearch(costs, 2, microbatches, lambda cut, costs=costs: costs, lambda placed: [inf, inf])
+        search = PlacementSearch(costs, 2, microbatches, lambda placed, costs=costs: costs, lambda placed: [inf, inf])
         bound = search.bound(Placed(tuple(range(stages)), home))[1]
         options = {"ranks": 2, "microbatches": microbatches, "placement": dict(enumerate(home)), "effort": 0.05}
         found = simulate(schedule_auto(costs, **options), costs).makespan  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from math import prod
 
 from graphpp.cluster_planner.plans.settings import PlanSetting
 from graphpp.devices import Machines
@@ -52,10 +53,11 @@ def shared_seconds(
         reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
         parts = [(len(one.readers) * gather + len(one.makers) * reduce, ranks, stride)]
         over = shape.copies_of_experts if expert else shape.copies
+        ordered = sum_order == "ranks" and prod(getattr(shape, name) for name in over) > _NO_ORDER
         for size, apart in ((getattr(shape, name), shape.stride(name)) for name in over):
             over_copies = machines.all_reduce(sent // ranks, size, apart) if size > 1 else 0.0
-            sent_late = 0.5 if sum_order == "ranks" and size > _NO_ORDER else 0.0
-            shown = max(late if ranks > 1 else 0.0, sent_late) * over_copies
+            first = late if ranks > 1 else 0.0  # of the sums, of the stages that are reduced last
+            shown = (first + (1 - first) * (0.5 if ordered else 0.0)) * over_copies
             reduce += over_copies - shown
             parts.append((len(one.makers) * (over_copies - shown), size, apart))
             for stage in one.makers:

@@ -69,9 +69,10 @@ def tables_of(request: PlanRequest, setting: PlanSetting) -> list[ReadTable] | N
     return [each for each in found if each is not None] if all(found) else None
 
 
-def stage_costs(request: PlanRequest, setting: PlanSetting, cut: Cut) -> Costs:
-    """The costs of the stages of a cut. With `keep=0` they include the seconds that computations wait for gathers."""
-    return _Step(request, setting, cut).waiting
+def stage_costs(request: PlanRequest, setting: PlanSetting, cut: Cut, home: Sequence[int] | None = None) -> Costs:
+    """The costs of the stages of a cut. With `keep=0` they include the seconds that computations wait for gathers. `home`: the
+    pipeline rank of each stage (None: those of the setting)."""
+    return _Step(request, setting, cut, home=home).waiting
 
 
 def order_costs(
@@ -135,7 +136,10 @@ _GROWING = ("makespan", "busy", "alone", "waits")
 
 
 class _Step:
-    def __init__(self, request: PlanRequest, setting: PlanSetting, cut: Cut, ahead: bool = False) -> None:
+    def __init__(
+        self, request: PlanRequest, setting: PlanSetting, cut: Cut, ahead: bool = False, home: Sequence[int] | None = None
+    ) -> None:
+        self._home = setting.schedule.homes(setting.shape.pp) if home is None else home
         self._request, self._setting, self.cut = request.of(setting), setting, cut
         self._priced = priced_setting(self._request, setting, cut, ahead or setting.schedule.recomputes_ahead)
         self._machines = [request.machines.groups[group] for group in request.groups(setting)]  # of each stage
@@ -150,7 +154,7 @@ class _Step:
         machines, stride, keep = self._machines, shape.stride("pp"), self._setting.keep
         shared = shared_on(machines, self._setting, state, experts, self._request.usual.sum_order)
         crossing, message = self._crossing(), self._request.machines.message
-        firsts = [rank * stride for rank in self._setting.schedule.homes(shape.pp)[: len(self.cut)]]  # of each stage
+        firsts = [rank * stride for rank in self._home]
         on, back = (
             tuple(message(nbytes, *ends, stride) for ends, nbytes in zip(pairwise(firsts), sizes, strict=True))
             for sizes in crossing
@@ -181,7 +185,8 @@ class _Step:
         layers = self._layers.bytes() if keep == 0 else None
         if keep == 0:  # each computation casts what it gathered
             state = tuple(replace(one, derived=0) for one in state)
-        home, copies = table.rank_of_stage, prod(getattr(shape, name) for name in shape.copies)
+        home, ordered = table.rank_of_stage, self._request.usual.sum_order == "ranks"
+        copies = prod(getattr(shape, name) for name in shape.copies) if ordered else 1
         return held_bytes(state, home, shape.pp, shards, keep is not None, layers, in_order=in_order, averaged_over=copies)
 
     @cached_property

@@ -26,7 +26,7 @@ from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import ORDER, PlanSetting, ScheduleChoice
 from graphpp.planner.segments import Cut
 from graphpp.schedules.search.arguments import loop_of, v_of
-from graphpp.schedules.search.free_placement import Found, Numbers, Placed, PlacementSearch
+from graphpp.schedules.search.free_placement import Found, Placed, PlacementSearch
 from graphpp.schedules.search.scheduler import improved
 from graphpp.schedules.search.tables import numbered, schedule_of
 from graphpp.schedules.table.costs import Costs
@@ -108,9 +108,9 @@ class _Joint:
         counts = counts and recut(self._request.of(setting).costs, counts, self._found.cut, cut)
         return replace(setting, schedule=choice, recomputed=counts)
 
-    def _costs(self, cut: Numbers) -> Costs:
-        choice = ScheduleChoice("1F1B", -(-len(cut) // self._ranks), stages=len(cut))
-        return stage_costs(self._request, self._setting(cut, choice), cut)
+    def _costs(self, placed: Placed) -> Costs:
+        choice = ScheduleChoice("1F1B", -(-len(placed.cut) // self._ranks), stages=len(placed.cut))
+        return stage_costs(self._request, self._setting(placed.cut, choice), placed.cut, placed.home)
 
     def _room(self, placed: Placed) -> Sequence[float]:
         """The bytes that a rank's state leaves, about."""
