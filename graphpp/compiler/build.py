@@ -85,15 +85,16 @@ def lowered(
     if backend is not None:
         programs, calls = backend.outlined(graphs, programs, local)
     sources = ProgramGraphs.joined(graph.sources for graph in _distinct(graphs))
-    row = overlap.ProgramRow(table.running.table[place.rank], programs, sources)
     dump = graphs[0].dump
+    watch: overlap.WovenHook = dump.woven if dump is not None else lambda *_: None
     cost = cost_with_regions(request.options.parallel.node_seconds() or OpCosts.of(place.device.type))
-    woven = overlap.woven(row, cost, dump.woven if dump is not None else lambda *_: None)
+    row = overlap.in_best_order(overlap.ProgramRow(table.running.table[place.rank], programs, sources), cost, watch)
+    woven = overlap.woven(row, cost, watch)
     return Lowered(
         graphs=tuple(graphs),
         table=table,
         local=local,
-        programs=tuple(programs),
+        programs=tuple(row.programs),
         region_calls=calls,
         sources=sources,
         windows=windows,
