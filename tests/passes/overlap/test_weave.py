@@ -262,8 +262,8 @@ def check_alone(part: PhaseGraph, inputs: Sequence[Tensor], found: WovenGraph | 
 
 @pytest.mark.parametrize("outlined", [False, True])
 def test_a_program_alone_hides_its_exchanges_under_its_weight_gradients(outlined: bool) -> None:
-    run = backward(3)
-    source = slot(3, B, lambda g, w: run(torch.stack([g] * 4).sum(0), w), *values(2, 1), gradients=3)  # most memory at the start
+    run = backward(3)  # after an operation that takes more memory than the rest
+    source = slot(3, B, lambda g, w: run(torch.stack([g] * 4).sum(0), w), *values(2, 1), gradients=3)
     if outlined:
         made = outline_regions(source, lambda node: None)
         for call in made.calls:
