@@ -14,8 +14,8 @@ Views run right before their first reader; a view that only the results read run
 when it is computed. Items of a tuple are extracted at once, so that the tuple keeps no memory alive.
 
 Deferring an operation fills waits but holds memory. So several orders are made, each under a cap on live bytes. Among the
-orders that are nearly as fast as the fastest, including the original one, the one with the lowest peak is returned. No order
-that exceeds the last cap is. The result depends only on the graph and the costs.
+orders that are nearly as fast as the fastest, including the original one, the one with the lowest peak is returned; with
+`keep_peak` none that exceeds the original peak. The result depends only on the graph and the costs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from graphpp.passes.graph.joint_graph import reached
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.overlap.stream_timing import GraphTiming, RestInOrder, SimulatedClock, TimeEstimate, estimate_order
 
-CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))
-"""Multiples of the original order's peak."""
+_CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # multiples of the original order's peak
 _NEARLY = 1.01  # orders up to this factor slower than the fastest compete by their peaks
 
 Priority = Callable[[fx.Node], float]
 
 
 def list_schedule(
-    graph: fx.Graph, cost: Cost, caps: Sequence[float] = CAPS
+    graph: fx.Graph, cost: Cost, *, keep_peak: bool = False
 ) -> tuple[Sequence[fx.Node], TimeEstimate, TimeEstimate]:
     """The best order, its estimate, and the estimate of the original order, which is the best without collectives."""
     timing = GraphTiming(graph, cost)
@@ -51,10 +50,12 @@ def list_schedule(
     priorities: tuple[Priority, ...] = (timing.tail.__getitem__, lambda node: -index[node])
     found = [(original, tuple(timing.nodes))]
     for priority in priorities:
-        for cap in caps:
-            order = ListScheduler(units, priority, cap * original.peak, exact=caps[-1] == 1.0).order()
-            found.append((estimate_order(timing, order), order))
-    found = [pair for pair in found if pair[0].peak <= caps[-1] * original.peak]
+        if keep_peak:
+            orders = [PeakKeepingScheduler(units, priority, original.peak).order()]
+        else:
+            orders = [ListScheduler(units, priority, cap * original.peak).order() for cap in _CAPS]
+        found += [(estimate_order(timing, order), order) for order in orders]
+    found = [pair for pair in found if not keep_peak or pair[0].peak <= original.peak]
     fastest = min(each.seconds for each, _ in found)
     near = [pair for pair in found if pair[0].seconds <= _NEARLY * fastest]
     best, order = min(near, key=lambda pair: (pair[0].peak, pair[0].seconds))
@@ -77,7 +78,6 @@ class SchedulingUnits:
         self.timing = timing
         self.lazy = {node for node in timing.nodes if node.op == "get_attr" or shares_memory(node)}
         self.units = [node for node in timing.nodes if node not in self.lazy and not _is_item(node)]
-        self.index = {unit: at for at, unit in enumerate(self.units)}
         self.final = self._final()
         reads = {unit: self._reads(unit) for unit in self.units}
         self.before = {unit: before for unit, (before, _) in reads.items()}
@@ -129,8 +129,7 @@ class SchedulingUnits:
 class ListScheduler:
     """One run over a graph's units: of the ready units that fit under `cap` live bytes, the one of highest priority runs."""
 
-    def __init__(self, units: SchedulingUnits, priority: Priority, cap: float, exact: bool = False) -> None:
-        """`exact`: at any time the rest must fit in the given order, so no order exceeds a cap that the given one keeps."""
+    def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
         self._units, self._priority, self._cap = units, priority, cap
         self._clock = SimulatedClock(units.timing)
         self._order: list[fx.Node] = []
@@ -138,7 +137,6 @@ class ListScheduler:
         self._missing = {unit: len(before) for unit, before in units.before.items()}
         self._ready: dict[fx.Node, None] = {unit: None for unit, missing in self._missing.items() if not missing}
         self._arriving: list[fx.Node] = []  # pending waits that only the results read
-        self._rest = RestInOrder(units.timing, units.units) if exact else None
 
     def order(self) -> tuple[fx.Node, ...]:
         """All operations of the graph in the chosen order; call it once."""
@@ -163,22 +161,17 @@ class ListScheduler:
         """The next unit, by the rules at the head of the file; if none fits under the cap, the unit that adds fewest bytes."""
         stalls = {unit: self._stall(unit) for unit in self._ready}
         running = [unit for unit, stall in stalls.items() if not stall]
-        issued = [unit for unit in running if unit in self._units.timing.started and (not self._rest or self._fits(unit))]
-        fitting = next(filter(self._fits, sorted(issued or running, key=self._priority, reverse=True)), None)
-        if issued or fitting is not None:
-            return max(issued, key=self._priority) if fitting is None else fitting
+        issued = [unit for unit in running if unit in self._units.timing.started]
+        fitting = issued or [unit for unit in running if self._fits(unit)]
+        if fitting:
+            return max(fitting, key=self._priority)
         waiting = [unit for unit, stall in stalls.items() if stall and self._fits(unit)]
         if waiting:
             return min(waiting, key=lambda unit: (stalls[unit], -self._priority(unit)))
-        if self._rest is not None:
-            return min(self._ready, key=self._units.index.__getitem__)
         return min(self._ready, key=lambda unit: (self._clock.growth(unit)[1], stalls[unit], -self._priority(unit)))
 
     def _fits(self, unit: fx.Node) -> bool:
         added, stays = self._clock.growth(unit)
-        if self._rest is not None:
-            before = self._units.on_demand(unit, self._ran)
-            return self._clock.live + added <= self._cap and self._rest.fits(unit, before, self._cap)
         return self._clock.live + added <= self._cap or stays <= 0
 
     def _stall(self, unit: fx.Node) -> float:
@@ -189,8 +182,6 @@ class ListScheduler:
         if node in self._ran:
             return
         self._clock.run(node)
-        if self._rest is not None:
-            self._rest.run(node)
         self._order.append(node)
         self._ran.add(node)
         for user in node.users:
@@ -214,6 +205,32 @@ class ListScheduler:
         for wait in [wait for wait in self._arriving if not self._clock.stall(wait)]:
             self._arriving.remove(wait)
             self._run(wait)
+
+
+class PeakKeepingScheduler(ListScheduler):
+    """A run that can finish in the given order at any time: what runs ahead leaves room for all that has not run.
+
+    A unit that must not wait runs before others, and a collective before the rest of these. If none fits, the next unit of the
+    given order does.
+    """
+
+    def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
+        super().__init__(units, priority, cap)
+        self._rest = RestInOrder(units.timing, units.units)
+
+    def _choose(self) -> fx.Node:
+        started, stalls = self._units.timing.started, {unit: self._stall(unit) for unit in self._ready}
+        wanted = sorted(self._ready, key=lambda unit: (stalls[unit], unit not in started, -self._priority(unit)))
+        return next(filter(self._fits, wanted), self._rest.next)
+
+    def _fits(self, unit: fx.Node) -> bool:
+        now = self._clock.live + self._clock.growth(unit)[0]
+        return max(now, self._rest.peak_behind(unit, self._units.on_demand(unit, self._ran))) <= self._cap
+
+    def _run(self, node: fx.Node) -> None:
+        if node not in self._ran:
+            self._rest.run(node)
+        super()._run(node)
 
 
 def _is_item(node: fx.Node) -> bool:

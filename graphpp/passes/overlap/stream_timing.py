@@ -12,7 +12,6 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
@@ -125,34 +124,28 @@ class SimulatedClock:
 
 
 class RestInOrder:
-    """The memory of the operations that have not run, if they run in the given order from now on, while some run ahead.
-
-    As long as every operation that runs ahead `fits`, finishing in the given order stays under the cap at any time.
-    """
+    """The memory of the operations that have not run, if they run in the given order from now on. `next`: the first unit."""
 
     def __init__(self, timing: GraphTiming, units: Sequence[fx.Node]) -> None:
-        self._timing, self._units, self._first = timing, units, 0
+        self._timing, self._units, self._ran = timing, iter(units), set[fx.Node]()
         self._at = {node: at for at, node in enumerate(timing.nodes)}
-        self._left: dict[fx.Node, list[int]] = {}  # memory -> the places of its readers that have not run
+        self._left: dict[fx.Node, list[int]] = {memory: [] for memory in timing.memory.values()}  # places of readers to run
         for node in timing.nodes:
             for memory in timing.reads[node]:
-                self._left.setdefault(memory, []).append(self._at[node])
+                self._left[memory].append(self._at[node])
         for node in _staying(timing.graph):
-            self._left.setdefault(timing.memory[node], []).append(len(timing.nodes))
-        change = [0] * (len(timing.nodes) + 2)
-        for memory in dict.fromkeys(timing.memory.values()):
+            self._left[timing.memory[node]].append(len(timing.nodes))
+        self.next = next(self._units)
+        self._live = [0] * (len(timing.nodes) + 1)  # while the operation at a place runs
+        for node, at in self._at.items():
+            self._live[at] += 0 if is_tensor(node) else timing.made(node)
+        for memory, left in self._left.items():
             begin = self._at.get(memory, 0)
-            if memory in self._at and not is_tensor(memory):
-                change[begin] += timing.made(memory)
-                change[begin + 1] -= timing.made(memory)
-            change[begin] += timing.bytes(memory)
-            change[max(begin, *self._left.get(memory, [0])) + 1] -= timing.bytes(memory)
-        self._live = list(accumulate(change))  # while the operation at a place runs
-        self._done: set[fx.Node] = set()
+            self._add(begin, max([begin, *left]), timing.bytes(memory))
 
-    def fits(self, unit: fx.Node, before: Sequence[fx.Node], cap: float) -> bool:
-        """Whether a unit may run now, after the views and waits `before` it."""
-        first, at, running = self._at[self._units[self._first]], self._at[unit], [*before, unit]
+    def peak_behind(self, unit: fx.Node, before: Sequence[fx.Node]) -> int:
+        """The peak up to the place of a unit that runs now, after the views and waits `before` it; 0 if it is the next."""
+        first, at, running = self._at[self.next], self._at[unit], [*before, unit]
         live = self._live[first:at]
         for memory in {memory for node in running for memory in self._timing.reads[node]}:
             read = {self._at[node] for node in running if memory in self._timing.reads[node]}
@@ -160,7 +153,7 @@ class RestInOrder:
             end = max((place for place in left if place not in read), default=-1)
             for place in range(max(end + 1, first), min(left[-1] + 1, at)):
                 live[place - first] -= self._timing.bytes(memory)
-        return max(live, default=0) + self._timing.made(unit) <= cap
+        return max(live) + self._timing.made(unit) if live else 0
 
     def run(self, node: fx.Node) -> None:
         at, timing = self._at[node], self._timing
@@ -169,17 +162,15 @@ class RestInOrder:
             last = left[-1]
             left.remove(at)
             self._add(left[-1] + 1 if left else 0, last, -timing.bytes(memory))
-        if timing.memory[node] is node and self._left.get(node):
-            self._add(0, at - 1, timing.bytes(node))
-        elif timing.memory[node] is node:
-            self._add(at, at, -timing.bytes(node))
-        self._done.add(node)
-        while self._first < len(self._units) - 1 and self._units[self._first] in self._done:
-            self._first += 1
+        self._add(0, at - 1, timing.bytes(node) * bool(self._left.get(node)))
+        self._ran.add(node)
+        while self.next in self._ran and (later := next(self._units, None)) is not None:
+            self.next = later
 
     def _add(self, begin: int, end: int, nbytes: int) -> None:
-        for place in range(max(begin, self._at[self._units[self._first]]), end + 1):
-            self._live[place] += nbytes
+        if nbytes:
+            for place in range(max(begin, self._at[self.next]), end + 1):
+                self._live[place] += nbytes
 
 
 def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:

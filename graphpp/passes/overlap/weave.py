@@ -76,7 +76,7 @@ def reordered(source: PhaseGraph, cost: Cost) -> WovenGraph | None:
     """
     if not any(map(is_started, source.graph.nodes)):
         return None
-    order, best, given = list_schedule(source.graph, cost, caps=(1.0,))
+    order, best, given = list_schedule(source.graph, cost, keep_peak=True)
     if best.seconds >= given.seconds:
         return None
     inputs = {node: node.meta["role"] for node in source.graph.find_nodes(op="placeholder")}
