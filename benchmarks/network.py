@@ -94,6 +94,10 @@ class _Network(dist.ProcessGroup):
     def allgather(self, output: list[list[Tensor]], given: list[Tensor], options: Any = None) -> dist.Work:
         return self.inner.allgather(output, given)
 
+    def allreduce(self, given: list[Tensor], options: Any = None) -> dist.Work:
+        """Used by the ranks to agree, before a step."""
+        return self.inner.allreduce(given, options)
+
     def _set_group_name(self, name: str) -> None:
         self._name = name
 

@@ -86,9 +86,11 @@ def lowered(
         programs, calls = backend.outlined(graphs, programs, local)
     sources = ProgramGraphs.joined(graph.sources for graph in _distinct(graphs))
     dump = graphs[0].dump
-    watch: overlap.WovenHook = dump.woven if dump is not None else lambda *_: None
+    quiet: overlap.WovenHook = lambda *_: None  # noqa: E731
+    watch = dump.woven if dump is not None else quiet
     cost = cost_with_regions(request.options.parallel.node_seconds() or OpCosts.of(place.device.type))
-    row = overlap.in_best_order(overlap.ProgramRow(table.running.table[place.rank], programs, sources), cost, watch)
+    row = overlap.ProgramRow(table.running.table[place.rank], programs, sources)
+    row = overlap.in_best_order(row, cost, watch if backend is None else quiet)  # dumps show operations instead of regions
     woven = overlap.woven(row, cost, watch)
     return Lowered(
         graphs=tuple(graphs),
