@@ -111,6 +111,7 @@ class _Network(dist.ProcessGroup):
 
 
 _made: list[_Network] = []
+_emulated: list[_Network] = []  # graphpp may make further groups of this backend
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> _Network:
@@ -126,11 +127,12 @@ def emulated(latency: float, bandwidth: float) -> dist.ProcessGroup:
         dist.Backend.register_backend("network", _create, devices=["cpu"])
     group = dist.new_group(backend="network")
     assert isinstance(group, dist.ProcessGroup)
-    _made[-1].latency, _made[-1].bandwidth = latency, bandwidth
+    _emulated.append(_made[-1])
+    _emulated[-1].latency, _emulated[-1].bandwidth = latency, bandwidth
     return group
 
 
 def transfers() -> list[Transfer]:
     """The transfers of the last network since the last call."""
-    found, _made[-1].transfers = _made[-1].transfers, []
+    found, _emulated[-1].transfers = _emulated[-1].transfers, []
     return found
