@@ -152,7 +152,6 @@ def assert_hides_its_own(text: str) -> None:
     [
         {"memory": graphpp.Memory(recompute="full"), "backend": interpreted},
         *further({"memory": graphpp.Memory(recompute="full")}, {"backend": interpreted}),
-        pytest.param({"backend": "inductor"}, marks=[pytest.mark.exhaustive, pytest.mark.slow]),
     ],
 )
 def test_with_recomputation_and_regions(options: dict[str, Any]) -> None:
