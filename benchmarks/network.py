@@ -94,6 +94,10 @@ class _Network(dist.ProcessGroup):
     def allgather(self, output: list[list[Tensor]], given: list[Tensor], options: Any = None) -> dist.Work:
         return self.inner.allgather(output, given)
 
+    def allreduce(self, given: list[Tensor], options: Any = None) -> dist.Work:
+        """Used by the ranks to agree, before a step."""
+        return self.inner.allreduce(given, options)
+
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
@@ -107,6 +111,7 @@ class _Network(dist.ProcessGroup):
 
 
 _made: list[_Network] = []
+_emulated: list[_Network] = []  # graphpp may make further groups of this backend
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> _Network:
@@ -122,11 +127,12 @@ def emulated(latency: float, bandwidth: float) -> dist.ProcessGroup:
         dist.Backend.register_backend("network", _create, devices=["cpu"])
     group = dist.new_group(backend="network")
     assert isinstance(group, dist.ProcessGroup)
-    _made[-1].latency, _made[-1].bandwidth = latency, bandwidth
+    _emulated.append(_made[-1])
+    _emulated[-1].latency, _emulated[-1].bandwidth = latency, bandwidth
     return group
 
 
 def transfers() -> list[Transfer]:
     """The transfers of the last network since the last call."""
-    found, _made[-1].transfers = _made[-1].transfers, []
+    found, _emulated[-1].transfers = _emulated[-1].transfers, []
     return found

@@ -85,15 +85,18 @@ def lowered(
     if backend is not None:
         programs, calls = backend.outlined(graphs, programs, local)
     sources = ProgramGraphs.joined(graph.sources for graph in _distinct(graphs))
-    row = overlap.ProgramRow(table.running.table[place.rank], programs, sources)
     dump = graphs[0].dump
+    quiet: overlap.WovenHook = lambda *_: None  # noqa: E731
+    watch = dump.woven if dump is not None else quiet
     cost = cost_with_regions(request.options.parallel.node_seconds() or OpCosts.of(place.device.type))
-    woven = overlap.woven(row, cost, dump.woven if dump is not None else lambda *_: None)
+    row = overlap.ProgramRow(table.running.table[place.rank], programs, sources)
+    row = overlap.in_best_order(row, cost, watch if backend is None else quiet)  # dumps show operations instead of regions
+    woven = overlap.woven(row, cost, watch)
     return Lowered(
         graphs=tuple(graphs),
         table=table,
         local=local,
-        programs=tuple(programs),
+        programs=tuple(row.programs),
         region_calls=calls,
         sources=sources,
         windows=windows,

@@ -1,8 +1,9 @@
-"""The woven programs of one rank's overlapped actions, and the collectives of its step.
+"""The order of operations in one rank's programs and overlapped actions, and the collectives of its step.
 
-Parts of an action run one after the other, unwoven, if (a) none has a collective, so that there is no wait to hide, (b) two are
-forwards of a stage that writes a buffer, since the second reads what the first wrote, or (c) they gather layers of sharded
-parameters.
+A program of an action of its own hides the model's collectives under its own other operations, unless it gathers layers of
+sharded parameters, whose gathers have their places. Parts of an action run one after the other, unwoven, if (a) none has a
+collective, so that there is no wait to hide, (b) two are forwards of a stage that writes a buffer, since the second reads what
+the first wrote, or (c) they gather layers of sharded parameters.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from graphpp.passes.graph.collectives import group_of, is_collective
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.graph.stage_graphs import PhaseGraph
-from graphpp.passes.overlap.weave import WovenGraph, collective_order, emit_woven, weave
+from graphpp.passes.overlap.weave import WovenGraph, collective_order, emit_woven, reordered, weave
 from graphpp.passes.provenance import ProgramGraphs
+from graphpp.passes.stage.emit import emit_reordered
 from graphpp.passes.stage.gather_layers import is_gather
-from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, WovenProgram
+from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, StageProgram, WovenProgram
 from graphpp.schedules.table.actions import Action
 
 ProgramIds = tuple[int, ...]
-WovenHook = Callable[[WovenGraph, WovenProgram, float], None]  # (woven graph, its program, seconds of weaving)
+WovenHook = Callable[[WovenGraph, Program | WovenProgram, float], None]  # (ordered graph, its program, seconds of ordering)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,32 @@ class ProgramRow:
         assert leaf.microbatch is not None
         programs = self.programs[leaf.microbatch].stages[leaf.stage].programs
         return programs.get(Phase(leaf.kind.value)) or programs[Phase.EVALUATE]
+
+
+def in_best_order(row: ProgramRow, cost: Cost, watch: WovenHook) -> ProgramRow:
+    """The row with programs that hide their own collectives; its `sources` also have their graphs."""
+
+    def order(item: Program, source: PhaseGraph) -> tuple[Program, PhaseGraph] | None:
+        began = time.perf_counter()
+        found = reordered(source, cost) if source.layers is None else None
+        if found is None:
+            return None
+        program = emit_reordered(item, found.parts[0])
+        watch(found, program, time.perf_counter() - began)
+        return program, found.parts[0]
+
+    alone = {id(parts[0].run): parts[0] for action, parts in row if not action.parts}
+    made = {key: row.sources.in_order(item, partial(order, item)) or item for key, item in alone.items()}
+
+    def exchanged(stage: StageProgram) -> StageProgram:
+        pairs = [(phase, item, made.get(id(item.run), item)) for phase, item in stage.programs.items()]
+        if all(new.run is item.run for _, item, new in pairs):
+            return stage
+        return replace(stage, programs={phase: replace(item, run=new.run, source=new.source) for phase, item, new in pairs})
+
+    stages = {id(stage): exchanged(stage) for each in row.programs for stage in each.stages}
+    whole = {id(each): replace(each, stages=tuple(stages[id(stage)] for stage in each.stages)) for each in row.programs}
+    return replace(row, programs=[whole[id(each)] for each in row.programs])
 
 
 def woven(

@@ -52,8 +52,8 @@ class Parallel(Group):
         read=or_none(function_of("a graph's node")),
         describe=lambda costs: ["None" if costs is None else "given"],
         takes="a function of a graph's node, the same on all ranks",
-        about="The seconds of an operation, by which the parts of OVERLAP_F_B are interleaved and a recompute fraction is "
-        "spent. None: `graphpp.passes.graph.op_costs.OpCosts`.",
+        about="The seconds of an operation, by which programs and the parts of OVERLAP_F_B are ordered and a recompute "
+        "fraction is spent. None: `graphpp.passes.graph.op_costs.OpCosts`.",
     )
     check_data: Option[int, int] = Option(
         100,

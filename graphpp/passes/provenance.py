@@ -7,7 +7,7 @@ which programs for other sizes share; the record keeps the program alive, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from graphpp.passes.graph.stage_graphs import F, PhaseGraph, StagedGraphs
@@ -16,13 +16,23 @@ from graphpp.runtime.program import Phase, PipelineProgram, Program
 
 
 @dataclass
+class _Source:
+    """A program and its graph. `other`: the program in another order, once asked for; None if there is none."""
+
+    program: Program
+    graph: PhaseGraph
+    other: tuple[Program, PhaseGraph] | None = None
+    asked: bool = False
+
+
+@dataclass
 class ProgramGraphs:
 
-    _graphs: dict[int, tuple[Program, PhaseGraph]] = field(default_factory=dict)
+    _graphs: dict[int, _Source] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, several: Iterable[ProgramGraphs]) -> ProgramGraphs:
-        return cls({key: pair for each in several for key, pair in each._graphs.items()})
+        return cls({key: source for each in several for key, source in each._graphs.items()})
 
     def hook(self) -> Hook:
         """A hook for `lower`: keeps the last staged graphs, and records them when the programs are emitted."""
@@ -41,8 +51,18 @@ class ProgramGraphs:
         return hook
 
     def add(self, item: Program, graph: PhaseGraph) -> None:
-        self._graphs[id(item.run)] = (item, graph)
+        self._graphs[id(item.run)] = _Source(item, graph)
+
+    def in_order(self, item: Program, order: Callable[[PhaseGraph], tuple[Program, PhaseGraph] | None]) -> Program | None:
+        """The program that `order` makes of a program's graph, recorded too, or None. It is made once for all sizes."""
+        source = self._graphs[id(item.run)]
+        if not source.asked:
+            source.other, source.asked = order(source.graph), True
+        if source.other is None:
+            return None
+        self.add(*source.other)
+        return source.other[0]
 
     def of(self, item: Program) -> PhaseGraph:
         """The phase graph of a program. Raises `KeyError` for a program that was not recorded."""
-        return self._graphs[id(item.run)][1]
+        return self._graphs[id(item.run)].graph

@@ -230,8 +230,9 @@ class Pipeline(Interfaces):
     def programs(self, stage: int) -> StageProgram:
         """The programs of a stage of any rank, as compiled for the first captured microbatch.
 
-        `programs(1).programs[Phase.FORWARD].source` is the text that stage 1's forward runs under backend="eager". Raises
-        `GraphPPError` before anything is captured, and for a stage that does not exist.
+        `programs(1).programs[Phase.FORWARD].source` is the text of stage 1's forward. Under backend="eager" the text runs, in
+        another order if it has collectives to hide. Raises `GraphPPError` before anything is captured, and for a stage that
+        does not exist.
         """
         stages = self._cache.captured().program.stages
         if not 0 <= stage < len(stages):

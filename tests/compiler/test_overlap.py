@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import graphpp
 from graphpp.errors import MismatchError, ScheduleError
 from tests.distributed import run_ranks
-from tests.internals import woven_programs
+from tests.exhaustive import further
+from tests.internals import last_lowered, woven_programs
 from tests.moe import MoE, batch
 from tests.training import capturing_once
 
@@ -34,7 +35,11 @@ TABLES = {
     "split": (TWO, row("0F0 1F0 (0F1;1I0) (1W0;0B0) (1F1;0F2) 1I1 (1F2;0I1;1W1) 1I2 (0W1;1W2) 0I2 0W2")),
     "three stages": (THREE, row("0F0 1F0 2F0 0F1 (1F1;2B0) (2F1;1B0) (0F2;2B1) (1F2;0B0) (2F2;1B1) 0B1 2B2 1B2 0B2")),
 }
-SEQUENCE = {"two stages": "1F1B"}  # a table without overlaps over the same stages
+SEQUENCE = {"two stages": "1F1B", "split": "ZBVZeroBubble"}  # a table without overlaps over the same stages
+
+
+def interpreted(module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
+    return module
 
 
 def own_group(rank: int) -> dist.ProcessGroup:
@@ -73,10 +78,11 @@ def eager(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class Seen(NamedTuple):
-    """What one rank saw: which results were unequal, and the woven texts by title."""
+    """What one rank saw: which results were unequal, the woven texts by title, and those of stage 0 alone by phase."""
 
     faults: list[str]
     woven: dict[str, str]
+    alone: dict[str, str]
 
 
 def steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str, Seen]:
@@ -90,7 +96,7 @@ def compared_steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> 
     (x, y), found = batch(rank), {}
     for name in names:
         split, table = TABLES[name]
-        faults = []
+        faults, alone = [], {}
         for schedule in (table, SEQUENCE[name]) if name in SEQUENCE else (table,):
             model, pipe = compiled(rank, split, schedule, **options)
             if not torch.equal(pipe.step(x, target=y).losses, losses):
@@ -99,7 +105,9 @@ def compared_steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> 
             faults += [f"{schedule}: {fqn}" for fqn in expected if not torch.equal(made[fqn], expected[fqn])]
             if schedule == table:
                 texts = {text.source.partition('"""')[2].partition('"""')[0]: text.source for text in woven_programs(pipe)}
-        found[name] = Seen(faults, texts)
+            else:
+                alone = {phase.label: item.source for phase, item in last_lowered(pipe).programs[0].stages[0].programs.items()}
+        found[name] = Seen(faults, texts, alone)
     return found
 
 
@@ -129,6 +137,26 @@ def test_bit_equal_to_the_pipeline_in_sequence_and_to_the_plain_loop() -> None:
         assert set(seen["two stages"].woven) == titles
         assert "stage 1 forward with stage 0 input grad with stage 1 weight grad" in seen["split"].woven
         assert check_covered(seen["two stages"].woven) == check_covered(seen["three stages"].woven) == []
+        assert_hides_its_own(seen["two stages"].alone["backward"])
+
+
+def assert_hides_its_own(text: str) -> None:
+    """Every exchange of a backward but the first travels while weight gradients are multiplied."""
+    hidden = in_flight(text)
+    assert len(hidden) == 4
+    assert [sent for sent, between in hidden.items() if not between] == list(hidden)[:1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": graphpp.Memory(recompute="full"), "backend": interpreted},
+        *further({"memory": graphpp.Memory(recompute="full")}, {"backend": interpreted}),
+    ],
+)
+def test_with_recomputation_and_regions(options: dict[str, Any]) -> None:
+    for seen in run_ranks(steps, 2, ["two stages", "split"], options):
+        assert {name: each.faults for name, each in seen.items()} == {"two stages": [], "split": []}
 
 
 def check_covered(woven: dict[str, str]) -> list[str]:

@@ -32,7 +32,7 @@ from graphpp.passes.text.render import RenderedGraph, code, render
 from graphpp.passes.text.standalone import Origin, standalone
 from graphpp.planner.plan import Plan
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
+from graphpp.runtime.program import Phase, PipelineProgram, Program, WovenProgram
 from graphpp.schedules.table.schedule import Schedule
 
 _TEXTS = ("passes.txt", "boundaries.txt", "plan.txt", "schedule.csv")
@@ -91,11 +91,11 @@ class Dump:
         for file, text in zip(_TEXTS, texts, strict=True):
             self._write(file, text)
 
-    def woven(self, made: WovenGraph, emitted: WovenProgram, seconds: float) -> None:
-        """Dump a woven program. Programs woven of the same parts (for other shapes) are numbered."""
+    def woven(self, made: WovenGraph, emitted: Program | WovenProgram, seconds: float) -> None:
+        """Dump a woven program, or one in a new order over the one before. Further programs of the same parts are numbered."""
         if self._folder is None and not aot.tracing():
             return
-        name = "_with_".join(f"stage{part.stage}_{part.phase.label}" for part in made.parts)
+        name = "_with_".join(f"stage{part.stage}_{self._phase(part.phase).label}" for part in made.parts)
         self._woven[name] += 1
         name += f"_{self._woven[name]}" if self._woven[name] > 1 else ""
         origin = Origin(f"{self._kind}: {made.title}, one microbatch each", "weave", seconds, f"{name}.py")

@@ -14,8 +14,8 @@ Views run right before their first reader; a view that only the results read run
 when it is computed. Items of a tuple are extracted at once, so that the tuple keeps no memory alive.
 
 Deferring an operation fills waits but holds memory. So several orders are made, each under a cap on live bytes. Among the
-orders that are nearly as fast as the fastest, including the original one, the one with the lowest peak is returned. The result
-depends only on the graph and the costs.
+orders that are nearly as fast as the fastest, including the original one, the one with the lowest peak is returned; with
+`keep_peak` none that exceeds the original peak. The result depends only on the graph and the costs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.joint_graph import reached
 from graphpp.passes.graph.op_costs import Cost
-from graphpp.passes.overlap.stream_timing import GraphTiming, SimulatedClock, TimeEstimate, estimate_order
+from graphpp.passes.overlap.stream_timing import GraphTiming, RestInOrder, SimulatedClock, TimeEstimate, estimate_order
 
 _CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # multiples of the original order's peak
 _NEARLY = 1.01  # orders up to this factor slower than the fastest compete by their peaks
@@ -37,7 +37,9 @@ _NEARLY = 1.01  # orders up to this factor slower than the fastest compete by th
 Priority = Callable[[fx.Node], float]
 
 
-def list_schedule(graph: fx.Graph, cost: Cost) -> tuple[Sequence[fx.Node], TimeEstimate, TimeEstimate]:
+def list_schedule(
+    graph: fx.Graph, cost: Cost, *, keep_peak: bool = False
+) -> tuple[Sequence[fx.Node], TimeEstimate, TimeEstimate]:
     """The best order, its estimate, and the estimate of the original order, which is the best without collectives."""
     timing = GraphTiming(graph, cost)
     original = estimate_order(timing, timing.nodes)
@@ -48,9 +50,12 @@ def list_schedule(graph: fx.Graph, cost: Cost) -> tuple[Sequence[fx.Node], TimeE
     priorities: tuple[Priority, ...] = (timing.tail.__getitem__, lambda node: -index[node])
     found = [(original, tuple(timing.nodes))]
     for priority in priorities:
-        for cap in _CAPS:
-            order = ListScheduler(units, priority, cap * original.peak).order()
-            found.append((estimate_order(timing, order), order))
+        if keep_peak:
+            orders = [PeakKeepingScheduler(units, priority, original.peak).order()]
+        else:
+            orders = [ListScheduler(units, priority, cap * original.peak).order() for cap in _CAPS]
+        found += [(estimate_order(timing, order), order) for order in orders]
+    found = [pair for pair in found if not keep_peak or pair[0].peak <= original.peak]
     fastest = min(each.seconds for each, _ in found)
     near = [pair for pair in found if pair[0].seconds <= _NEARLY * fastest]
     best, order = min(near, key=lambda pair: (pair[0].peak, pair[0].seconds))
@@ -200,6 +205,32 @@ class ListScheduler:
         for wait in [wait for wait in self._arriving if not self._clock.stall(wait)]:
             self._arriving.remove(wait)
             self._run(wait)
+
+
+class PeakKeepingScheduler(ListScheduler):
+    """A run that can finish in the given order at any time: what runs ahead leaves room for all that has not run.
+
+    A unit that must not wait runs before others, and a collective before the rest of these. If none fits, the next unit of the
+    given order does.
+    """
+
+    def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
+        super().__init__(units, priority, cap)
+        self._rest = RestInOrder(units.timing, units.units)
+
+    def _choose(self) -> fx.Node:
+        started, stalls = self._units.timing.started, {unit: self._stall(unit) for unit in self._ready}
+        wanted = sorted(self._ready, key=lambda unit: (stalls[unit], unit not in started, -self._priority(unit)))
+        return next(filter(self._fits, wanted), self._rest.next)
+
+    def _fits(self, unit: fx.Node) -> bool:
+        now = self._clock.live + self._clock.growth(unit)[0]
+        return max(now, self._rest.peak_behind(unit, self._units.on_demand(unit, self._ran))) <= self._cap
+
+    def _run(self, node: fx.Node) -> None:
+        if node not in self._ran:
+            self._rest.run(node)
+        super()._run(node)
 
 
 def _is_item(node: fx.Node) -> bool:

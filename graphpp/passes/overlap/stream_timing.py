@@ -8,8 +8,9 @@ Parameters, inputs of the microbatch and views do not count.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.collectives import group_of, is_started, is_wait
+from graphpp.passes.graph.joint_graph import is_tensor
 from graphpp.passes.graph.op_costs import Cost, nbytes
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
@@ -43,6 +45,7 @@ class GraphTiming:
         self.started = {node: group_of(node) for node in self.nodes if is_started(node)}
         self.collective_of = {node: _collective(node) for node in self.nodes if is_wait(node)}
         self.memory = {node: root(node) for node in graph.nodes if node.op != "output"}
+        self._bytes = {memory: _allocated(memory) for memory in set(self.memory.values())}
         self.reads = {node: self._reads(node) for node in self.nodes}
         self.readers = Counter(memory for reads in self.reads.values() for memory in reads)
         self.readers.update(self.memory[node] for node in _staying(graph))
@@ -50,10 +53,13 @@ class GraphTiming:
 
     def bytes(self, memory: fx.Node) -> int:
         """The bytes that a node allocated; 0 for parameters and inputs, which the runtime holds for the whole step."""
-        role = memory.meta.get("role")
-        if memory.target is deferred_matmul:  # the runtime adds the product directly into the gradient sum
-            return 0
-        return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
+        return self._bytes.get(memory, 0)
+
+    def made(self, node: fx.Node) -> int:
+        """The bytes that an operation allocates, also as items of a tuple."""
+        if is_tensor(node):
+            return self.bytes(node)
+        return sum(self.bytes(user) for user in node.users if user.target is operator.getitem)
 
     def _reads(self, node: fx.Node) -> set[fx.Node]:
         """The allocating nodes of the values that a node reads; a wait also keeps the inputs of its collective alive."""
@@ -99,9 +105,8 @@ class SimulatedClock:
     def growth(self, node: fx.Node) -> tuple[int, int]:
         """Bytes that an operation adds while it runs, and the change of `live` afterwards (may be negative)."""
         timing = self.timing
-        added = timing.bytes(node) if timing.memory[node] is node else 0
         freed = sum(timing.bytes(memory) for memory in timing.reads[node] if self._readers_left[memory] == 1)
-        return added, added * bool(self._readers_left[node]) - freed
+        return timing.made(node), timing.bytes(node) * bool(self._readers_left[node]) - freed
 
     def run(self, node: fx.Node) -> None:
         added, stays = self.growth(node)
@@ -118,11 +123,68 @@ class SimulatedClock:
             self.now += self.timing.cost[node]
 
 
+class RestInOrder:
+    """The memory of the operations that have not run, if they run in the given order from now on. `next`: the first unit."""
+
+    def __init__(self, timing: GraphTiming, units: Sequence[fx.Node]) -> None:
+        self._timing, self._units, self._ran = timing, iter(units), set[fx.Node]()
+        self._at = {node: at for at, node in enumerate(timing.nodes)}
+        self._left: dict[fx.Node, list[int]] = {memory: [] for memory in timing.memory.values()}  # places of readers to run
+        for node in timing.nodes:
+            for memory in timing.reads[node]:
+                self._left[memory].append(self._at[node])
+        for node in _staying(timing.graph):
+            self._left[timing.memory[node]].append(len(timing.nodes))
+        self.next = next(self._units)
+        self._live = [0] * (len(timing.nodes) + 1)  # while the operation at a place runs
+        for node, at in self._at.items():
+            self._live[at] += 0 if is_tensor(node) else timing.made(node)
+        for memory, left in self._left.items():
+            begin = self._at.get(memory, 0)
+            self._add(begin, max([begin, *left]), timing.bytes(memory))
+
+    def peak_behind(self, unit: fx.Node, before: Sequence[fx.Node]) -> int:
+        """The peak up to the place of a unit that runs now, after the views and waits `before` it; 0 if it is the next."""
+        first, at, running = self._at[self.next], self._at[unit], [*before, unit]
+        live = self._live[first:at]
+        for memory in {memory for node in running for memory in self._timing.reads[node]}:
+            read = {self._at[node] for node in running if memory in self._timing.reads[node]}
+            left = self._left[memory]
+            end = max((place for place in left if place not in read), default=-1)
+            for place in range(max(end + 1, first), min(left[-1] + 1, at)):
+                live[place - first] -= self._timing.bytes(memory)
+        return max(live) + self._timing.made(unit) if live else 0
+
+    def run(self, node: fx.Node) -> None:
+        at, timing = self._at[node], self._timing
+        for memory in timing.reads[node]:
+            left = self._left[memory]
+            last = left[-1]
+            left.remove(at)
+            self._add(left[-1] + 1 if left else 0, last, -timing.bytes(memory))
+        self._add(0, at - 1, timing.bytes(node) * bool(self._left.get(node)))
+        self._ran.add(node)
+        while self.next in self._ran and (later := next(self._units, None)) is not None:
+            self.next = later
+
+    def _add(self, begin: int, end: int, nbytes: int) -> None:
+        if nbytes:
+            for place in range(max(begin, self._at[self.next]), end + 1):
+                self._live[place] += nbytes
+
+
 def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:
     clock = SimulatedClock(timing)
     for node in order:
         clock.run(node)
     return TimeEstimate(max([clock.now, *clock.done.values()]), clock.peak)
+
+
+def _allocated(memory: fx.Node) -> int:
+    role = memory.meta.get("role")
+    if memory.target is deferred_matmul or not is_tensor(memory):  # added directly into the gradient sum; the items count
+        return 0
+    return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
 
 
 def _collective(wait: fx.Node) -> fx.Node:

@@ -102,6 +102,12 @@ def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
     return replace(item, inputs=source.inputs, run=run, source=rendered.text, shared=shared, layers=layers)
 
 
+def emit_reordered(item: Program, source: PhaseGraph) -> Program:
+    """A program that runs the operations of `item` in the order of `source`, which takes no more memory."""
+    rendered = render(source.graph, f"stage {source.stage}, {item.phase.label}")
+    return replace(item, run=rendered.load(f"<graphpp stage {source.stage} {item.phase.label}>"), source=rendered.text)
+
+
 def _used(staged: StagedGraphs, stage: int) -> set[object]:
     """The roles that the phases of a stage read, and the parameters and buffers whose gradients or updates they compute."""
     roles: set[object] = set(staged.hoisted[stage].inputs) if stage in staged.hoisted else set()

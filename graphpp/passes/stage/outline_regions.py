@@ -6,6 +6,8 @@ Contract:
 - A region has operations of one layer (`layer(node)`; None: the layer of the operations before it) for which
   `can_compile(node)` is true. Other operations stay in the program, before or after the region. So does a region that gains
   nothing from a compiler.
+- A collective of the model ends the region of the operations that it reads. Products of the layer that it does not need, such
+  as weight gradients, are the region after it, which can run while values travel.
 - `flex_attention` on a GPU is in a region with its bodies, which a compiler fuses. On the CPU it stays in the program: no
   compiler has its backward.
 - Regions with equal keys compute the same from the same inputs: `Region.key` is a hash of the operations, their arguments, and
@@ -27,7 +29,7 @@ from graphpp._torch.operators import flex_attention
 from graphpp._torch.symbols import SYMBOLIC, symbols_of
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.passes.graph.joint_graph import is_check, is_tensor
+from graphpp.passes.graph.joint_graph import is_check, is_tensor, reached
 from graphpp.passes.graph.name_sizes import with_symbols
 from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
@@ -114,9 +116,26 @@ class _Open:
     late: list[fx.Node] = field(default_factory=list)
 
     def close(self) -> Iterator[tuple[str | None, list[fx.Node]]]:
-        if self.members:
-            yield self.label, self.members
+        sent = [node for node in self.late if is_collective(node) and not is_gather(node)]
+        needed = self._needed() if sent else set(self.members)
+        rest = [node for node in self.members if node not in needed]
+        if not any(map(flops, rest)):
+            needed, rest = set(self.members), []
+        if needed:
+            yield self.label, [node for node in self.members if node in needed]
         yield from ((None, [node]) for node in self.late)
+        if rest:
+            yield self.label, rest
+
+    def _needed(self) -> set[fx.Node]:
+        """The members that later operations read, all that these read, and all items of such tuples."""
+        inside = set(self.members)
+
+        def onward(node: fx.Node) -> list[fx.Node]:
+            items = [user for user in node.users if user.target is operator.getitem]
+            return [other for other in (*node.all_input_nodes, *items) if other in inside]
+
+        return reached((other for node in self.late for other in node.all_input_nodes if other in inside), onward)
 
 
 def group_operations(graph: fx.Graph, layer: LayerOf) -> Iterator[tuple[str | None, list[fx.Node]]]:

@@ -20,7 +20,8 @@ from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.overlap.list_schedule import ListScheduler, SchedulingUnits
 from graphpp.passes.overlap.stream_timing import GraphTiming, estimate_order
-from graphpp.passes.overlap.weave import collective_order, concatenate, emit_woven, weave
+from graphpp.passes.overlap.weave import WovenGraph, collective_order, concatenate, emit_woven, reordered, weave
+from graphpp.passes.stage.outline_regions import cost_with_regions, outline_regions
 from graphpp.passes.text.render import render
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase, Program
@@ -238,10 +239,45 @@ def test_random_parts(seed: int) -> None:
 
     for mine, theirs in zip(results(parts, inputs, cost), apart(parts, inputs), strict=True):
         assert torch.equal(mine, theirs)
+    for part, each in zip(parts, inputs, strict=True):
+        check_alone(part, each, reordered(part, cost), cost)
     woven = weave(parts, cost)
     assert woven.woven.seconds <= woven.sequence.seconds * 1.01 + 1e-9
     again = weave(parts, cost)
     assert [node.name for node in woven.graph.nodes] == [node.name for node in again.graph.nodes]
+
+
+def check_alone(part: PhaseGraph, inputs: Sequence[Tensor], found: WovenGraph | None, cost: Callable[[fx.Node], float]) -> None:
+    """A program in another order is faster, computes the same, and takes no more memory."""
+    if found is None:
+        return
+    given, now = (GraphTiming(each, cost) for each in (part.graph, found.graph))
+    before, after = estimate_order(given, given.nodes), estimate_order(now, now.nodes)
+    assert after.seconds < before.seconds
+    assert after.peak <= before.peak
+    assert names(found.graph, is_collective) == names(part.graph, is_collective)
+    for mine, theirs in zip(apart(found.parts, [inputs]), apart([part], [inputs]), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("outlined", [False, True])
+def test_a_program_alone_hides_its_exchanges_under_its_weight_gradients(outlined: bool) -> None:
+    run = backward(3)  # after an operation that takes more memory than the rest
+    source = slot(3, B, lambda g, w: run(torch.stack([g] * 4).sum(0), w), *values(2, 1), gradients=3)
+    if outlined:
+        made = outline_regions(source, lambda node: None)
+        for call in made.calls:
+            call.run = render(call.region.graph, call.region.title).load("<region>")
+        source = made.phase_graph
+    cost = cost_with_regions(ticks)
+    found = reordered(source, cost)
+    assert found is not None
+    assert (found.sequence.seconds, found.woven.seconds) == (18, 15)
+    check_alone(source, values(2, 7), found, cost)
+
+
+def test_a_program_that_cannot_hide_its_exchanges_keeps_its_order() -> None:
+    assert reordered(slot(0, F, layers(3), *values(2)), ticks) is None
 
 
 def test_collectives_of_a_part_keep_their_order_even_where_another_would_be_faster() -> None:
