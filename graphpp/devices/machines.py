@@ -24,7 +24,7 @@ from graphpp.devices.known import KNOWN_NAMES, known_device
 from graphpp.errors import ScheduleError
 
 _MESSAGE = Accepted("a number of bytes from 0", FROM_ZERO.accepts)
-_NARROWER = Accepted("a number from 1", lambda value: PEAK.accepts(value) and value >= 1)
+_NARROWER = Accepted("a number from 1", lambda value: PEAK.accepts(value) and value >= 1)  # type: ignore[operator]
 
 
 class _Spread(NamedTuple):
