@@ -51,10 +51,9 @@ class ReadTable(NamedTuple):
 @lru_cache(_TABLES)
 def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int | None, sharded: bool) -> ReadTable | None:
     """The table that the ranks run; None if the schedule does not admit these numbers."""
-    plain = table_of(choice, ranks, microbatches)
-    if plain is None:
+    sent = _sent(choice, ranks, microbatches)
+    if sent is None:
         return None
-    sent = plain if plain.has_communication else add_send_recv(plain)
     try:
         table = place_shards(sent, keep) if sharded else sent
     except ScheduleError:  # an overlapped action needs more whole stages than `keep`
@@ -62,6 +61,12 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
     reading = Reading([0] * microbatches, FLOW.kept, keep != 0, layers=sharded and keep == 0)
     return ReadTable(table, table.rank_of_stage, StepTimes(table), StepMemory(table, reading), most, reading)
+
+
+@lru_cache(_TABLES)
+def _sent(choice: ScheduleChoice, ranks: int, microbatches: int) -> Schedule | None:
+    plain = table_of(choice, ranks, microbatches)
+    return plain if plain is None or plain.has_communication else add_send_recv(plain)
 
 
 def counts_of(setting: PlanSetting) -> tuple[int, ...]:
