@@ -56,13 +56,13 @@ class Shortening:
     def skipping(self, model: nn.Module) -> AbstractContextManager[None]:
         """In the first trace, layers that look alike are skipped; in a further trace, all that the first one removed."""
         if self._first is None:
-            length, pairs, if_read = stand_ins(model, self.longest)
+            length, pairs = stand_ins(model, self.longest)
             self._lengths = (length,) if pairs else range(1, self.longest + 1)
-            self._first = CalledOnce(model, pairs, if_read)
+            self._first = CalledOnce(model, pairs, always=False)
             return self._first.skipping()
         units = [(run.layers, unit) for run in self.runs for unit in run.others if self.skips]
         pairs = {each: other for layers, unit in units for each, other in zip(unit, layers, strict=True)}
-        return CalledOnce(model, pairs).skipping()
+        return CalledOnce(model, pairs, always=True).skipping()
 
     @property
     def skipped(self) -> Mapping[str, str]:
@@ -83,8 +83,7 @@ class Shortening:
     def _find_runs(self, module: fx.GraphModule) -> None:
         skipped = self.skipped
         lengths = self._lengths if skipped else range(1, self.longest + 1)
-        reads = self._first is not None and self._first.reads
-        runs = next(filter(None, (_runs(module, length, skipped, reads) for length in lengths)), [])
+        runs = next(filter(None, (_runs(module, length, skipped) for length in lengths)), [])
         removed = [(unit.layers, node) for run in runs for unit in run[2:-1] for node in unit.nodes]
         self.skips = bool(runs) and all(any(call in layers for call in module_calls(node)) for layers, node in removed)
         self.runs = [_removed(module.graph, run) for run in runs]
@@ -101,8 +100,8 @@ class _Unit:
     skipped: Sequence[tuple[str, ...]] = ()
 
 
-def _runs(module: fx.GraphModule, length: int, skipped: Mapping[str, str], reads: bool) -> list[list[_Unit]]:
-    """The runs of equal units of so many layers from which units can be removed, or were skipped; `reads`: of `CalledOnce`."""
+def _runs(module: fx.GraphModule, length: int, skipped: Mapping[str, str]) -> list[list[_Unit]]:
+    """The runs of equal units of so many layers from which units can be removed, or were skipped."""
     behind = _skipped_units(skipped, length)
     nodes = [node for node in module.graph.nodes if node.op in ("call_function", "call_module")]
     layers = repeated_layers(spans_of(enumerate(map(module_calls, nodes))))
@@ -113,7 +112,7 @@ def _runs(module: fx.GraphModule, length: int, skipped: Mapping[str, str], reads
     units = [_Unit(each, nodes[begin:end], behind.get(each, ())) for each, begin, end in spans]
     facts = [_Facts(module, units, at).found() for at in range(len(units))]
     runs = [[units[at] for at in group] for _, group in groupby(range(len(units)), key=facts.__getitem__)]
-    least = called_before(length, reads) - 2  # equal turns before one that stands for others; the first turn has other inputs
+    least = called_before(length) - 2  # equal turns before one that stands for others; the first turn has other inputs
     sure = (run for run in runs if not any(unit.skipped for unit in run[:least]))
     return [run for run in sure if len(run) >= _LEFT and len(run) + len(run[1].skipped) > _LEFT]
 
