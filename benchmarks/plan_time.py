@@ -54,7 +54,8 @@ def of_config(name: str, sizes: dict[str, tuple[int, ...]], **options: Any) -> C
 
     def made() -> Capture:
         config = getattr(transformers, f"{name}Config")(**options)
-        config.get_text_config(decoder=True).use_cache = False
+        for each in (config, config.get_text_config()):
+            each.use_cache = False
         kind = next(found for end in _ENDS if (found := getattr(transformers, name + end, None)))
         with torch.device("meta"):
             model = kind(config).train().to(torch.bfloat16)
