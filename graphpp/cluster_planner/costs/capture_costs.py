@@ -7,6 +7,7 @@ grow. Attention is captured as the CPU's fused kernel, whose figures equal those
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -68,15 +69,14 @@ def capture_costs(
     heads = set[str]()
 
     def captured(rows: int, shortening: Shortening) -> JointGraph:
-        loops = LongLoopsRefused(model)
-
         def look(module: fx.GraphModule) -> None:
-            loops.finish()
+            counting.close()  # before the joint trace, whose calls are those of the graph
             heads.update(weights_of_heads(module))
             shortening.shorten(module)
 
         batch = _with_rows(example, rows)
-        with shortening.skipping(model), loops:
+        with shortening.skipping(model), ExitStack() as counting:
+            counting.enter_context(LongLoopsRefused(model))
             return capture(model, loss, batch, torch.device("cpu"), on_export=look, param_dtype=param_dtype).joint
 
     recipes = recipes_of(model, float8)

@@ -24,19 +24,16 @@ _FOLLOWED = 32  # calls: more are looked through for those that have returned
 
 
 class LongLoopsRefused(overrides.TorchFunctionMode):
-    """Raises `CaptureError` at the operation that is one too many. `finish` ends the counting."""
+    """Raises `CaptureError` at the operation that is one too many."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._refused = ""
         self._call: FrameType | None = None  # that was counted last: an operator may be traced as several
-        self._model, self._calls, self._turns, self._counting = model, dict[FrameType, Counter[int]](), 0, True
-
-    def finish(self) -> None:
-        self._calls, self._call, self._counting = {}, None, False
+        self._model, self._calls, self._turns = model, dict[FrameType, Counter[int]](), 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._counting and getattr(func, "__name__", "") != "__get__":  # attributes make no operations
+        if getattr(func, "__name__", "") != "__get__":  # attributes make no operations
             call, frames = _frames(sys._getframe())
             if frames and call is not self._call:
                 self._call = call

@@ -19,6 +19,7 @@ from graphpp.cluster_planner.plans.layouts.fixed import Fixed
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape
 from graphpp.cluster_planner.plans.prediction.error_bars import error_of
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, costs_and_bound, predict
+from graphpp.cluster_planner.plans.prediction.read_tables import Work
 from graphpp.cluster_planner.plans.prediction.single_layers import layer_names
 from graphpp.cluster_planner.plans.refine.cut_by_memory import predict_within
 from graphpp.cluster_planner.plans.refine.fastest_plans import move_stages, search_orders
@@ -31,6 +32,7 @@ from graphpp.errors import ScheduleError
 
 T = TypeVar("T")
 _WORK = 150_000  # simulated computations
+_FEW = 15_000  # settings: their tables are alike, and fewer are simulated
 _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
 _LAST = 0.25  # of the work, added for the settings with least memory if no plan fits yet
 _ROWS = (1, 2, 4, 8, 16)
@@ -121,7 +123,7 @@ def _named(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpac
     ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(request, limits, space))
-    search = Search(request, cap, _degrees(request, space), space.fixed.cut, len(ordered))
+    search = Search(request, cap, _degrees(request, space), space.fixed.cut, len(ordered), Work(len(ordered) < _FEW))
     fitting = (guess.seconds for guess, *_ in ordered if guess.nbytes <= cap * _SHARES[0][0])
     most = next(fitting, ordered[0].guess.seconds) * _SLOWER
     for share, of_work in _SHARES:

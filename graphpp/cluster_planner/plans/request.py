@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphpp.cluster_planner.costs.deployment import REDUCED, Deployment
 from graphpp.cluster_planner.costs.large_heads import has_head, is_tied, with_logits_tokens, with_word_parts
@@ -50,8 +50,8 @@ class CutStages(NamedTuple):
 class PlanRequest:
     """`batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own). Each
     pipeline rank is on one group of `machines`; groups are numbered from 0. `usual`: what all settings have alike, such as the
-    optimizer and the kernels; `turns`: a cache of `estimate.py`, by mesh shape. `fixed`: how many of the first and of the last
-    segments are stages of their own; `of_head`: whether `costs` are those of another head."""
+    optimizer and the kernels; `turns`: a cache of `estimate.py`, by mesh shape; `timed`: one of `predict_step.py`. `fixed`: how
+    many of the first and of the last segments are stages of their own; `of_head`: whether `costs` are those of another head."""
 
     costs: ModelCosts
     machines: Machines | MixedMachines
@@ -62,6 +62,7 @@ class PlanRequest:
     fixed: tuple[int, int] = (0, 0)
     of_head: bool = False
     turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
+    timed: dict[object, Any] = field(default_factory=dict, repr=False)
     _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
     _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
     _totals: dict[object, ModelTotals] = field(default_factory=dict, repr=False)

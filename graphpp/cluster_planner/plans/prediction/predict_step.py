@@ -89,8 +89,8 @@ def order_costs(
 
 def costs_and_bound(request: PlanRequest, setting: PlanSetting, cut: Cut) -> tuple[Costs, float]:
     """The costs of the stages, and a lower bound of the seconds under any cut, order and placement (`lower_bound.py`)."""
-    waiting = _Step(request, setting, cut).waiting
-    return waiting, _Step(request, setting, cut, ahead=setting.recompute is not None).bound
+    step = _Step(request, setting, cut)
+    return step.waiting, step.bound
 
 
 def peaks_of(request: PlanRequest, setting: PlanSetting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
@@ -139,13 +139,24 @@ class _Step:
     def __init__(
         self, request: PlanRequest, setting: PlanSetting, cut: Cut, ahead: bool = False, home: Sequence[int] | None = None
     ) -> None:
-        self._home = setting.schedule.homes(setting.shape.pp) if home is None else home
+        self._home = tuple(setting.schedule.homes(setting.shape.pp) if home is None else home)
         self._request, self._setting, self.cut = request.of(setting), setting, cut
-        self._priced = priced_setting(self._request, setting, cut, ahead or setting.schedule.recomputes_ahead)
-        self._machines = [request.machines.groups[group] for group in request.groups(setting)]  # of each stage
+        self._ahead, self._groups = ahead or setting.schedule.recomputes_ahead, tuple(request.groups(setting))
+        self._priced = priced_setting(self._request, setting, cut, self._ahead)
+        self._machines = [request.machines.groups[group] for group in self._groups]  # of each stage
 
     @cached_property
     def _stages(self) -> _Stages:
+        """Equal for all schedules that place the stages on the same ranks, and for all `keep` but 0."""
+        it, known = self._setting, self._request.timed
+        priced = it.shape, it.rows, it.microbatches, it.recompute, it.recomputed, self._ahead
+        key = (*priced, self.cut, self._groups, self._home, it.schedule.stages_per_rank, it.keep == 0)
+        if key not in known:
+            known[key] = self._timed()
+        found: _Stages = known[key]
+        return found
+
+    def _timed(self) -> _Stages:
         shape, experts = self._setting.shape, self._priced.expert_state
         segments = self._priced.segments
         pairs = zip(segments.state, experts, strict=True)
@@ -309,7 +320,8 @@ class _Step:
     def bound(self) -> float:
         if len(self._request.machines.groups) > 1:
             return 0.0  # another placement computes a segment on another device
-        priced, shape, stride = self._priced, self._setting.shape, self._setting.shape.stride("pp")
+        shape, stride, again = self._setting.shape, self._setting.shape.stride("pp"), self._setting.recompute is not None
+        priced = priced_setting(self._request, self._setting, self.cut, again)  # a recomputation may run ahead
         crossing, message = (priced.forward_bytes, priced.backward_bytes), self._request.machines.message
         nearest = [(rank * stride, (rank + 1) * stride) for rank in range(shape.pp - 1)] or [(0, 0)]
         on, back = (tuple(min(message(nbytes, *ends, stride) for ends in nearest) for nbytes in sizes) for sizes in crossing)

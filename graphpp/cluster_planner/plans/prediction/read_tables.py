@@ -28,6 +28,7 @@ _AGAIN = 100  # time of the first setting under a table over that of a further o
 _BESIDE = 400  # computations whose simulation takes as long as pricing the stages
 _READ_AGAIN = 3  # time of a least-offload search over that of making and reading a table
 _FURTHER = 0.5  # of the granted work, added for settings under tables that were read before
+_OF_FEW = 0.25  # of the granted work for tables, where there are few settings
 _IN_GROUPS = ("Interleaved1F1B", "InterleavedZeroBubble", "MegatronInterleaved")  # groups of `ranks` or `group` microbatches
 _MORE = 8  # further microbatches of the longer simulated step, if a schedule admits any number
 _LEAST = 16  # microbatches of the shorter simulated step; also at least twice the ranks, so that the pipeline is full
@@ -51,10 +52,9 @@ class ReadTable(NamedTuple):
 @lru_cache(_TABLES)
 def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int | None, sharded: bool) -> ReadTable | None:
     """The table that the ranks run; None if the schedule does not admit these numbers."""
-    plain = table_of(choice, ranks, microbatches)
-    if plain is None:
+    sent = _sent(choice, ranks, microbatches)
+    if sent is None:
         return None
-    sent = plain if plain.has_communication else add_send_recv(plain)
     try:
         table = place_shards(sent, keep) if sharded else sent
     except ScheduleError:  # an overlapped action needs more whole stages than `keep`
@@ -62,6 +62,12 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
     reading = Reading([0] * microbatches, FLOW.kept, keep != 0, layers=sharded and keep == 0)
     return ReadTable(table, table.rank_of_stage, StepTimes(table), StepMemory(table, reading), most, reading)
+
+
+@lru_cache(_TABLES)
+def _sent(choice: ScheduleChoice, ranks: int, microbatches: int) -> Schedule | None:
+    plain = table_of(choice, ranks, microbatches)
+    return plain if plain is None or plain.has_communication else add_send_recv(plain)
 
 
 def counts_of(setting: PlanSetting) -> tuple[int, ...]:
@@ -78,15 +84,15 @@ def counts_of(setting: PlanSetting) -> tuple[int, ...]:
 
 class Work:
     """A budget for predictions, counted in computations rather than seconds, so equal on every machine. `tables`: for settings
-    whose tables are not read yet; `further`: for settings whose tables are read or short."""
+    whose tables are not read yet; `further`: for settings whose tables are read or short. `few`: whether settings are few."""
 
-    def __init__(self) -> None:
+    def __init__(self, few: bool = False) -> None:
         self.tables = self.further = 0
-        self._read = set[object]()
+        self._few, self._read = few, set[object]()
 
     def grant(self, work: int) -> None:
         """Replace the remaining work."""
-        self.tables, self.further = work, round(work * _FURTHER)
+        self.tables, self.further = round(work * _OF_FEW) if self._few else work, round(work * _FURTHER)
 
     def take(self, setting: PlanSetting, times: int = 1) -> bool:
         """Take the work of simulating a setting `times` times; False if too little is left."""
