@@ -346,7 +346,7 @@ class _Step:
         for one in self._stages.state:
             shards = one.shards or 1
             rows = one.weights if one.rows is None else one.rows
-            sums = one.sums if one.row_sums is None else one.row_sums
+            sums = one.row_sums or one.sums  # gradients that are reduced in place are read there
             for stage in one.makers:
                 by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards / speeds[stage]
         return by_stage
