@@ -141,14 +141,14 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/options": 1_060,
     "graphpp/ownership": 1_420,
     "graphpp/parallel": 2_810,
-    "graphpp/passes": 6_405,
+    "graphpp/passes": 6_410,
     "graphpp/pipeline": 3_730,
     "graphpp/planner": 2_050,
     "graphpp/report": 910,
     "graphpp/runtime": 4_290,
     "graphpp/schedules": 7_840,
     "graphpp/verification": 1_380,
-    "tests": 55_450,
+    "tests": 55_470,
 }
 MOST_FILES = 473  # Python files of graphpp/, `__init__.py` included
 

@@ -32,7 +32,7 @@ from graphpp.errors import ScheduleError
 
 T = TypeVar("T")
 _WORK = 150_000  # simulated computations
-_FEW = 15_000  # settings: their tables are alike, and fewer are simulated
+_FEW = 15_000  # settings: their tables are alike, and fewer are simulated unless `work` is given
 _OFFLOADED = 0.15  # of the work, added for settings that fit by offload
 _LAST = 0.25  # of the work, added for the settings with least memory if no plan fits yet
 _ROWS = (1, 2, 4, 8, 16)
@@ -123,7 +123,8 @@ def _named(request: PlanRequest, limits: MeshLimits, cap: int, space: SearchSpac
     ordered = sorted(_estimated(request, limits, space, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(request, limits, space))
-    search = Search(request, cap, _degrees(request, space), space.fixed.cut, len(ordered), Work(len(ordered) < _FEW))
+    work = Work(len(ordered) < _FEW and space.work == _WORK)
+    search = Search(request, cap, _degrees(request, space), space.fixed.cut, len(ordered), work)
     fitting = (guess.seconds for guess, *_ in ordered if guess.nbytes <= cap * _SHARES[0][0])
     most = next(fitting, ordered[0].guess.seconds) * _SLOWER
     for share, of_work in _SHARES:

@@ -123,8 +123,8 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
             orders (`graphpp.schedule_auto`).
         recompute: allowed kinds. None: no recomputation, "selective", "full". If None is allowed, also of as few layers as fit.
         offload: whether saved values may move to host memory, as few as fit, if the device has a host link.
-        work: how many computations of tables are simulated, where settings are fewer than 15,000 a quarter; about 15,000 take a
-            second.
+        work: how many computations of tables are simulated; about 15,000 take a second. By default 150,000, or where settings
+            are fewer than 15,000 a quarter of it for tables.
         like: a layout to price beside the best plan, as `plans.yours`; what it leaves open is searched for. In words ("pp 8,
             tp 4, MegatronInterleaved 5, keep 1"), Megatron-LM's arguments, a file of torchtitan (TOML) or DeepSpeed (JSON), a
             plan or its JSON, or {name: choice}.

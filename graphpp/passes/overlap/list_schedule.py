@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nsmallest
 
 from torch import fx
 
@@ -32,6 +33,7 @@ from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.overlap.stream_timing import GraphTiming, RestInOrder, SimulatedClock, TimeEstimate, estimate_order
 
 _CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # multiples of the original order's peak
+_TRIES = 8  # of ready units, where an order must keep its peak: each takes time with the graph's length
 _NEARLY = 1.01  # orders up to this factor slower than the fastest compete by their peaks
 
 Priority = Callable[[fx.Node], float]
@@ -43,7 +45,8 @@ def list_schedule(
     """The best order, its estimate, and the estimate of the original order, which is the best without collectives."""
     timing = GraphTiming(graph, cost)
     original = estimate_order(timing, timing.nodes)
-    if not timing.started:
+    computed = sum(seconds for node, seconds in timing.cost.items() if node not in timing.started)
+    if not timing.started or (keep_peak and original.seconds <= _NEARLY * computed):  # too little to hide
         return timing.nodes, original, original
     units = SchedulingUnits(timing)
     index = {node: at for at, node in enumerate(_evenly(timing.nodes))}
@@ -210,8 +213,8 @@ class ListScheduler:
 class PeakKeepingScheduler(ListScheduler):
     """A run that can finish in the given order at any time: what runs ahead leaves room for all that has not run.
 
-    A unit that must not wait runs before others, and a collective before the rest of these. If none fits, the next unit of the
-    given order does.
+    A unit that must not wait runs before others, and a collective before the rest of these. If none of the first `_TRIES` fits,
+    the next unit of the given order does.
     """
 
     def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
@@ -220,7 +223,7 @@ class PeakKeepingScheduler(ListScheduler):
 
     def _choose(self) -> fx.Node:
         started, stalls = self._units.timing.started, {unit: self._stall(unit) for unit in self._ready}
-        wanted = sorted(self._ready, key=lambda unit: (stalls[unit], unit not in started, -self._priority(unit)))
+        wanted = nsmallest(_TRIES, self._ready, key=lambda unit: (stalls[unit], unit not in started, -self._priority(unit)))
         return next(filter(self._fits, wanted), self._rest.next)
 
     def _fits(self, unit: fx.Node) -> bool:

@@ -194,7 +194,9 @@ def _collective(wait: fx.Node) -> fx.Node:
 
 
 def _staying(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The results that are alive at the end of the program: all except gradients, which the runtime gets when computed."""
+    """The values that are alive at the end of the program: all results except gradients, which the runtime gets when computed,
+    and inputs that another program reads later (`meta["kept"]`)."""
+    yield from (node for node in graph.find_nodes(op="placeholder") if node.meta.get("kept"))
     end = graph.output_node()
     results: tuple[fx.Node, ...] = end.args[0]  # type: ignore[assignment]
     roles = end.meta.get("roles") or (None,) * len(results)

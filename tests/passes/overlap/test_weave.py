@@ -280,6 +280,23 @@ def test_a_program_that_cannot_hide_its_exchanges_keeps_its_order() -> None:
     assert reordered(slot(0, F, layers(3), *values(2)), ticks) is None
 
 
+def test_a_value_that_a_later_program_reads_takes_memory_until_the_end() -> None:
+    """An input gradient leaves saved values to the weight gradient: room that they take is not used to run ahead."""
+
+    def run(x: Tensor, w: Tensor, saved: Tensor) -> list[Tensor]:
+        sent = all_to_all(((x @ w) * saved.sum(0)).relu())
+        large = (sent.repeat(60, 1) @ w).view(60, 4, 4).sum(0) * sent
+        return [(all_to_all(large) @ w).relu(), ((x @ w) @ w).repeat(20, 1) @ w]
+
+    inputs = [*values(2), torch.randn(1000, 4, generator=torch.Generator().manual_seed(0))]
+    source = slot(0, Phase.INPUT_GRAD, run, *inputs)
+    saved = list(source.graph.find_nodes(op="placeholder"))[2]
+    saved.meta |= {"role": p.Saved("saved"), "kept": True}
+    found = reordered(source, ticks)
+    assert found is not None, "an order that also keeps the peak is found"
+    check_alone(source, inputs, found, ticks)
+
+
 def test_collectives_of_a_part_keep_their_order_even_where_another_would_be_faster() -> None:
     def late_first(x: Tensor, y: Tensor) -> list[Tensor]:
         return [all_to_all(x @ x @ x @ x, "a"), all_to_all(y, "b") @ y]
