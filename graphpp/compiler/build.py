@@ -86,11 +86,10 @@ def lowered(
         programs, calls = backend.outlined(graphs, programs, local)
     sources = ProgramGraphs.joined(graph.sources for graph in _distinct(graphs))
     dump = graphs[0].dump
-    quiet: overlap.WovenHook = lambda *_: None  # noqa: E731
-    watch = dump.woven if dump is not None else quiet
+    watch = dump.woven if dump is not None else overlap.unwatched
     cost = cost_with_regions(request.options.parallel.node_seconds() or OpCosts.of(place.device.type))
     row = overlap.ProgramRow(table.running.table[place.rank], programs, sources)
-    row = overlap.in_best_order(row, cost, watch if backend is None else quiet)  # dumps show operations instead of regions
+    row = overlap.in_best_order(row, cost, watch if backend is None else overlap.unwatched)  # dumps show no regions
     woven = overlap.woven(row, cost, watch)
     return Lowered(
         graphs=tuple(graphs),

@@ -28,6 +28,10 @@ ProgramIds = tuple[int, ...]
 WovenHook = Callable[[WovenGraph, Program | WovenProgram, float], None]  # (ordered graph, its program, seconds of ordering)
 
 
+def unwatched(made: WovenGraph, emitted: Program | WovenProgram, seconds: float) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class ProgramRow:
     """The actions of one rank, the stage programs of each microbatch, and the graphs of these programs."""
@@ -74,9 +78,7 @@ def in_best_order(row: ProgramRow, cost: Cost, watch: WovenHook) -> ProgramRow:
     return replace(row, programs=[whole[id(each)] for each in row.programs])
 
 
-def woven(
-    row: ProgramRow, cost: Cost, watch: WovenHook = lambda made, emitted, seconds: None
-) -> dict[ProgramIds, tuple[WovenGraph, WovenProgram]]:
+def woven(row: ProgramRow, cost: Cost, watch: WovenHook) -> dict[ProgramIds, tuple[WovenGraph, WovenProgram]]:
     """Woven graphs and programs of a row, by the ids of their parts' programs; `cost`: seconds of an operation."""
     made: dict[ProgramIds, tuple[WovenGraph, WovenProgram]] = {}
     seen: set[ProgramIds] = set()

@@ -37,11 +37,10 @@ _TRIES = 8  # of ready units, where an order must keep its peak: each takes time
 _NEARLY = 1.01  # orders up to this factor slower than the fastest compete by their peaks
 
 Priority = Callable[[fx.Node], float]
+Scheduled = tuple[Sequence[fx.Node], TimeEstimate, TimeEstimate]
 
 
-def list_schedule(
-    graph: fx.Graph, cost: Cost, *, keep_peak: bool = False
-) -> tuple[Sequence[fx.Node], TimeEstimate, TimeEstimate]:
+def list_schedule(graph: fx.Graph, cost: Cost, *, keep_peak: bool = False) -> Scheduled:
     """The best order, its estimate, and the estimate of the original order, which is the best without collectives."""
     timing = GraphTiming(graph, cost)
     original = estimate_order(timing, timing.nodes)
@@ -51,13 +50,11 @@ def list_schedule(
     units = SchedulingUnits(timing)
     index = {node: at for at, node in enumerate(_evenly(timing.nodes))}
     priorities: tuple[Priority, ...] = (timing.tail.__getitem__, lambda node: -index[node])
-    found = [(original, tuple(timing.nodes))]
+    found, scheduler = [(original, tuple(timing.nodes))], PeakKeepingScheduler if keep_peak else ListScheduler
     for priority in priorities:
-        if keep_peak:
-            orders = [PeakKeepingScheduler(units, priority, original.peak).order()]
-        else:
-            orders = [ListScheduler(units, priority, cap * original.peak).order() for cap in _CAPS]
-        found += [(estimate_order(timing, order), order) for order in orders]
+        for cap in (1.0,) if keep_peak else _CAPS:
+            order = scheduler(units, priority, cap * original.peak).order()
+            found.append((estimate_order(timing, order), order))
     found = [pair for pair in found if not keep_peak or pair[0].peak <= original.peak]
     fastest = min(each.seconds for each, _ in found)
     near = [pair for pair in found if pair[0].seconds <= _NEARLY * fastest]

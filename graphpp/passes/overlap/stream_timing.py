@@ -20,6 +20,7 @@ from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.collectives import group_of, is_started, is_wait
 from graphpp.passes.graph.joint_graph import is_tensor
 from graphpp.passes.graph.op_costs import Cost, nbytes
+from graphpp.passes.graph.region import RegionCall
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
@@ -46,6 +47,8 @@ class GraphTiming:
         self.collective_of = {node: _collective(node) for node in self.nodes if is_wait(node)}
         self.memory = {node: root(node) for node in graph.nodes if node.op != "output"}
         self._bytes = {memory: _allocated(memory) for memory in set(self.memory.values())}
+        regions = {node: node.target.region.graph for node in self.nodes if isinstance(node.target, RegionCall)}
+        self._inside = {node: _peak_inside(region) for node, region in regions.items()}
         self.reads = {node: self._reads(node) for node in self.nodes}
         self.readers = Counter(memory for reads in self.reads.values() for memory in reads)
         self.readers.update(self.memory[node] for node in _staying(graph))
@@ -56,9 +59,11 @@ class GraphTiming:
         return self._bytes.get(memory, 0)
 
     def made(self, node: fx.Node) -> int:
-        """The bytes that an operation allocates, also as items of a tuple."""
+        """The most bytes that an operation adds while it runs: its results, and for a region all that lives inside it."""
         if is_tensor(node):
             return self.bytes(node)
+        if isinstance(node.target, RegionCall):
+            return self._inside[node]
         return sum(self.bytes(user) for user in node.users if user.target is operator.getitem)
 
     def _reads(self, node: fx.Node) -> set[fx.Node]:
@@ -181,10 +186,15 @@ def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimat
 
 
 def _allocated(memory: fx.Node) -> int:
-    role = memory.meta.get("role")
-    if memory.target is deferred_matmul or not is_tensor(memory):  # added directly into the gradient sum; the items count
-        return 0
-    return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
+    held = memory.op == "placeholder" and not isinstance(memory.meta.get("role"), program.Received | program.Saved)
+    added = memory.target is deferred_matmul  # directly into the gradient sum
+    return 0 if held or added or not is_tensor(memory) else nbytes(memory)  # of a tuple the items count
+
+
+def _peak_inside(region: fx.Graph) -> int:
+    """The peak bytes of a region's operations, results included and inputs not."""
+    timing = GraphTiming(region, lambda node: 0.0)
+    return estimate_order(timing, timing.nodes).peak
 
 
 def _collective(wait: fx.Node) -> fx.Node:

@@ -70,10 +70,8 @@ def weave(parts: Sequence[PhaseGraph], cost: Cost) -> WovenGraph:
 
 def reordered(source: PhaseGraph, cost: Cost) -> WovenGraph | None:
     """One program's operations, ordered so that they hide its own collectives; None if no such order is faster.
-
-    By the scheduler's clock, the order never needs more memory than the given one. Without regions, which `live_bytes` does not
-    look into, this also holds for the peak that the table was checked with on all ranks.
-    """
+    By the scheduler's clock, the order never needs more memory than the given one; without regions, in which `live_bytes` does
+    not look, nor by the peak that the table was checked with."""
     if not any(map(is_started, source.graph.nodes)):
         return None
     order, best, given = list_schedule(source.graph, cost, keep_peak=True)
@@ -82,9 +80,8 @@ def reordered(source: PhaseGraph, cost: Cost) -> WovenGraph | None:
     inputs = {node: node.meta["role"] for node in source.graph.find_nodes(op="placeholder")}
     made = phase_graph((source.phase, source.stage), inputs, order, list(results_of(source.graph)))
     outlined = any(isinstance(node.target, RegionCall) for node in order)
-    if not outlined and _most_live(made.graph) > _most_live(source.graph):
-        return None
-    return WovenGraph((made,), made.graph, best, given)
+    larger = not outlined and _most_live(made.graph) > _most_live(source.graph)
+    return None if larger else WovenGraph((made,), made.graph, best, given)
 
 
 def _most_live(graph: fx.Graph) -> int:

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpp.passes.graph.collectives import group_of, is_collective, is_wait
 from graphpp.passes.graph.op_costs import OpCosts
+from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.overlap.list_schedule import ListScheduler, SchedulingUnits
 from graphpp.passes.overlap.stream_timing import GraphTiming, estimate_order
@@ -274,6 +275,12 @@ def test_a_program_alone_hides_its_exchanges_under_its_weight_gradients(outlined
     assert found is not None
     assert (found.sequence.seconds, found.woven.seconds) == (18, 15)
     check_alone(source, values(2, 7), found, cost)
+
+
+def test_a_region_takes_the_memory_of_its_operations() -> None:
+    source = slot(0, F, lambda x: [(x.repeat(10, 1) @ x).sum(0) @ x], *values(1))
+    timing = GraphTiming(outline_regions(source, lambda node: None).phase_graph.graph, cost_with_regions(ticks))
+    assert [timing.made(node) for node in timing.nodes if isinstance(node.target, RegionCall)] == [2 * 40 * 4 * 4]
 
 
 def test_a_program_that_cannot_hide_its_exchanges_keeps_its_order() -> None:
