@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import published
+import published_models
 import torch
 import transformers
 from published_runs import read_runs
@@ -45,7 +45,7 @@ def of_runs(name: str, length: int) -> Callable[[], Capture]:
     """A model of `published/models.json`, for rows of `length` tokens; its construction is a part of the capture."""
     model = next(run.architecture for run in read_runs() if run.model == name)
     assert transformers.LlamaForCausalLM and transformers.DeepseekV3ForCausalLM  # loaded when they are asked for
-    return lambda: lambda: published.costs(model, length, None)
+    return lambda: lambda: published_models.costs(model, length, None)
 
 
 def of_config(name: str, sizes: dict[str, tuple[int, ...]], **options: Any) -> Callable[[], Capture]:

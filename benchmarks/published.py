@@ -5,7 +5,8 @@
 The runs are those of benchmarks/published/ (`published_runs.py`); without options, the ones of docs/planner/published.md.
 Nothing runs on a GPU: each model is captured on the meta device (seconds to a minute), and its published mesh, schedule and
 microbatches are priced, as `graphpp.plan(like=, search=False)` does: the published layouts are not searched for. What other
-systems have beyond graphpp's runtime is a part of the price: exchanges along `tp` or `ep` that overlap with computations.
+systems have beyond graphpp's runtime is a part of the price: exchanges along `tp` or `ep` that overlap with computations, and
+kernels (`published_kernels.py`).
 With `--group` (no name: all groups), the tables of `published_summary.py` follow.
 """
 
@@ -14,24 +15,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from statistics import mean
-from typing import Any
 
-import torch
-import torch.nn.functional as F
-import transformers
-from published_runs import DEVICES, Fleet, Model, Run, Settings, read_runs
+from published_kernels import saved_by_fused_kernels, with_fused_loss
+from published_models import costs
+from published_runs import DEVICES, Fleet, Run, Settings, read_runs
 from published_summary import NOISE, choices, error_bars, summary
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-import graphpp
-from graphpp.cluster_planner.costs.capture_costs import capture_costs
 from graphpp.cluster_planner.costs.deployment import Deployment
-from graphpp.cluster_planner.costs.model_costs import ModelCosts, SegmentKind, Variant
-from graphpp.cluster_planner.costs.operations import Operation, Size, summed
+from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.prediction.predict_step import Prediction, predict
 from graphpp.cluster_planner.plans.request import PlanRequest
@@ -58,16 +52,6 @@ KERNELS = {
     ("H", "flash 1"): (Curve(((1e9, 0.19),)), Curve(((1e9, 0.144),))),
 }
 SMALL_STAGES = 16  # of a rank, where a system hides gathers and reductions under the layers of a pipeline of one rank
-CONFIGS = {
-    "llama": transformers.LlamaConfig, "gpt": transformers.Starcoder2Config, "mixtral": transformers.MixtralConfig,
-    "qwen3": transformers.Qwen3Config, "qwen3_moe": transformers.Qwen3MoeConfig, "deepseek_v3": transformers.DeepseekV3Config,
-}  # fmt: skip
-LATENT = {  # multi-head latent attention, which transformers' own plan does not cut
-    "model.layers.*.self_attn.q_b_proj": "colwise", "model.layers.*.self_attn.kv_b_proj": "colwise",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-}  # fmt: skip
-
-
 class ContextShards(MeshShape):
     """A mesh whose ranks along `cp` hold shards too, as in torchtitan, FSDP and Megatron's distributed optimizer: each of them
     shards over all ranks that have one part of the layers. graphpp's ranks along `cp` have copies."""
@@ -165,162 +149,6 @@ def _schedule(name: str, stages: int) -> ScheduleChoice:
     if name == "interleaved":
         name = "Interleaved1F1B" if stages > 1 else "1F1B"
     return ScheduleChoice("auto" if name == "loop" else name, stages)
-
-
-def _causal(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Causal attention without a mask; narrower values are padded to the width of the keys, as for a fused kernel."""
-    more, grouped = key.shape[-1] - value.shape[-1], query.shape[1] != key.shape[1]
-    wide = F.pad(value, (0, more)) if more else value
-    found = F.scaled_dot_product_attention(query, key, wide, is_causal=True, scale=options["scaling"], enable_gqa=grouped)
-    return found[..., : value.shape[-1]].transpose(1, 2), None
-
-
-def _repeated(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """As `_causal`, with a copy of each key and value for every query head, before kernels knew of grouped queries."""
-    copies = query.shape[1] // key.shape[1]
-    return _causal(module, query, *(each.repeat_interleave(copies, 1) for each in (key, value)), mask, **options)
-
-
-def _unfused(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Causal attention as two products around a softmax, with all scores in memory."""
-    rows = torch.arange(query.shape[-2], device=query.device)
-    scores = (query @ key.transpose(-1, -2) * options["scaling"]).masked_fill(rows[:, None] < rows, float("-inf"))
-    shares = F.dropout(scores.softmax(-1), options["dropout"], training=options["dropout"] > 0)
-    return (shares @ value).transpose(1, 2), None
-
-
-def _attention(name: str) -> Callable[..., tuple[Tensor, None]]:
-    return {"newest": _causal, "unfused": _unfused}.get(name, _repeated)
-
-
-def config(model: Model, length: int, *, attention: str = "newest", dropout: float = 0.0) -> Any:
-    """The transformers config. A "gpt" is a Starcoder 2: its positions are rotated, not learned; its other parts are GPT's."""
-    own: dict[str, Any] = {"sliding_window": None} if model.family in ("gpt", "mixtral") else {}
-    if model.family == "deepseek_v3" and model.latent is not None:
-        it = model.latent
-        own |= {
-            "q_lora_rank": it.queries, "kv_lora_rank": it.keys, "qk_nope_head_dim": it.plain, "qk_rope_head_dim": it.rotary,
-            "v_head_dim": it.values, "first_k_dense_replace": model.dense, "n_shared_experts": model.shared,
-            "n_routed_experts": model.experts, "moe_intermediate_size": model.expert_ffn,
-        }  # fmt: skip
-    elif model.family == "qwen3_moe":
-        own |= {"num_experts": model.experts, "moe_intermediate_size": model.expert_ffn, "head_dim": model.head}
-    elif model.family == "mixtral":
-        own |= {"num_local_experts": model.experts}
-    elif model.family == "qwen3":
-        own |= {"head_dim": model.head}
-    if model.family == "gpt":
-        own |= dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), dropout)
-    own |= {"num_experts_per_tok": model.per_token} if model.experts else {}
-    made: Any = CONFIGS[model.family](
-        use_cache=False, max_position_embeddings=length, hidden_size=model.hidden, intermediate_size=model.ffn,
-        num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
-        vocab_size=model.vocabulary, tie_word_embeddings=model.tied, **own,
-    )  # fmt: skip
-    if model.experts:
-        made._experts_implementation = "grouped_mm"
-    made._attn_implementation = _attention(attention).__name__
-    return made
-
-
-def loss(output: Any, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits.flatten(0, 1).float(), target.flatten())
-
-
-@cache
-def costs(
-    model: Model, length: int, float8: str | None, *, attention: str = "newest", dropout: float = 0.0, single: bool = False
-) -> ModelCosts:
-    """The costs of a model for rows of `length` tokens. `single`: each expert's rows in float8 are scaled by kernels of their
-    own."""
-    kernel = _attention(attention)
-    transformers.AttentionInterface.register(kernel.__name__, kernel)
-    transformers.AttentionMaskInterface.register(kernel.__name__, lambda *args, **options: None)
-    with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config(model, length, attention=attention, dropout=dropout))
-        tokens = torch.empty(1, length, dtype=torch.int64)
-    plan = {**made.tp_plan, **LATENT} if model.latent is not None else None
-    example = graphpp.Microbatch((), {"input_ids": tokens}, tokens)
-    found = capture_costs(made, loss, example, tensor_plan=plan, float8=float8)
-    return found if float8 is None else _experts_in_float8(found, _PASSES[float8], model.experts if single else 0)
-
-
-_PASSES = {"tensorwise": 6, "rowwise": 4}  # bytes an element: reads for the scale and the cast, or for both; two orders written
-
-
-_SCALING = (0, 2, 0, 4)
-"""Bytes an element of the kernels by which Transformer Engine 2.7 and 2.9 scale a tensor: they zero its maximum, find it, make
-the scale, and cast in two orders (`Float8CurrentScalingQuantizer::quantize_impl`). Each expert has its own, since only delayed
-scaling has a kernel for several tensors (`multi_tensor_quantize_impl`)."""
-
-
-def _experts_in_float8(costs: ModelCosts, passes: int, single: int = 0) -> ModelCosts:
-    """Experts in float8, too, which torchao's conversion leaves out: each product has the passes that scale its rows.
-    Weights are scaled once per step, and a product for the gradient of weights has operands that are scaled already. `single`:
-    the number of experts whose rows are scaled by kernels of their own (0: by one for all)."""
-    pieces = ((0, 0, 1, float(single)),) if single else ()
-
-    def scaled(one: Operation) -> list[Operation]:
-        left, right = one.sides[0], one.sides[1][0]
-        if not any(term[0] for term in left):
-            return []
-        each = tuple((r - right[0], s - right[1], e - right[2], work / 2 / right[3]) for r, s, e, work in one.flops)
-        kernels = [tuple((*powers, width * elements) for *powers, elements in each) for width in _SCALING if single]
-        kernels = kernels or [tuple((*powers, passes * elements) for *powers, elements in each)]
-        return [Operation("memory", nbytes=size, pieces=pieces) for size in kernels]
-
-    def changed(kind: SegmentKind) -> SegmentKind:
-        phases = [list(phase) for phase in kind.operations]
-        for phase in phases:
-            grouped = [(one, n) for one, n in phase if one.grouped]
-            phase[:] = [(replace(one, dtype="float8_e4m3fn") if one.grouped else one, n) for one, n in phase]
-            phase += [(each, n) for one, n in grouped for each in scaled(one)]
-        return replace(kind, operations=tuple(map(tuple, phases)))
-
-    variants = {name: replace(each, kinds=tuple(map(changed, each.kinds))) for name, each in costs.variants.items()}
-    parameters = tuple(replace(each, float8=each.float8 or each.expert) for each in costs.parameters)
-    return replace(costs, variants=variants, parameters=parameters)
-
-
-def saved_by_fused_kernels(costs: ModelCosts) -> ModelCosts:
-    """A model whose products save their inputs, as `Linear` and `LayerNormLinear` of Transformer Engine do: the quantized ones
-    where they compute in float8. Norms and activations save their inputs alone, as with a compiler."""
-
-    def changed(kind: SegmentKind) -> SegmentKind:
-        width = 0.5 if any(one.dtype.startswith("float8") for one, _ in kind.operations[0]) else 1.0
-        more = tuple((*powers, width * amount) for *powers, amount in kind.operands)
-        return replace(kind, saved=summed([kind.saved, more]))
-
-    plain = costs.variants[None]
-    return replace(costs, variants={**costs.variants, None: replace(plain, kinds=tuple(map(changed, plain.kinds)))})
-
-
-def with_fused_loss(costs: ModelCosts) -> ModelCosts:
-    """A model whose last segment has logits and their gradients in the dtype of the model alone: a compiled loss, or that of
-    Transformer Engine, makes no copy in float32."""
-    last = len(costs.starts) - 1
-
-    def changed(own: Variant) -> Variant:
-        kinds = (*own.kinds, _without_copies(own.kinds[own.kind_of[last]]))
-        return Variant(kinds, (*own.kind_of[:last], len(own.kinds)))
-
-    return replace(costs, variants={name: changed(own) for name, own in costs.variants.items()})
-
-
-_LOGITS = (2, 4, 4, 2)  # bytes of a logit that are live in each phase: itself, its gradient, or both
-
-
-def _without_copies(kind: SegmentKind) -> SegmentKind:
-    head = max((one for one, _ in kind.operations[0] if one.sides), key=lambda one: sum(term[3] for term in one.flops))
-    logits = 2 * head.sides[0][0][3] * head.sides[1][0][3]
-
-    def limited(size: Size, most: int) -> Size:
-        """The size with at most so many bytes of each logit: what is left of whole copies is of other values."""
-        own = ((*powers, amount - max(0.0, amount // logits - most / 2) * logits) for *powers, amount in size)
-        return tuple(new if new[0] else old for new, old in zip(own, size, strict=True))
-
-    peaks = (tuple(limited(size, most) for size in sizes) for sizes, most in zip(kind.peaks, _LOGITS, strict=True))
-    return replace(kind, peaks=tuple(peaks), saved=limited(kind.saved, _LOGITS[0]))
 
 
 @dataclass(frozen=True)

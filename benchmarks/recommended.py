@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from published import Case, cases, compared, costs
+from published import Case, cases, compared
+from published_models import costs
 from published_runs import Run, read_runs
 from rich.console import Console
 from rich.table import Table

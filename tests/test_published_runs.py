@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -133,7 +134,8 @@ def test_each_run_is_a_case_of_the_planner_or_says_why_not(monkeypatch: pytest.M
             by_layer = it.zero == 3 and it.pp == 1 and setting.shape.shards > 1 and it.shard is None
             assert (setting.keep == 0) == by_layer, run.name
             assert admits(setting.schedule, setting.shape.pp, setting.microbatches), (run.name, setting.schedule)
-        assert published.config(run.architecture, run.settings.length).vocab_size == run.architecture.vocabulary
+        config = sys.modules["published_models"].config(run.architecture, run.settings.length)
+        assert config.vocab_size == run.architecture.vocabulary
 
 
 def test_a_run_is_priced_with_the_kernels_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,14 +157,14 @@ def test_a_run_is_priced_with_the_kernels_that_it_had(monkeypatch: pytest.Monkey
 
 def test_experts_in_float8_are_scaled_by_passes_over_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 rows for each of 4 experts: once in a forward, and for the gradient of inputs, not for that of weights."""
-    published = sibling("published", monkeypatch)
+    published = sibling("published_kernels", monkeypatch)
     rows, inner, outer = ((1, 0, 0, 8.0),), ((0, 0, 0, 16.0),), ((0, 0, 0, 32.0),)
     work = ((1, 0, 1, 4 * 2 * 8 * 32 * 16.0),)
     forward = published.Operation("product", "bfloat16", work, sides=(rows, outer, inner), grouped=True)
     weights = replace(forward, sides=(inner, outer, rows))
     kind = published.SegmentKind((((forward, 3),), ((weights, 3),)), (), (), (), (), ())
     model = published.ModelCosts(1, (0,), ("",), (), {None: Variant((kind,), (0,))}, (), (), ())
-    [found] = published._experts_in_float8(model, 6).variants[None].kinds
+    [found] = published.experts_in_float8(model, "tensorwise").variants[None].kinds
     product, passes = found.operations[0]
     assert product == (replace(forward, dtype="float8_e4m3fn"), 3)
     assert passes == (published.Operation("memory", nbytes=((1, 0, 1, 6 * 4 * 8 * 16.0),)), 3)
@@ -171,20 +173,20 @@ def test_experts_in_float8_are_scaled_by_passes_over_their_rows(monkeypatch: pyt
 
 def test_single_experts_in_float8_are_scaled_by_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as by one kernel for all, in four kernels for each expert: two of them read or write nothing much."""
-    published = sibling("published", monkeypatch)
+    published = sibling("published_kernels", monkeypatch)
     rows, inner, outer = ((1, 0, 0, 8.0),), ((0, 0, 0, 16.0),), ((0, 0, 0, 32.0),)
     work = ((1, 0, 1, 4 * 2 * 8 * 32 * 16.0),)
     forward = published.Operation("product", flops=work, sides=(rows, outer, inner), grouped=True)
     kind = published.SegmentKind((((forward, 1),),), (), (), (), (), ())
     model = published.ModelCosts(1, (0,), ("",), (), {None: Variant((kind,), (0,))}, (), (), ())
-    [found] = published._experts_in_float8(model, 6, single=4).variants[None].kinds
+    [found] = published.experts_in_float8(model, "tensorwise", single=4).variants[None].kinds
     scaling = [one for one, _ in found.operations[0] if one.kind == "memory"]
     assert [sum(term[3] for term in one.nbytes) for one in scaling] == [0, 2 * 4 * 8 * 16, 0, 4 * 4 * 8 * 16]
     assert {one.pieces for one in scaling} == {((0, 0, 1, 4.0),)}
 
 
 def test_products_save_their_inputs_in_their_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    published = sibling("published", monkeypatch)
+    published = sibling("published_kernels", monkeypatch)
     for dtype, inputs in (("bfloat16", 100.0), ("float8_e4m3fn", 50.0)):
         product = published.Operation("product", dtype)
         kind = published.SegmentKind((((product, 1),),), (), (), (), ((1, 0, 0, 40.0),), (), operands=((1, 0, 0, 100.0),))
@@ -195,7 +197,7 @@ def test_products_save_their_inputs_in_their_own_width(monkeypatch: pytest.Monke
 
 def test_a_fused_loss_has_no_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 tokens and 100 words: two copies of 4 bytes become the logits of 2; other values stay."""
-    published = sibling("published", monkeypatch)
+    published = sibling("published_kernels", monkeypatch)
     sides = ((1, 0, 0, 8.0),), ((0, 1, 0, 100.0),), ((0, 0, 0, 16.0),)
     head = published.Operation("product", sides=sides, flops=((1, 1, 0, 1.0),))
     peaks = tuple((((0, 0, 0, 7.0), (1, 0, 0, copies * 800.0 + 30)),) for copies in (8, 12, 12, 2))
