@@ -97,7 +97,7 @@ class Machines:
         require(ScheduleError, "pod", or_none(COUNT), self.pod)
         require(ScheduleError, "oversubscription", _NARROWER, self.oversubscription)
         if self.pod is None and self.oversubscription > 1:
-            raise ScheduleError("oversubscription: give pod= too, the devices between which the network has its full rate")
+            raise ScheduleError("oversubscription: give pod too, the devices between which the network has its full rate")
         if self.pod is not None and self.pod % self.per_machine:
             raise ScheduleError(f"pod: take a multiple of the {self.per_machine} devices of a machine, got {self.pod}")
         for name in ("inside", "between"):

@@ -204,7 +204,7 @@ def test_a_larger_pod_and_wider_links_between_pods_are_never_slower() -> None:
     ("make", "named"),
     [
         (lambda: replace(EVEN, pod=12), "pod: take a multiple of the 8 devices"),
-        (lambda: replace(EVEN, oversubscription=7.0), "oversubscription: give pod="),
+        (lambda: replace(EVEN, oversubscription=7.0), "oversubscription: give pod too"),
         (lambda: replace(EVEN, pod=32, oversubscription=0.5), "oversubscription: take a number from 1"),
         (lambda: Device("x", {}, 1e12, 10**9), "flops"),
         (lambda: Device("x", {"bfloat16": -1.0}, 1e12, 10**9), "flops"),

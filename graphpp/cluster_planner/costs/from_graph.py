@@ -27,15 +27,7 @@ from graphpp.cluster_planner.costs.model_costs import (
     SegmentKind,
     Variant,
 )
-from graphpp.cluster_planner.costs.operations import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    Size,
-    operations_of,
-    packet_of,
-    size_of,
-    summed,
-)
+from graphpp.cluster_planner.costs.operations import ATTENTION, Size, operations_of, packet_of, size_of, summed
 from graphpp.cluster_planner.costs.shortened import WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, ShardedParameters
 from graphpp.errors import GraphPPError
@@ -56,8 +48,9 @@ from graphpp.runtime import program
 from graphpp.schedules.table.actions import Kind
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
-_CASTS = {torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.clamp}
-_SCALINGS = {torch.ops.aten.mul, torch.ops.aten.div}
+_CASTS = {torch.ops.aten._to_copy, torch.ops.aten.clone}
+_SCALINGS = {torch.ops.aten.mul, torch.ops.aten.div}  # once, before a cast to float8: others are a layer's own
+_TO_FLOAT8 = _SCALINGS | {torch.ops.aten.clamp}
 _STACKED = 3  # dimensions of a parameter that holds the experts of a layer: experts, inputs, outputs
 
 
@@ -202,7 +195,7 @@ def _operands(stage: int, saved: Set[str], nodes: Iterable[fx.Node]) -> Iterator
     found = set[fx.Node]()
     for node in nodes:
         own = node.meta.get("stage") == stage and not node.meta.get("backward") and node.meta.get("work")
-        if own and packet_of(node) not in ATTENTION | ATTENTION_BACKWARD:
+        if own and packet_of(node) not in ATTENTION:
             for path in map(_viewed_and_cast, node.all_input_nodes):
                 first = path[-1]
                 if first not in found and any(first.meta.get("rows", ())) and saved.isdisjoint(each.name for each in path):
@@ -212,11 +205,12 @@ def _operands(stage: int, saved: Set[str], nodes: Iterable[fx.Node]) -> Iterator
 
 def _viewed_and_cast(operand: fx.Node) -> list[fx.Node]:
     """An operand of a product, and the values before it of which it is a view or a cast: to float8 after one scaling."""
-    path, scalings = [operand], int(operand.meta["val"].dtype.itemsize == 1)
+    narrow = operand.meta["val"].dtype.itemsize == 1
+    path, casts, scalings = [operand], _CASTS | (_TO_FLOAT8 if narrow else set()), 1
     while path[-1].op == "call_function":
         last = path[-1]
         scalings -= packet_of(last) in _SCALINGS
-        if scalings < 0 or not (shares_memory(last) or packet_of(last) in _CASTS | _SCALINGS):
+        if scalings < 0 or not (shares_memory(last) or packet_of(last) in casts):
             break
         path.append(max(last.all_input_nodes, key=lambda each: each.meta["val"].numel()))
     return path
