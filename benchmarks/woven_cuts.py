@@ -95,10 +95,10 @@ class Layer(nn.Module):
         self.seconds, self.exchanged = seconds / 2, exchanged
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.ops.sleeping.forward(x, self.weights[0], self.seconds)
+        x = torch.ops.sleeping.forward(x, self.weights[0], *3 * (self.seconds,))
         if self.exchanged:
             x = waited(x, self.exchanged, GROUP)
-        result: Tensor = torch.ops.sleeping.forward(x, self.weights[1], self.seconds)
+        result: Tensor = torch.ops.sleeping.forward(x, self.weights[1], *3 * (self.seconds,))
         return result
 
 
