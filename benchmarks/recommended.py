@@ -33,7 +33,8 @@ USUAL = (
 
 def own_rate(run: Run, case: Case) -> float:
     """Tokens per second and GPU of the authors' layout in graphpp's own runtime."""
-    it, usual = run.settings, replace(Deployment(), sequence=case.usual.sequence, compiled=case.usual.compiled)
+    it, like = run.settings, case.usual
+    usual = Deployment(sequence=like.sequence, compiled=like.compiled, overlapped=("backward",))
     known = costs(run.architecture, it.length, case.float8, attention=it.attention, dropout=it.dropout)
     shape = MeshShape(**case.setting.shape.sizes(), folded=case.setting.shape.folded)  # ranks along cp have copies
     request = PlanRequest(known, case.machines, it.batch, it.length, "bfloat16", usual)

@@ -141,7 +141,7 @@ class CutSearch:
         parts = self.segments.costs.stages
         hidden, waits = self.segments.costs.hidden * self._weaves, Kind.B in self.table.kinds and not self._splits
         after = [
-            self._least(part, (Kind.B,)) - hidden * part.own_collectives(Kind.B) if waits else 0.0 for part in parts
+            self._least(part, (Kind.B,)) - hidden * part.lines(Kind.B).exchanged if waits else 0.0 for part in parts
         ]
         return [0.0, *accumulate(part.forward + drain for part, drain in zip(parts, after, strict=True))]
 
@@ -149,8 +149,8 @@ class CutSearch:
     def _exchanged(self) -> list[float]:
         """Prefix sums of the seconds of collectives that an OVERLAP_F_B of the table may hide, at most."""
         kinds = self.table.kinds & {Kind.F, Kind.B, Kind.I, Kind.W} if self._weaves else ()
-        each = (sum(map(part.own_collectives, kinds)) * self.table.microbatches for part in self.segments.costs.stages)
-        return [0.0, *accumulate(each)]
+        each = (sum(part.lines(kind).exchanged for kind in kinds) for part in self.segments.costs.stages)
+        return [0.0, *accumulate(self.table.microbatches * seconds for seconds in each)]
 
     @cached_property
     def _weaves(self) -> bool:

@@ -67,6 +67,7 @@ class Segments:
 def _joined(parts: Sequence[StageCosts]) -> StageCosts:
     """The costs of segments that form one stage: forwards run in order, backwards in reverse."""
     saved, exchanges = sum(part.saved_bytes for part in parts), any(part.exchanged for part in parts)
+    lines = {kind: [part.lines(kind) for part in parts] for kind in _KINDS} if exchanges else {}
     kept = [part.saved_bytes if part.kept_bytes is None else part.kept_bytes for part in parts]
     peaks = {kind: _peak(parts, kept, kind) for kind in sorted({kind for part in parts for kind in part.peak_bytes})}
     return StageCosts(
@@ -79,7 +80,8 @@ def _joined(parts: Sequence[StageCosts]) -> StageCosts:
         peak_bytes=peaks,
         received_bytes=_of_ends(parts, "received_bytes"),
         sent_bytes=_of_ends(parts, "sent_bytes"),
-        exchanged={kind: sum(part.own_collectives(kind) for part in parts) for kind in _KINDS} if exchanges else {},
+        exchanged={kind: sum(each.exchanged for each in own) for kind, own in lines.items()},
+        overlapped={kind: sum(each.both for each in own) for kind, own in lines.items()},
         ahead=_joined_ahead(parts) if any(part.ahead is not None for part in parts) else None,
     )
 

@@ -13,7 +13,8 @@ _RECOMPUTE = Accepted(
     lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
 )
 _OVERLAPPED = Accepted(
-    'a tuple of "tp" and "ep"', lambda value: isinstance(value, tuple) and all(each in ("tp", "ep") for each in value)
+    'a tuple of "tp", "ep" and "backward"',
+    lambda value: isinstance(value, tuple) and all(each in ("tp", "ep", "backward") for each in value),
 )
 REDUCED = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of a gradient that is sent, by its dtype."""
@@ -33,8 +34,9 @@ class Deployment:
     recomputation; its price interpolates between the three kinds (an estimate). `sequence`: with `tp`, work on tokens that the
     plan does not shard also divides by `tp` (sequence parallelism), except attention. `optimizer`: as `memory.optimizer`, for
     float32 parameters. `compiled`: pointwise operators, reductions and look-ups run in fused kernels, as Inductor makes them;
-    otherwise each operator is a kernel of its own, and the host launches one after the other. `overlapped`: of "tp" and "ep",
-    exchanges that run beside computations, as in other systems: those of `tp` but for one rank's part, 90 % of those of `ep`.
+    otherwise each operator is a kernel of its own, and the host launches one after the other. `overlapped`: exchanges that run
+    beside computations: as in other systems those of "tp" but for one rank's part, and 90 % of those of "ep"; as in graphpp
+    those of a "backward" beside its weight gradients.
     `chosen`: the experts of a token, in a system that sends a token once to each machine of its experts, as DeepEP does (None:
     once to each expert). `casts`: when values of weights alone, such as weights in float8, are computed: once per "step" where
     whole stages are kept, as in graphpp and Transformer Engine; in each "computation", as in torchao; or of "shards", before

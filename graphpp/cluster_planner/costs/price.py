@@ -1,9 +1,10 @@
 """Price a model's segments in seconds and bytes on machines that need not exist, without measurements.
 
 All figures are of one rank. A kernel takes the launch plus the longer of its arithmetic and its memory traffic, each at the
-share of the peak that the device's curves give, on the slowest of all devices. Exchanges are added in full, unless the
-deployment says that they overlap with computations. Tensor-parallel ranks are neighbours, and so are ranks with folded experts;
-context- and expert-parallel ranks are `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
+share of the peak that the device's curves give, on the slowest of all devices. Exchanges are added in full, but for the
+seconds that the deployment hides under computations, which then lose time. Tensor-parallel ranks are neighbours, and so are
+ranks with folded experts; context- and expert-parallel ranks are `tp` apart. With `cp` ranks have equal parts of each row's
+tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from graphpp.schedules.table.costs import Costs, StageCosts
 _USUAL = Deployment()
 _MODEL_SCORES = 0.8  # of a fused attention's backward, which computes the scores again: 5 products for 2 of the forward
 _SHOWN = 0.1  # of the exchanges of experts that run beside another microbatch, as in an OVERLAP_F_B
+_HIDDEN = 0.8  # in a backward, of the exchanges that its weight gradients could hide (benchmarks/hidden_share.py: 0.7 to 1.0)
 _KINDS = tuple(Kind(phase.value) for phase in PHASES)
 _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
 
@@ -92,6 +94,8 @@ def priced(
     mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
     each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
+    lost, exchanged = (sum(one.beside[at] for one in each) for at in (0, 1))
+    hidden = Costs.hidden * max(0.0, 1 - lost / exchanged) if exchanged else Costs.hidden
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
     ahead, behind = (tuple(machines.send(nbytes, tp * cp) for nbytes in sizes) for sizes in (on, back))
     if alike is not None:
@@ -101,7 +105,7 @@ def priced(
         usual, narrow = Memory(optimizer=deployment.optimizer), deployment.casts == "shards"
         state, experts = state_of_segments(costs, degrees, usual, width, narrow, deployment.in_place)
     return PricedModel(
-        segments=Segments(costs.starts, Costs(tuple(one.stage for one in each), ahead, behind), state),
+        segments=Segments(costs.starts, Costs(tuple(one.stage for one in each), ahead, behind, hidden=hidden), state),
         expert_state=experts, forward_bytes=on, backward_bytes=back,
         flops=_flops(costs.variants[None], degrees.factor, _MODEL_SCORES),
         executed=sum(share * _flops(one, degrees.factor) for one, share in zip(variants, shares, strict=True)),
@@ -145,7 +149,10 @@ def _saved(variant: Variant, degrees: Degrees) -> float:
 
 
 class _PricedKind(NamedTuple):
+    """`beside`: seconds that a forward and a backward lose beside all of their exchanges, and of these exchanges."""
+
     stage: StageCosts
+    beside: tuple[float, float]
     phases: Mapping[Kind, PhaseBytes]
     sent: Mapping[str, float]
     offloadable: tuple[OffloadableBytes, ...]
@@ -163,14 +170,16 @@ class _Pricing:
         """The costs of a segment that mixes several kinds in these shares."""
         key = tuple(map(id, kinds))
         if key not in self._kinds:
-            each = [self._stage(kind) for kind in kinds]
+            each, lost = zip(*map(self._stage, kinds), strict=True)
             stage = each[0] if len(each) == 1 else _in_proportion(each, shares)
+            exchanged = sum(stage.lines(Kind(PHASES[at].value)).exchanged for at in _WHOLE_PASS)
+            beside = sum(share * own for share, own in zip(shares, lost, strict=True)), exchanged
             phases = {phase: self._bytes(kinds, shares, at) for at, phase in enumerate(_KINDS)}
             offloadable = tuple(
                 OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
                 for each in (kinds[0].offloadable if len(kinds) == 1 else ())
             )
-            self._kinds[key] = _PricedKind(stage, phases, self._sent(kinds, shares), offloadable)
+            self._kinds[key] = _PricedKind(stage, beside, phases, self._sent(kinds, shares), offloadable)
         return self._kinds[key]
 
     def _bytes(self, kinds: Sequence[SegmentKind], shares: Sequence[float], phase: int) -> PhaseBytes:
@@ -196,29 +205,37 @@ class _Pricing:
                     found[_ALONG[each.kind]] += share * count * self._exchange(each).sent
         return found
 
-    def _stage(self, kind: SegmentKind) -> StageCosts:
-        times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
+    def _stage(self, kind: SegmentKind) -> tuple[StageCosts, float]:
+        """The costs of a kind, and the seconds that a forward and a backward lose beside all of their exchanges."""
+        times, exchanges, lost = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
         amount = self._degrees.amount
         most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
-        return StageCosts(
-            forward=times[0], backward=times[1], input_grad=times[2], weight_grad=times[3],
+        both = 0.0
+        if "backward" in self._deployment.overlapped and exchanges[1]:
+            both = _HIDDEN * max(0.0, 1 - lost[1] / exchanges[1]) * min(exchanges[1], times[3] - exchanges[3])
+        stage = StageCosts(
+            forward=times[0], backward=times[1] - both, input_grad=times[2], weight_grad=times[3],
             saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)),
             peak_bytes=dict(zip(_KINDS, most, strict=True)), exchanged=dict(zip(_KINDS, exchanges, strict=True)),
+            overlapped={Kind.B: both} if both else {},
         )  # fmt: skip
+        return stage, lost[0] + lost[1]
 
-    def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float]:
-        """(seconds of a phase, seconds of its exchanges)."""
-        total = exchanged = launched = 0.0
+    def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float, float]:
+        """(seconds of a phase, seconds of its exchanges, seconds that it loses beside all of them)."""
+        total = exchanged = lost = launched = 0.0
         for each, count in kind.operations[phase]:
             if self._is_hoisted(each):
                 continue
             seconds = count * self._once(each)
             total += seconds
-            exchanged += seconds if each.kind in _EXCHANGES else 0.0
+            if each.kind in _EXCHANGES:
+                exchanged += seconds
+                lost += seconds * self._machines.contention(*self._group(each))
             launched += count * max(1 if self._deployment.compiled else len(each.parts), self._launches(each))
         if not self._deployment.compiled or self._deployment.single:  # kernels shorter than their launches wait for the host
             total = max(total, launched * self._machines.device.dispatch)
-        return total, exchanged
+        return total, exchanged, lost
 
     def _is_hoisted(self, each: Operation) -> bool:
         return each.derived and self._deployment.casts != "computation"
@@ -267,11 +284,16 @@ class _Pricing:
             sides[ragged] *= self._degrees.ep
         return sides
 
+    def _group(self, each: Operation) -> tuple[int, int]:
+        """The ranks of an exchange, and their distance."""
+        along = _ALONG[each.kind]
+        if along == "ep" and self._degrees.folded:
+            return self._degrees.expert_ranks, 1
+        return getattr(self._degrees, along), 1 if along == "tp" else self._degrees.tp
+
     def _exchange(self, each: Operation) -> _Exchange:
         degrees, machines, along = self._degrees, self._machines, _ALONG[each.kind]
-        ranks, stride = getattr(degrees, along), 1 if along == "tp" else degrees.tp
-        if along == "ep" and degrees.folded:
-            ranks, stride = degrees.expert_ranks, 1
+        ranks, stride = self._group(each)
         if ranks == 1 or each.when == ("shared" if degrees.folded else "folded"):
             return _Exchange(0.0, 0.0)
         nbytes = degrees.amount(each.nbytes, whole=along == "tp") * (ranks if along == "cp" else 1)
@@ -309,5 +331,6 @@ def _in_proportion(stages: Sequence[StageCosts], shares: Sequence[float]) -> Sta
         saved_bytes=round(mean([stage.saved_bytes for stage in stages])),
         kept_bytes=round(mean([stage.kept_bytes or 0 for stage in stages])),
         peak_bytes=peaks,
-        exchanged={kind: mean([stage.own_collectives(kind) for stage in stages]) for kind in _KINDS},
+        exchanged={kind: mean([stage.lines(kind).exchanged for stage in stages]) for kind in _KINDS},
+        overlapped={kind: mean([stage.lines(kind).both for stage in stages]) for kind in _KINDS},
     )

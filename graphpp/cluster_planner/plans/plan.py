@@ -174,7 +174,7 @@ def plan(  # noqa: PLR0913 - the search dimensions, all optional
     )  # fmt: skip
     if like is None and not search:
         raise ScheduleError("search: without a search there is nothing to price: give like=")
-    usual = Deployment(optimizer=optimizer, compiled=backend == "inductor")
+    usual = Deployment(optimizer=optimizer, compiled=backend == "inductor", overlapped=("backward",))
     request = PlanRequest(known, found, batch, known.tokens, dtype, usual)
     with working("searching plans"):
         layout = None if like is None else read_like(like, Context(found.gpus, len(known.layers)))

@@ -17,7 +17,6 @@ from graphpp.devices import Machines, MixedMachines
 from graphpp.planner.balance import balanced_on
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import StageCosts
 
 _LARGE = 8  # a head in pieces is tried where the whole one peaks at this part of the cap
 
@@ -171,11 +170,10 @@ def overlap_of(priced: PricedModel, keep: int | None) -> float:
     if keep == 0:  # computations gather single layers, so F and B run in sequence
         return 1.0
     costs = priced.segments.costs
-    total, exchanged = (
-        sum(of(part, kind) for part in costs.stages for kind in (Kind.F, Kind.B))
-        for of in (StageCosts.of, StageCosts.own_collectives)
-    )
-    return 1 - costs.hidden * min(exchanged, total - exchanged) / total if total else 1.0
+    lines = [part.lines(kind) for part in costs.stages for kind in (Kind.F, Kind.B)]
+    computed, exchanged, both = map(sum, zip(*lines, strict=True))
+    alone = computed + exchanged - both
+    return min(1.0, (computed + exchanged - costs.hidden * min(computed, exchanged)) / alone) if alone else 1.0
 
 
 def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:

@@ -136,10 +136,8 @@ class PlacementSearch:
         parts = self.pieces.stages
         each = (one.forward + min(one.of(Kind.B), one.input_grad + one.weight_grad) for one in parts)
         forwards, saved = (one.forward for one in parts), (one.saved_bytes for one in parts)
-        exchanged = (
-            one.own_collectives(Kind.F) + max(sum(map(one.own_collectives, kinds)) for kinds in ((Kind.B,), (Kind.I, Kind.W)))
-            for one in parts
-        )
+        lines = ({kind: one.lines(kind).exchanged for kind in (Kind.F, Kind.B, Kind.I, Kind.W)} for one in parts)
+        exchanged = (one[Kind.F] + max(one[Kind.B], one[Kind.I] + one[Kind.W]) for one in lines)
         sums = [[0.0, *accumulate(values)] for values in (each, forwards, exchanged)]
         return sums[0], sums[1], [0, *accumulate(saved)], sums[2]
 

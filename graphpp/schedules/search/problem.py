@@ -180,10 +180,8 @@ def _beside(costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]],
 def _hidden(costs: Costs, home: Sequence[int], rank: int) -> float:
     """At most, the time that pairs save because collectives hide: no more than all of them, or all other computation."""
     own = [stage for stage, where in zip(costs.stages, home, strict=True) if where == rank]
-    exchanged = computed = 0.0
-    for forms in [each for stage in own for each in ([(stage, Kind.F)], [(stage, Kind.I), (stage, Kind.B)])]:
-        exchanged += max(stage.own_collectives(kind) for stage, kind in forms)
-        computed += max(stage.of(kind) - stage.own_collectives(kind) for stage, kind in forms)
+    forms = [[stage.lines(kind) for kind in kinds] for stage in own for kinds in ((Kind.F,), (Kind.I, Kind.B))]
+    computed, exchanged = (sum(max(one[at] for one in each) for each in forms) for at in (0, 1))
     return costs.hidden * min(1.0, costs.overlap) * min(exchanged, computed)
 
 

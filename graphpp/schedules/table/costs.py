@@ -11,10 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import inf
 from numbers import Real
+from typing import Any, NamedTuple
 
 from graphpp.arguments import COUNT, FLAG, INDEX, NUMBER, Accepted, checked, one_of, or_none, require, shown
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
+
+
+class Lines(NamedTuple):
+    """The seconds of a program's computation, of its collectives, and of both at once."""
+
+    computed: float
+    exchanged: float
+    both: float
+
+    @property
+    def in_sequence(self) -> float:
+        return self.computed + self.exchanged
 
 
 @dataclass(frozen=True)
@@ -24,8 +37,9 @@ class StageCosts:
     `kept_bytes` None: as many as `saved_bytes`. By kind: `peak_bytes`, the most bytes alive while that program runs, with the
     values it received, saved and computes (missing: no more than it saves or has saved); `received_bytes`, the bytes that
     arrive from the neighbouring stage for an F, B or I; `sent_bytes`, the bytes of values for the neighbouring stage that share
-    no memory with saved or kept values; `exchanged`, the seconds of the stage's own collectives, included in its time, that
-    computation of another part of an OVERLAP_F_B can hide (`Costs.together`).
+    no memory with saved or kept values; `exchanged`, the seconds of the stage's own collectives, which computation of another
+    part of an OVERLAP_F_B can hide (`Costs.together`); `overlapped`, the seconds of `exchanged` that computation of the same
+    program hides. The time of a program includes its collectives but for the overlapped seconds.
 
     `backward`, `input_grad` and `weight_grad` include the recomputation of forward values, if there is any. `ahead`: the costs
     of the microbatches that have an R. Its `forward` and `peak_bytes[Kind.F]` are those of R, which leaves its `saved_bytes`
@@ -42,6 +56,7 @@ class StageCosts:
     received_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     sent_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
     exchanged: Mapping[Kind, float] = field(default_factory=dict, hash=False)
+    overlapped: Mapping[Kind, float] = field(default_factory=dict, hash=False)
     ahead: StageCosts | None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +74,10 @@ class StageCosts:
             if seconds > whole * (1 + _ROUNDING) or kind not in _TIMED:
                 given = f"{seconds:g} of {kind}, which takes {whole:g}"
                 raise ScheduleError(f"exchanged of StageCosts: take a part of the time of F, B, I or W, got {given}")
+        for kind, seconds in self.overlapped.items():
+            if seconds > self.exchanged.get(kind, 0.0) * (1 + _ROUNDING):
+                given = f"{seconds:g} of {kind}, which exchanges {self.exchanged.get(kind, 0.0):g}"
+                raise ScheduleError(f"overlapped of StageCosts: take a part of `exchanged`, got {given}")
 
     def change(self, kind: Kind) -> tuple[int, int]:
         """Change of the rank's live bytes at the start of an F, B, I or W, and at its end."""
@@ -96,15 +115,27 @@ class StageCosts:
 
     def behind(self, seconds: float, peak_bytes: Mapping[Kind, int]) -> StageCosts:
         """These costs as `ahead`: behind an R of so many seconds, which runs no collectives."""
-        exchanged: dict[Kind, float] = {kind: each for kind, each in self.exchanged.items() if kind != Kind.F}
-        return replace(self, forward=seconds, peak_bytes=peak_bytes, exchanged=exchanged)
+        own: list[dict[Kind, float]] = [{**self.exchanged}, {**self.overlapped}]
+        for each in own:
+            each.pop(Kind.F, None)
+        return replace(self, forward=seconds, peak_bytes=peak_bytes, exchanged=own[0], overlapped=own[1])
 
-    def own_collectives(self, kind: Kind, ahead: bool = False) -> float:
-        """`exchanged` of one kind; of a B whose time is that of I and W, theirs unless the B states its own."""
-        if ahead and kind != Kind.F:
-            return self.after_recompute.own_collectives(kind)
-        halves = (Kind.I, Kind.W) if kind == Kind.B and kind not in self.exchanged and self.backward is None else (kind,)
-        return sum(self.exchanged.get(half, 0.0) for half in halves)
+    def lines(self, kind: Kind, ahead: bool = False) -> Lines:
+        """One kind's seconds; of a B whose time is that of I and W, their collectives unless the B states its own."""
+        if ahead and kind not in (Kind.F, Kind.R):
+            return self.after_recompute.lines(kind)
+        derived = kind == Kind.B and kind not in self.exchanged and self.backward is None
+        stating = (Kind.I, Kind.W) if derived else (kind,)
+        exchanged, both = (sum(of.get(each, 0.0) for each in stating) for of in (self.exchanged, self.overlapped))
+        return Lines(self.of(kind) + both - exchanged, exchanged, both)
+
+    @property
+    def in_sequence(self) -> StageCosts:
+        """These costs where no program computes beside its own collectives."""
+        named = {"forward": Kind.F, "backward": Kind.B, "input_grad": Kind.I, "weight_grad": Kind.W}
+        stated = {name: kind for name, kind in named.items() if getattr(self, name) is not None}
+        each: dict[str, Any] = {name: self.lines(kind).in_sequence for name, kind in stated.items()}
+        return replace(self, **each, overlapped={}, ahead=None if self.ahead is None else self.ahead.in_sequence)
 
 
 _TIME = Accepted("a finite number, 0 or more", lambda value: NUMBER.accepts(value) and 0 <= value < inf)  # type: ignore[operator]
@@ -204,15 +235,22 @@ class Costs:
 
         The parts have one line for their computation and one for their collectives (`StageCosts.exchanged`), so an OVERLAP_F_B
         takes no less than all computation, all collectives, or the chain of a part, whose operations wait for each other: a
-        forward, or the input gradients of a backward. Of the seconds that the sum of the parts' times exceeds the largest of
-        these, the share `hidden` is saved. `overlap` is a factor on the rest: where no stage states collectives, the fraction
-        of the sum of the parts' times.
+        forward, or the input gradients of a backward. Of the seconds that the sum of both lines exceeds the largest of
+        these, the share `hidden` is saved, or as much as the parts save alone if that is more. `overlap` is a factor on the
+        rest: where no stage states collectives, the fraction of the sum of the parts' times.
         """
-        took = [self.stages[stage].of(kind, ahead) for stage, kind, ahead in parts]
-        total, exchanged = sum(took), sum(self.stages[stage].own_collectives(kind, ahead) for stage, kind, ahead in parts)
-        chains = (self.stages[stage].of(Kind.I if kind == Kind.B else kind, ahead) for stage, kind, ahead in parts)
-        least = max(total - exchanged, exchanged, *map(min, took, chains))
-        return self.overlap * (total - self.hidden * (total - least))
+        taken = [(self.stages[stage], kind, ahead) for stage, kind, ahead in parts]
+        lines = [stage.lines(kind, ahead) for stage, kind, ahead in taken]
+        chains = (stage.lines(Kind.I if kind == Kind.B else kind, ahead) for stage, kind, ahead in taken)
+        computed, exchanged, both = map(sum, zip(*lines, strict=True))
+        total, pairs = computed + exchanged, zip(lines, chains, strict=True)
+        least = max(computed, exchanged, *(min(own.in_sequence, chain.in_sequence) for own, chain in pairs))
+        return self.overlap * min(total - both, total - self.hidden * (total - least))
+
+    @property
+    def in_sequence(self) -> Costs:
+        """These costs where parts run one after the other, and no program computes beside its own collectives."""
+        return replace(self, hidden=0.0, woven=False, stages=tuple(each.in_sequence for each in self.stages))
 
     @property
     def saves(self) -> bool:

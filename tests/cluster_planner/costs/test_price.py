@@ -48,7 +48,7 @@ def _seconds(found: PricedModel) -> float:
 
 def _exchanged(found: PricedModel, *kinds: Kind) -> list[float]:
     """Seconds of exchanges by segment."""
-    return [sum(map(stage.own_collectives, kinds or (Kind.F, Kind.B))) for stage in found.segments.costs.stages]
+    return [sum(stage.lines(kind).exchanged for kind in kinds or (Kind.F, Kind.B)) for stage in found.segments.costs.stages]
 
 
 def _of_experts(found: PricedModel, kind: str) -> int:
@@ -234,6 +234,21 @@ def test_gradients_in_place_leave_no_shards_of_their_own() -> None:
     usual, in_place = (priced(_costs("llama"), FLAT, Deployment(in_place=each)).segments.state for each in (False, True))
     assert sum(one.row_sums or 0 for one in usual) > 0 == sum(one.row_sums or 0 for one in in_place)
     assert [one.sums for one in usual] == [one.sums for one in in_place]
+
+
+def test_a_backward_hides_exchanges_under_its_weight_gradients() -> None:
+    machines = replace(FLAT, inside=Link(0.0, 1e12, 1.0, contention=0.5))
+    each = [priced(_costs("llama"), machines, Deployment(tp=2, overlapped=own)) for own in ((), ("backward",))]
+    costs = [found.segments.costs for found in each]
+    assert costs[0].hidden == costs[1].hidden == pytest.approx(0.9 * (1 - 0.5)), "half a second is lost per second"
+    for plain, hidden in zip(*(found.stages for found in costs), strict=True):
+        free = min(plain.lines(Kind.B).exchanged, plain.lines(Kind.W).computed)
+        assert plain.backward - hidden.backward == pytest.approx(0.8 * (1 - 0.5) * free)
+        assert hidden.in_sequence.backward == pytest.approx(plain.backward)
+        assert replace(hidden, backward=plain.backward, overlapped={}) == plain
+    assert costs[1].stages[_costs("llama").layers[0]].overlapped[Kind.B] > 0
+    slow = replace(FLAT, inside=Link(0.0, 1e12, 1.0, contention=1.5))
+    assert priced(_costs("llama"), slow, Deployment(tp=2, overlapped=("backward",))).segments.costs.hidden == 0
 
 
 def test_overlapped_exchanges_cost_what_the_computations_lose_to_them() -> None:

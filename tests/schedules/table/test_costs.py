@@ -50,8 +50,24 @@ def test_a_pair_takes_its_computation_or_its_collectives_or_a_chain_alone(
 
 def test_a_backward_of_two_halves_has_the_collectives_of_both() -> None:
     halves = StageCosts(1, 4, 2, exchanged={Kind.I: 3, Kind.W: 1})
-    assert halves.own_collectives(Kind.B) == 4
-    assert replace(halves, backward=5.0).own_collectives(Kind.B) == 0, "its time is its own, and so are its collectives"
+    assert halves.lines(Kind.B).exchanged == 4
+    assert replace(halves, backward=5.0).lines(Kind.B).exchanged == 0, "its time is its own, and so are its collectives"
+
+
+def test_a_backward_that_hides_collectives_itself_has_fewer_left_for_a_pair() -> None:
+    forward, whole = StageCosts(3, exchanged={Kind.F: 1}), StageCosts(input_grad=4, backward=8, exchanged={Kind.B: 3})
+    alone = replace(whole, backward=6.0, overlapped={Kind.B: 2})
+    costs, in_sequence = Costs((forward, alone), hidden=1.0), Costs((forward, whole), hidden=1.0)
+    assert costs.together(PAIR) == in_sequence.together(PAIR) == 7, "all computation"
+    assert replace(costs, hidden=0.0).together(PAIR) == 9, "as long as each alone"
+    assert replace(costs, hidden=0.5).together(PAIR) == 9, "the pair would take 11 - 0.5 * 4"
+    assert costs.in_sequence.stages == (forward, whole)
+    assert alone.behind(1.0, {}).lines(Kind.B) == (5, 3, 2)
+
+
+def test_overlapped_seconds_are_seconds_of_collectives() -> None:
+    with pytest.raises(ScheduleError, match="overlapped of StageCosts: take a part"):
+        StageCosts(backward=3, exchanged={Kind.B: 1}, overlapped={Kind.B: 2})
 
 
 def test_collectives_are_a_part_of_the_time() -> None:
@@ -64,12 +80,15 @@ def test_collectives_are_a_part_of_the_time() -> None:
 
 
 def mixed(random: Random, stages: int) -> Costs:
-    """Costs of stages of which some exchange much, some little, some nothing."""
+    """Costs of stages of which some exchange much, some little, some nothing, and hide some of it themselves."""
     each = []
     for _ in range(stages):
         times = {kind: random.uniform(0.5, 2) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)}
         exchanged = {kind: random.choice((0, 0.3, 0.9)) * seconds for kind, seconds in times.items()}
-        each.append(StageCosts(times[Kind.F], times[Kind.I], times[Kind.W], times[Kind.B], exchanged=exchanged))
+        overlapped = {kind: random.choice((0, 0.5, 1)) * min(one, times[kind] - one) for kind, one in exchanged.items()}
+        took = {kind: seconds - overlapped[kind] for kind, seconds in times.items()}
+        whole = took[Kind.F], took[Kind.I], took[Kind.W], took[Kind.B]
+        each.append(StageCosts(*whole, exchanged=exchanged, overlapped=overlapped))
     sends = [tuple(random.choice((0.0, 0.2)) for _ in range(stages - 1)) for _ in range(2)]
     return Costs(tuple(each), *sends, overlap=random.choice((1.0, 0.9)), hidden=random.choice((0.5, 1.0)))
 

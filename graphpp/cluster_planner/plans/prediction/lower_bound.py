@@ -2,7 +2,7 @@
 
 In: the costs of the segments, which no stage divides, and of the messages after them. The bound is the largest of
 
-- the work of all microbatches, divided evenly; pairs hide no more than all collectives, or all other computation;
+- the work of all microbatches, divided evenly; programs hide no more than all collectives, or all other computation;
 - the work of all microbatches in the heaviest segment;
 - the path of one microbatch through all segments, and over the cheapest boundaries, of which each further rank adds one.
 
@@ -22,10 +22,11 @@ _BACKWARDS = ((Kind.B,), (Kind.I, Kind.W))
 
 def least_seconds(segments: Costs, ranks: int, microbatches: int) -> float:
     woven, parts = min(1.0, segments.overlap), segments.stages
+    share = max(segments.hidden, *(_hidden_alone(part) for part in parts))
     forms = [[_work(part, kinds, ahead) for kinds in _BACKWARDS for ahead in _ways(part)] for part in parts]
     exchanged, computed = (sum(max(form[at] for form in each) for each in forms) for at in (0, 1))
-    total = sum(min(map(sum, each)) for each in forms) - segments.hidden * min(exchanged, computed)
-    heaviest = max(min(sum(form) - segments.hidden * min(form) for form in each) for each in forms)
+    total = sum(min(map(sum, each)) for each in forms) - share * min(exchanged, computed)
+    heaviest = max(min(sum(form) - share * min(form) for form in each) for each in forms)
     back = (min(part.of(kinds[0], ahead) for kinds in _BACKWARDS for ahead in _ways(part)) for part in parts)
     path = woven * sum(part.forward + each for part, each in zip(parts, back, strict=True))
     sends = [segments.sends_forward, segments.sends_backward]
@@ -41,5 +42,11 @@ def _ways(part: StageCosts) -> Sequence[bool]:
 def _work(part: StageCosts, backward: Sequence[Kind], ahead: bool) -> tuple[float, float]:
     """Seconds of collectives, and of other computation."""
     kinds = (Kind.F, *((Kind.R,) if ahead else ()), *backward)
-    exchanged = sum(part.own_collectives(kind, ahead) for kind in kinds if kind is not Kind.R)
-    return exchanged, sum(part.of(kind, ahead) for kind in kinds) - exchanged
+    each = [part.lines(kind, ahead) for kind in kinds]
+    return sum(one.exchanged for one in each), sum(one.computed for one in each)
+
+
+def _hidden_alone(part: StageCosts) -> float:
+    """The largest share that programs of their own hide of what no order could exceed."""
+    each = [part.lines(kind, ahead) for ahead in _ways(part) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+    return max(one.both / min(one.exchanged, one.computed) if one.both else 0.0 for one in each)

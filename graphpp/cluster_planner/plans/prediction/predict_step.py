@@ -176,7 +176,7 @@ class _Step:
             stages = with_sums(stages, state, machines, self._setting.microbatches)
         moving = replace(timed, stages=with_messages(stages, *crossing), flow=FLOW)
         if keep == 0:  # computations gather single layers, so the parts of an OVERLAP_F_B run in sequence
-            moving = replace(moving, hidden=0.0, woven=False)
+            moving = moving.in_sequence
         return _Stages(moving, state, shared)
 
     @property
@@ -304,7 +304,7 @@ class _Step:
         own = [at for stage in step.stages for at in range(self.cut[stage], ends[stage])]
         forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
         again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
-        exchanged = [sum(costs[at].own_collectives(kind) for at in own) for kind in (Kind.F, Kind.B)]
+        exchanged = [sum(costs[at].of(kind) - costs[at].lines(kind).computed for at in own) for kind in (Kind.F, Kind.B)]
         share = busy / (forward + backward) if forward + backward else 0.0
         return StepSeconds(
             forward=(forward - exchanged[0]) * share,

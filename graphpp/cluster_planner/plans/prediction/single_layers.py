@@ -162,7 +162,7 @@ class LayerGathers:
         waited = gathers[0] + sums[-1] + sum(one.derived for one in each)
         for at, segment in enumerate(segments[: len(each)]):
             beside = (gathers[at + 1] if at + 1 < len(gathers) else 0.0) + (sums[at - 1] if at else 0.0)
-            computed = self.priced.segments.costs.stages[segment].of(kind)
+            computed = self.priced.segments.costs.stages[segment].lines(kind).in_sequence
             waited += max(slower * beside, beside - computed)
         return waited
 

@@ -91,5 +91,5 @@ class _Cuts:
         costs = replace(segments.costs, stages=stages, sends_forward=on, sends_backward=back)
         if keep == 0:
             gathers = LayerGathers(self._machines, self._setting.shape, priced, cut, self._request.reduced_width)
-            return gathers.costs(replace(costs, hidden=0.0))
+            return gathers.costs(costs.in_sequence)
         return costs
