@@ -22,20 +22,9 @@ _BACKWARD = PHASES.index(Phase.BACKWARD)
 _WIDE = 4  # bytes of the logarithms and slopes of a logit
 
 
-def has_head(costs: ModelCosts) -> bool:
-    """Whether the head is the last segment, and a tied embedding the first."""
-    weight = next((each for each in costs.parameters if each.fqn == costs.head), None)
-    last = len(costs.starts) - 1
-    return weight is not None and last > 0 and set(weight.readers) in ({last}, {0, last})
-
-
-def is_tied(costs: ModelCosts) -> bool:
-    return any(each.fqn == costs.head and each.readers[0] == 0 for each in costs.parameters)
-
-
 def with_word_parts(costs: ModelCosts, parts: int) -> ModelCosts:
     """`costs` of which `has_head` holds, with so many parts of the words."""
-    last, tied = len(costs.starts) - 1, is_tied(costs)
+    last, tied = len(costs.starts) - 1, costs.ties_head
     cut = {last, *([0] if tied else [])}
     segments = [(at, part) for at in range(last + 1) for part in (range(parts) if at in cut else range(1))]
     number = {pair: new for new, pair in enumerate(segments)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from graphpp.cluster_planner.costs.operations import Counted, Size
 from graphpp.runtime.program import Phase
@@ -136,7 +137,18 @@ class ModelCosts:
     def elements(self) -> int:
         return sum(each.elements for each in self.parameters)
 
-    @property
+    @cached_property
+    def has_head(self) -> bool:
+        """Whether the head is the last segment, and a tied embedding the first."""
+        weight = next((each for each in self.parameters if each.fqn == self.head), None)
+        last = len(self.starts) - 1
+        return weight is not None and last > 0 and set(weight.readers) in ({last}, {0, last})
+
+    @cached_property
+    def ties_head(self) -> bool:
+        return any(each.fqn == self.head and each.readers[0] == 0 for each in self.parameters)
+
+    @cached_property
     def dtype(self) -> str:
         """The dtype of most parameter elements."""
         elements = Counter[str]()

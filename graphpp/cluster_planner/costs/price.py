@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import NamedTuple
 
@@ -76,6 +76,15 @@ class PricedModel:
     sent: tuple[Mapping[str, float], ...] = ()
     layers: tuple[Mapping[Kind, PhaseBytes], ...] = ()
     offloadable: tuple[tuple[OffloadableBytes, ...], ...] = ()
+
+    @cached_property
+    def paired(self) -> float:
+        """The time of an OVERLAP_F_B over that of its parts alone, if all stages are alike."""
+        costs = self.segments.costs
+        lines = [part.lines(kind) for part in costs.stages for kind in (Kind.F, Kind.B)]
+        computed, exchanged, both = map(sum, zip(*lines, strict=True))
+        total = computed + exchanged
+        return min(1.0, (total - costs.hidden * min(computed, exchanged)) / (total - both)) if total else 1.0
 
 
 @checked(

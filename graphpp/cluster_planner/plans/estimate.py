@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from graphpp.cluster_planner.plans.request import ModelTotals, PlanRequest, overlap_of
+from graphpp.cluster_planner.plans.request import ModelTotals, PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting
 
 
@@ -113,8 +113,8 @@ def _alive(setting: PlanSetting) -> float:
 
 def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:
     """Seconds from one microbatch to the next."""
-    if setting.schedule.name == "DualPipeV":  # overlaps forwards and backwards
-        return work.whole * overlap_of(request.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
+    if setting.schedule.name == "DualPipeV" and setting.keep != 0:  # overlaps forwards and backwards
+        return work.whole * request.priced(setting.shape, setting.rows, setting.recompute).paired
     if setting.schedule.name in _IN_CYCLES:
         return (work.whole + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
     return work.whole

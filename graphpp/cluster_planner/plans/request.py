@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from graphpp.cluster_planner.costs.deployment import REDUCED, Deployment
-from graphpp.cluster_planner.costs.large_heads import has_head, is_tied, with_logits_tokens, with_word_parts
+from graphpp.cluster_planner.costs.large_heads import with_logits_tokens, with_word_parts
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.price import PricedModel, priced
 from graphpp.cluster_planner.plans.mesh_shapes import MeshLimits, MeshShape, mesh_shapes
@@ -109,7 +109,7 @@ class PlanRequest:
         if key == (0, None) or self.of_head:
             return self
         if key not in self._by_head:
-            fixed = parts if is_tied(self.costs) else 0, parts
+            fixed = parts if self.costs.ties_head else 0, parts
             costs = with_word_parts(self.costs, parts) if parts else with_logits_tokens(self.costs, setting.logits_tokens or 0)
             question = self.machines, self.batch, self.tokens, self.dtype, self.usual
             self._by_head[key] = PlanRequest(costs, *question, fixed=fixed, of_head=True)
@@ -117,22 +117,22 @@ class PlanRequest:
 
     def can_take_pieces(self, setting: PlanSetting) -> bool:
         """Whether the head can compute the logits of some tokens at a time."""
-        return setting.shape.tp == 1 and not setting.word_parts and has_head(self.costs)
+        return setting.shape.tp == 1 and not setting.word_parts and self.costs.has_head
 
     def may_take_pieces(self, shape: MeshShape, rows: int, cap: int) -> bool:
         """Whether the head's peak is a large part of the bytes that a rank may hold."""
-        if shape.tp > 1 or not has_head(self.costs):
+        if shape.tp > 1 or not self.costs.has_head:
             return False
         return max(self.priced(shape, rows, None).segments.costs.stages[-1].peak_bytes.values()) > cap / _LARGE
 
     def stages_of_words(self, shape: MeshShape) -> int:
         """How many more stages a model has if the words of its head are cut."""
-        return (shape.pp - 1) * (1 + is_tied(self.costs))
+        return (shape.pp - 1) * (1 + self.costs.ties_head)
 
     def can_cut_words(self, shape: MeshShape, stages: int) -> bool:
         """Whether each rank can have a part of the head's words."""
-        more = stages > shape.pp * (2 if is_tied(self.costs) else 1)
-        return shape.pp > 1 and shape.tp == 1 and has_head(self.costs) and more
+        more = stages > shape.pp * (2 if self.costs.ties_head else 1)
+        return shape.pp > 1 and shape.tp == 1 and self.costs.has_head and more
 
     def may_cut_words(self, shape: MeshShape, rows: int, stages: int) -> bool:
         """Whether the head takes longer than a stage on average, and each rank can have a part of its words."""
@@ -163,17 +163,6 @@ class PlanRequest:
                 self._totals[key] = _totals(each[0])
             found = self._stages[key, groups] = _cut(each, groups, self._totals[key], self.fixed)
         return found
-
-
-def overlap_of(priced: PricedModel, keep: int | None) -> float:
-    """The time of an overlapped F and B over their sum, if all stages are alike."""
-    if keep == 0:  # computations gather single layers, so F and B run in sequence
-        return 1.0
-    costs = priced.segments.costs
-    lines = [part.lines(kind) for part in costs.stages for kind in (Kind.F, Kind.B)]
-    computed, exchanged, both = map(sum, zip(*lines, strict=True))
-    alone = computed + exchanged - both
-    return min(1.0, (computed + exchanged - costs.hidden * min(computed, exchanged)) / alone) if alone else 1.0
 
 
 def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:

@@ -124,6 +124,8 @@ class StageCosts:
         """One kind's seconds; of a B whose time is that of I and W, their collectives unless the B states its own."""
         if ahead and kind not in (Kind.F, Kind.R):
             return self.after_recompute.lines(kind)
+        if not self.exchanged:
+            return Lines(self.of(kind), 0.0, 0.0)
         derived = kind == Kind.B and kind not in self.exchanged and self.backward is None
         stating = (Kind.I, Kind.W) if derived else (kind,)
         exchanged, both = (sum(of.get(each, 0.0) for each in stating) for of in (self.exchanged, self.overlapped))

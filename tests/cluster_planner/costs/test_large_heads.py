@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp.capture.source_lines import inside_call
 from graphpp.cluster_planner.costs.capture_costs import capture_costs
-from graphpp.cluster_planner.costs.large_heads import has_head, with_logits_tokens, with_word_parts
+from graphpp.cluster_planner.costs.large_heads import with_logits_tokens, with_word_parts
 from graphpp.cluster_planner.costs.model_costs import Degrees, ModelCosts
 from graphpp.cluster_planner.costs.operations import Size
 from graphpp.passes.forward.chunk_logits import chunk_logits
@@ -76,7 +76,7 @@ def totals(costs: ModelCosts, variant: str | None) -> list[tuple[float, float, f
 def test_shares_are_those_of_a_model_with_cut_words(tied: bool, variant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = costs_of(tied)
     assert whole.head == ("tokens.weight" if tied else "head.weight")
-    assert has_head(whole)
+    assert whole.has_head
     found = with_word_parts(whole, PARTS)
     module = import_module("graphpp.cluster_planner.costs.capture_costs")  # the package has a function of this name
     monkeypatch.setattr(module, "weights_of_heads", cut)
@@ -139,4 +139,4 @@ def test_a_head_that_is_not_alone_stays_whole() -> None:
 
     with torch.device("meta"):
         model, tokens = Averaged(tied=False), torch.empty(2, 16, dtype=torch.int64)
-    assert not has_head(capture_costs(model, loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None))
+    assert not capture_costs(model, loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None).has_head
