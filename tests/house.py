@@ -126,7 +126,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 61_030,
+    "graphpp": 61_110,
     "graphpp/_torch": 2_780,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -134,7 +134,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/capture": 5_560,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 2_140,
-    "graphpp/cluster_planner": 7_270,
+    "graphpp/cluster_planner": 7_340,
     "graphpp/compiler": 2_470,
     "graphpp/devices": 785,
     "graphpp/integrations": 2_400,
@@ -148,7 +148,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_290,
     "graphpp/schedules": 7_870,
     "graphpp/verification": 1_380,
-    "tests": 55_510,
+    "tests": 55_540,
 }
 MOST_FILES = 473  # Python files of graphpp/, `__init__.py` included
 

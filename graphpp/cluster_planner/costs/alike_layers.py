@@ -7,19 +7,22 @@ called; the last one before the gap stands for the turns in it. `shortened.py` c
 by one, so code that treats every second to every sixth layer in another way, by its index, is found out.
 
 A call is skipped if its arguments are those of the stand-in's call: the results of the preceding layer where the stand-in had
-those of its own preceding layer, else the same objects or equal plain values.
+those of its own preceding layer, else the same objects or equal plain values. Torch handles each parameter of a model a dozen
+times in a trace, so layers to skip have no submodules meanwhile, unless the model needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from graphpp._torch.aot import Context, answered
+from graphpp._torch.aot import answered
 from graphpp._torch.pytree import tree_leaves
+from graphpp.errors import CaptureError
 
 _BEFORE, _AFTER = 3, 2  # turns that are called before and after the skipped ones
 _CALLED = 7  # layers that are called before them, at least
@@ -110,31 +113,54 @@ def _alike(one: Sequence[Any], other: Sequence[Any], distance: int) -> bool:
 
 class CalledOnce:
     """Within `skipping()`, calls of the keys of `stands_for` are skipped, with their hooks. `always`: whatever their arguments.
-    Of the model's last call: `skipped`, the layers that were skipped, in order; `again`: whether a layer was called twice."""
+    `empty`: layers without submodules meanwhile; `refused`: whether a `CaptureError` was raised where the model needs them. Of
+    the model's last call: `skipped`, the layers that were skipped, in order; `again`: whether a layer was called twice."""
 
-    def __init__(self, model: nn.Module, stands_for: StandIns, *, always: bool) -> None:
+    def __init__(self, model: nn.Module, stands_for: StandIns, *, always: bool, empty: Collection[str]) -> None:
         names = {*stands_for, *stands_for.values()}
         self._before = {} if always else {name: _preceding(name) for name in names}
-        self._model, self.again = model, False
+        self._model, self.again, self.refused = model, False, False
+        found = {name: model.get_submodule(name) for name in empty}  # the model may loop over the modules of a list
+        self._emptied = {each: name for name, each in found.items() if not hasattr(each, "__iter__")}
         self._names = {model.get_submodule(name): name for name in names.union(self._before.values())}
         self._stands_for, self._always = stands_for, always
         self._given, self._results = dict[str, list[Any]](), dict[str, Any]()
         self.skipped: dict[str, str] = {}
 
-    def skipping(self) -> Context:
-        return answered(self._answer)
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        parts = [each._modules.copy() for each in self._emptied]
+        own = {id(tensor) for modules in parts for each in modules.values() if each is not None for tensor in _tensors(each)}
+        try:
+            for each in self._emptied:
+                each._modules.clear()
+            if not own.isdisjoint(map(id, _tensors(self._model))):
+                self._refuse("another module has tensors of a layer that is not called")
+            with answered(self._answer):
+                yield
+        finally:
+            for each, modules in zip(self._emptied, parts, strict=True):
+                each._modules.update(modules)
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.refused = True
+        raise CaptureError(f"cluster costs: {why}")  # `Shortening.needs_all`: another trace follows, with all submodules
 
     def _answer(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         name = self._names.get(module)
         if module is self._model:
             self.skipped, self.again, self._results = {}, False, {}
         if name is None:
+            if module in self._emptied:
+                self._refuse(f"{self._emptied[module]} is called in one of two traces")
             return call(module, *args, **kwargs)
         self.again |= name in self._results
         given, other = tree_leaves((args, kwargs)), self._stands_for.get(name)
         if other is not None and (self._always or self._repeats(name, other, given)):
             self.skipped[name] = other
             self._results[name] = self._results[other]
+        elif module in self._emptied:
+            self._refuse(f"{name} is called unlike {other}, which looks alike")
         else:
             self._given[name], self._results[name] = given, call(module, *args, **kwargs)
         return self._results[name]
@@ -148,6 +174,11 @@ class CalledOnce:
         later = {id(old): new for old, new in zip(before, now, strict=True)}
         pairs = zip(earlier, given, strict=True)
         return all(later.get(id(a), a) is b or (type(a) in _PLAIN and type(a) is type(b) and a == b) for a, b in pairs)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _preceding(name: str) -> str:

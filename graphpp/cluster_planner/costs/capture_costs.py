@@ -7,7 +7,6 @@ grow. Attention is captured as the CPU's fused kernel, whose figures equal those
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from graphpp.capture.source_lines import MODEL
 from graphpp.capture.trace import capture
 from graphpp.cluster_planner.costs.float8 import FLOAT8, Float8, converted_layers, described, in_float8, recipes_of
 from graphpp.cluster_planner.costs.from_graph import Captured, model_costs, segment_starts
-from graphpp.cluster_planner.costs.long_loops import LongLoopsRefused
+from graphpp.cluster_planner.costs.long_loops import long_loops_refused
 from graphpp.cluster_planner.costs.model_costs import ModelCosts
 from graphpp.cluster_planner.costs.shortened import Shortening, WholeModel
 from graphpp.cluster_planner.costs.tensor_plan import Plan, fitting
@@ -30,6 +29,9 @@ from graphpp.options.option import FLOATING_DTYPE
 from graphpp.passes.forward.head_and_loss import weights_of_heads
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.layers import module_calls
+from graphpp.runtime.fsdp.precision import floating_as
+from graphpp.runtime.parameter_rows import whole_name
+from graphpp.runtime.program import TensorMeta
 
 _TURN = 6  # layers, in whose kinds the layers may alternate
 _FEWEST = 2  # rows: with one row, a model may take another branch
@@ -70,21 +72,20 @@ def capture_costs(
 
     def captured(rows: int, shortening: Shortening) -> JointGraph:
         def look(module: fx.GraphModule) -> None:
-            counting.close()  # before the joint trace, whose calls are those of the graph
             heads.update(weights_of_heads(module))
             shortening.shorten(module)
 
         batch = _with_rows(example, rows)
-        with shortening.skipping(model), ExitStack() as counting:
-            counting.enter_context(LongLoopsRefused(model))
+        with shortening.skipping(model), long_loops_refused(model):
             return capture(model, loss, batch, torch.device("cpu"), on_export=look, param_dtype=param_dtype).joint
 
     recipes = recipes_of(model, float8)
     try:
         with in_float8(model, recipes):
-            found = _captured(captured, max(int(rows), _FEWEST))
+            found = next(filter(None, (_captured(captured, max(int(rows), _FEWEST), empty) for empty in (True, False))))
     except CaptureError as error:
         raise CaptureError(_of_example(error, example, param_dtype)) from error
+    _name_all(found.joint, model, param_dtype)
     costs = model_costs(
         found,
         tensor_plan=_own(model, "tp_plan", found.joint) if tensor_plan is None else tensor_plan,
@@ -113,13 +114,16 @@ def _of_example(error: CaptureError, example: Microbatch, param_dtype: torch.dty
     return f"example: {why}: {remedy} ({' '.join(line.strip() for line in str(error).splitlines()[:2])})"
 
 
-def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> Captured:
-    """The graphs for `rows` rows and for twice as many, without most of the repeated layers if these can be removed."""
+def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int, empty: bool) -> Captured | None:
+    """The graphs for `rows` rows and for twice as many, without most of the repeated layers if these can be removed. None if
+    the model needs the submodules of layers that are skipped, which they have unless `empty`."""
     for longest in (_TURN, 0):
-        shortening = Shortening(longest)
+        shortening = Shortening(longest, empty)
         try:
             joint = captured(rows, shortening)
-        except CaptureError:
+        except CaptureError as error:
+            if shortening.needs_all(error):
+                return None
             if not shortening.skipped:
                 raise
             continue  # the model reads more of a layer than its results
@@ -131,11 +135,29 @@ def _captured(captured: Callable[[int, Shortening], JointGraph], rows: int) -> C
     try:
         larger = captured(2 * rows, shortening)
     except CaptureError as error:
+        if shortening.needs_all(error):
+            return None
         first = " ".join(line.strip() for line in str(error).splitlines()[:2])
         why = f"the model runs with {rows} rows, and not with {2 * rows}"
         remedy = "each tensor of the example with rows has them as its first dimension, and no other tensor knows their number"
         raise CaptureError(f"cluster costs: {why}: {remedy} ({first})") from error
     return Captured(joint, larger, rows, calls, starts, whole)
+
+
+def _name_all(joint: JointGraph, model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Give the graph the parameters and buffers of layers that were not traced, in the model's order."""
+    known = set(map(whole_name, (*joint.parameters, *joint.buffers)))
+    stores = (joint.parameters, model.named_parameters(), param_dtype), (joint.buffers, model.named_buffers(), None)
+    for store, named, own in stores:
+        tensors = dict(named)
+        order = {fqn: at for at, fqn in enumerate(tensors)}
+        for fqn, x in tensors.items():
+            if fqn not in known:
+                dtype = floating_as(own, x.dtype)
+                store[fqn] = TensorMeta(fqn, tuple(x.shape), tuple(x.stride()), dtype, x.requires_grad)
+        metas = sorted(store.items(), key=lambda item: order.get(whole_name(item[0]), -1))
+        store.clear()
+        store.update(metas)
 
 
 def _tokens(example: Microbatch) -> int:

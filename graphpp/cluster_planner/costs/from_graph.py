@@ -212,7 +212,7 @@ def _viewed_and_cast(operand: fx.Node) -> list[fx.Node]:
         scalings -= packet_of(last) in _SCALINGS
         if scalings < 0 or not (shares_memory(last) or packet_of(last) in casts):
             break
-        path.append(max(last.all_input_nodes, key=lambda each: each.meta["val"].numel()))
+        path.append(max(last.all_input_nodes, key=lambda each: sum(term[3] for term in size_of(each))))
     return path
 
 

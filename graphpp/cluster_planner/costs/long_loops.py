@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
 from torch import nn, overrides
 
+from graphpp._torch.aot import Context, answered
 from graphpp.capture.source_lines import is_user_file
 from graphpp.capture.trace import TracedStep
 from graphpp.errors import CaptureError
@@ -23,9 +26,18 @@ _MOST = 64  # turns of all loops together; each takes a plan about 0.2 s
 _FOLLOWED = 32  # calls: more are looked through for those that have returned
 
 
-class LongLoopsRefused(overrides.TorchFunctionMode):
-    """Raises `CaptureError` at the operation that is one too many."""
+def long_loops_refused(model: nn.Module) -> Context:
+    """Within this context an export of the model and its loss raises `CaptureError` at the operation that is one too many."""
+    turns = _Turns(model)
 
+    def answer(module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        with turns if isinstance(module, TracedStep) else nullcontext():  # within torch's modes, whose own calls do not count
+            return call(module, *args, **kwargs)
+
+    return answered(answer)
+
+
+class _Turns(overrides.TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._refused = ""

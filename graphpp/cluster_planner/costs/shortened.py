@@ -22,8 +22,10 @@ from torch import fx, nn
 
 from graphpp.capture.activation_checkpoints import checkpointed_call
 from graphpp.capture.autograd_functions import FunctionModule
+from graphpp.capture.explain_errors import causes
 from graphpp.capture.source_lines import MODEL, module_calls
 from graphpp.cluster_planner.costs.alike_layers import CalledOnce, called_before, stand_ins
+from graphpp.errors import CaptureError
 from graphpp.options.split import ModuleCall
 from graphpp.planner.layers import repeated_layers, spans_of
 
@@ -42,32 +44,42 @@ class Run:
 
 @dataclass
 class Shortening:
-    """`longest`: most layers of a unit (0: keep all); `runs`: the runs of the first graph; `skips`: whether all operations that
-    were removed are inside calls of the removed layers, so that a trace for other rows skips these calls. `complete`: whether
-    the runs have all layers whose calls the first trace skipped."""
+    """`longest`: most layers of a unit (0: keep all); `empty`: layers to skip have no submodules in a trace. `runs`: the
+    runs of the first graph; `skips`: whether all operations that were removed are inside calls of the removed layers, so that a
+    trace for other rows skips these calls. `complete`: whether the runs have all layers whose calls the first trace skipped."""
 
     longest: int
+    empty: bool = True
     runs: list[Run] = field(default_factory=list)
     skips: bool = False
     complete: bool = True
     _first: CalledOnce | None = None
+    _last: CalledOnce | None = None
     _lengths: Sequence[int] = ()
+    _emptied: set[str] = field(default_factory=set)
 
     def skipping(self, model: nn.Module) -> AbstractContextManager[None]:
         """In the first trace, layers that look alike are skipped; in a further trace, all that the first one removed."""
         if self._first is None:
             length, pairs = stand_ins(model, self.longest)
             self._lengths = (length,) if pairs else range(1, self.longest + 1)
-            self._first = CalledOnce(model, pairs, always=False)
+            self._emptied = {*pairs} if self.empty else set()  # some may not be called, as those of an encoder of images
+            self._first = self._last = CalledOnce(model, pairs, always=False, empty=self._emptied)
             return self._first.skipping()
         units = [(run.layers, unit) for run in self.runs for unit in run.others if self.skips]
         pairs = {each: other for layers, unit in units for each, other in zip(unit, layers, strict=True)}
-        return CalledOnce(model, pairs, always=True).skipping()
+        self._last = CalledOnce(model, pairs, always=True, empty=self._emptied | (pairs.keys() if self.empty else set()))
+        return self._last.skipping()
 
     @property
     def skipped(self) -> Mapping[str, str]:
         """The layers that the first trace skipped, and the layers that stand for them."""
         return {} if self._first is None else self._first.skipped
+
+    def needs_all(self, error: CaptureError) -> bool:
+        """Whether the last trace failed because layers to skip had no submodules."""
+        refused = self._last is not None and self._last.refused
+        return self.empty and (refused or any(isinstance(each, AttributeError | LookupError) for each in causes(error)))
 
     def shorten(self, module: fx.GraphModule) -> None:
         """Edit the exported graph of a whole forward in place."""

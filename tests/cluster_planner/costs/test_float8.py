@@ -157,6 +157,24 @@ class Gelus(torch.nn.Module):
         return rows + self.down(torch.nn.functional.gelu(self.up(rows)))
 
 
+class Halves(Gelus):
+    """Attention-like products of parts of one tensor, as in Mamba 2."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        one, other = self.up(rows).chunk(2, -1)
+        return rows + (one @ other.transpose(-1, -2)) @ rows
+
+
+def test_operands_may_be_parts_of_a_split() -> None:
+    """Of `full`, both parts, which are one value, and the input of the layer, which is saved."""
+    model = torch.nn.Sequential(*(Halves() for _ in range(LAYERS))).to("meta")
+    rows = torch.empty(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16, device="meta")
+    found = capture_costs(model, torch.nn.functional.mse_loss, graphpp.Microbatch((rows,), {}, rows))
+    variant = found.variants["full"]
+    scores = 2 * ROWS * LENGTH * LENGTH
+    assert Degrees(1.0).amount(variant.kinds[variant.kind_of[2]].operands) == 2 * ROWS * LENGTH * 4 * WIDTH + scores
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_casts_of_weights_are_state_where_stages_are_whole(recipe: str) -> None:
     """As many bytes as `compile` counts: about 2 for each element of a converted weight."""

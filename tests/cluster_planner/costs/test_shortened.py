@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import graphpp
 from graphpp.cluster_planner.costs import ModelCosts, capture_costs
-from graphpp.cluster_planner.costs.alike_layers import stand_ins
+from graphpp.cluster_planner.costs.alike_layers import CalledOnce, stand_ins
 from graphpp.cluster_planner.costs.shortened import Shortening
+from graphpp.errors import CaptureError
 from tests.exhaustive import further
 
 
@@ -53,7 +54,8 @@ class Stack(nn.Module):
     second layer is wider; "stack": the head reads a detached value of each layer in one operator; "count": a buffer counts the
     layers, so no stage starts at one; "between": the stack scales the result of each layer; "hooks": a hook does so;
     "functions": a custom Function does so, by other numbers from the seventh layer on; "index": every fourth layer computes
-    more; "mean": the head reads an attribute of each layer; "twice": all layers run again in the opposite order."""
+    more; "mean": the head reads an attribute of each layer; "twice": all layers run again in the opposite order; "state": the
+    stack reads a parameter of each layer; "inner": the stack calls modules of layers."""
 
     def __init__(self, kind: str, layers: int) -> None:
         super().__init__()
@@ -62,6 +64,8 @@ class Stack(nn.Module):
         own = [(32 if at in wide else 24, at * (kind == "index"), kind == "mean") for at in range(layers)]
         self.layers = nn.ModuleList(Layer(*each) for each in own)
         self.register_buffer("count", torch.zeros(()))
+        if kind == "inner":
+            self.layers = nn.ModuleList(nn.ModuleList([layer]) for layer in self.layers)
         if kind == "tied":
             self.layers[1].up.weight = self.layers[0].up.weight
             self.layers[:2].requires_grad_(False)
@@ -72,14 +76,14 @@ class Stack(nn.Module):
         x = self.embed(tokens)
         halve = Halved.apply
         scale, skipped, means = torch.tanh(x), x, list[Tensor]()
-        for at, layer in enumerate(self.layers):
+        for at, layer in enumerate(self.layers if self.kind != "inner" else (one for each in self.layers for one in each)):
             given = x, scale, self.kind == "again"
             x = checkpoint(layer, *given, use_reentrant=False) if self.kind == "again" else layer(*given)
             x = 0.5 * x if self.kind == "between" else x
             x = halve(x, 2.0 if at < 6 else 3.0) if self.kind == "functions" else x
             skipped = x if at == 0 else skipped
             x = x + skipped if self.kind == "skip" and at == 1 else x
-            means += [x.mean().detach()] if self.kind == "stack" else []
+            means += [x.mean().detach()] if self.kind == "stack" else [layer.up.bias[0]] if self.kind == "state" else []
             if self.kind == "count":
                 self.count.add_(1.0)
         for layer in reversed(self.layers) if self.kind == "twice" else ():
@@ -97,24 +101,27 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
     [
         ("tied", 14, 8, 11 + 6),
         *further(("turns", 17, 8, 13 + 9), ("plain", 14, 9, 9 + 5), ("again", 14, 9, 9 + 5), ("skip", 14, 4, 14 + 10)),
-        *further(("between", 14, 9, 14 + 14), ("hooks", 14, 9, 14 + 5), ("functions", 14, 6, 14 + 14)),
-        *further(*((kind, 14, 0, 9 + 14 + 14) for kind in ("stack", "count", "index")), ("twice", 14, 0, 23 + 28 + 28)),
-        *further(("mean", 14, 0, 9 + 28 + 28)),  # each trace writes attributes, and is made a second time
+        *further(("between", 14, 9, 7 + 14 + 14), ("hooks", 14, 9, 14 + 5)),
+        *further(("functions", 14, 6, 7 + 14 + 14), ("twice", 14, 0, 11 + 23 + 28 + 28)),
+        *further(*((kind, 14, 0, 9 + 14 + 14) for kind in ("stack", "count", "index")), ("state", 14, 0, 7 + 9 + 14 + 14)),
+        *further(("mean", 14, 0, 9 + 9 + 28 + 28)),  # each trace writes attributes, and is made a second time
+        ("inner", 14, 9, 14 + 5),
     ],
 )
 def test_costs_are_those_of_a_model_with_all_layers(
     kind: str, layers: int, left_out: int, traced: int, monkeypatch: Any
 ) -> None:
     """`traced`: calls of layers in all traces. The first trace skips layers that look alike, the second one those that were
-    removed, unless the stack computes between them. If none can be removed, all layers are traced again, twice."""
+    removed, unless the stack computes between them. If none can be removed, all layers are traced again, twice. A trace without
+    the submodules of such layers ends where the model needs one, and is made again with them."""
     calls, forward = list[Layer](), Layer.forward
     monkeypatch.setattr(Layer, "forward", lambda layer, *given: (calls.append(layer), forward(layer, *given))[1])
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     used: list[Shortening] = []
 
     def costs(whole: bool) -> ModelCosts:
-        def made(longest: int) -> Shortening:
-            used.append(Shortening(0 if whole else longest))
+        def made(longest: int, empty: bool) -> Shortening:
+            used.append(Shortening(0 if whole else longest, empty))
             return used[-1]
 
         monkeypatch.setattr(sys.modules[capture_costs.__module__], "Shortening", made)
@@ -123,6 +130,16 @@ def test_costs_are_those_of_a_model_with_all_layers(
     found = costs(whole=False)
     assert (sum(len(run.others) * len(run.layers) for run in used[-1].runs), len(calls)) == (left_out, traced)
     assert found == costs(whole=True)
+
+
+def test_layers_whose_parameters_another_module_has_keep_their_submodules() -> None:
+    model = Stack("plain", 14)
+    model.alias = model.layers[9].up
+    pairs = stand_ins(model, 6)[1]
+    once = CalledOnce(model, pairs, always=False, empty=pairs)
+    with pytest.raises(CaptureError, match="another module has tensors"), once.skipping():
+        pass
+    assert once.refused and all(len([*layer.children()]) == 3 for layer in model.layers)
 
 
 class Gaps(Stack):
