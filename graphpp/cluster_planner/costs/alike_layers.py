@@ -138,6 +138,9 @@ class CalledOnce:
                 self._refuse("another module has tensors of a layer that is not called")
             with answered(self._answer):
                 yield
+            for name, other in self._stands_for.items():
+                if other in self._results and name not in self._results and name in self._emptied.values():
+                    self._refuse(f"{name} is not called, and {other} is")
         finally:
             for each, modules in zip(self._emptied, parts, strict=True):
                 each._modules.update(modules)

@@ -55,7 +55,8 @@ class Stack(nn.Module):
     layers, so no stage starts at one; "between": the stack scales the result of each layer; "hooks": a hook does so;
     "functions": a custom Function does so, by other numbers from the seventh layer on; "index": every fourth layer computes
     more; "mean": the head reads an attribute of each layer; "twice": all layers run again in the opposite order; "state": the
-    stack reads a parameter of each layer; "inner": the stack calls modules of layers."""
+    stack reads a parameter of each layer; "inner": the stack calls modules of layers; "asked": the stack looks for a module of
+    each layer before the call."""
 
     def __init__(self, kind: str, layers: int) -> None:
         super().__init__()
@@ -77,6 +78,8 @@ class Stack(nn.Module):
         halve = Halved.apply
         scale, skipped, means = torch.tanh(x), x, list[Tensor]()
         for at, layer in enumerate(self.layers if self.kind != "inner" else (one for each in self.layers for one in each)):
+            if self.kind == "asked" and not hasattr(layer, "up"):
+                continue
             given = x, scale, self.kind == "again"
             x = checkpoint(layer, *given, use_reentrant=False) if self.kind == "again" else layer(*given)
             x = 0.5 * x if self.kind == "between" else x
@@ -105,7 +108,7 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
         *further(("functions", 14, 6, 7 + 14 + 14), ("twice", 14, 0, 11 + 23 + 28 + 28)),
         *further(*((kind, 14, 0, 9 + 14 + 14) for kind in ("stack", "count", "index")), ("state", 14, 0, 7 + 9 + 14 + 14)),
         *further(("mean", 14, 0, 9 + 9 + 28 + 28)),  # each trace writes attributes, and is made a second time
-        ("inner", 14, 9, 14 + 5),
+        *(("inner", 14, 9, 14 + 5), ("asked", 14, 9, 9 + 9 + 5)),
     ],
 )
 def test_costs_are_those_of_a_model_with_all_layers(
