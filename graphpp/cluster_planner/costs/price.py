@@ -31,7 +31,7 @@ from graphpp.schedules.table.costs import Costs, StageCosts
 _USUAL = Deployment()
 _MODEL_SCORES = 0.8  # of a fused attention's backward, which computes the scores again: 5 products for 2 of the forward
 _SHOWN = 0.1  # of the exchanges of experts that run beside another microbatch, as in an OVERLAP_F_B
-_HIDDEN = 0.8  # in a backward, of the exchanges that its weight gradients could hide (benchmarks/hidden_share.py: 0.7 to 1.0)
+_HIDDEN = 0.8  # in a backward, of the exchanges that its weight gradients could hide (benchmarks/hidden_share.py: from 0.67)
 _KINDS = tuple(Kind(phase.value) for phase in PHASES)
 _WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
 
@@ -78,13 +78,13 @@ class PricedModel:
     offloadable: tuple[tuple[OffloadableBytes, ...], ...] = ()
 
     @cached_property
-    def paired(self) -> float:
-        """The time of an OVERLAP_F_B over that of its parts alone, if all stages are alike."""
+    def paces(self) -> tuple[float, float]:
+        """The times of an F and a B, and of an OVERLAP_F_B of both, over their time in sequence, if all stages are alike."""
         costs = self.segments.costs
         lines = [part.lines(kind) for part in costs.stages for kind in (Kind.F, Kind.B)]
         computed, exchanged, both = map(sum, zip(*lines, strict=True))
-        total = computed + exchanged
-        return min(1.0, (total - costs.hidden * min(computed, exchanged)) / (total - both)) if total else 1.0
+        total = (computed + exchanged) or 1.0
+        return 1 - both / total, 1 - max(both, costs.hidden * min(computed, exchanged)) / total
 
 
 @checked(
@@ -158,7 +158,7 @@ def _saved(variant: Variant, degrees: Degrees) -> float:
 
 
 class _PricedKind(NamedTuple):
-    """`beside`: seconds that a forward and a backward lose beside all of their exchanges, and of these exchanges."""
+    """`beside`: the seconds that a forward and a backward lose beside all of their exchanges, and those of the exchanges."""
 
     stage: StageCosts
     beside: tuple[float, float]
@@ -216,23 +216,24 @@ class _Pricing:
 
     def _stage(self, kind: SegmentKind) -> tuple[StageCosts, float]:
         """The costs of a kind, and the seconds that a forward and a backward lose beside all of their exchanges."""
-        times, exchanges, lost = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
+        phases = [self._phase(kind, phase) for phase in range(len(PHASES))]
+        on, back, first, second = phases
         amount = self._degrees.amount
         most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
         both = 0.0
-        if "backward" in self._deployment.overlapped and exchanges[1]:
-            both = _HIDDEN * max(0.0, 1 - lost[1] / exchanges[1]) * min(exchanges[1], times[3] - exchanges[3])
+        if "backward" in self._deployment.overlapped and back.exchanged:
+            gain = max(0.0, 1 - back.lost / back.exchanged) * min(back.exchanged, second.total - second.exchanged)
+            both = min(_HIDDEN * gain, back.total - max(back.exchanged, back.host))
         stage = StageCosts(
-            forward=times[0], backward=times[1] - both, input_grad=times[2], weight_grad=times[3],
+            forward=on.total, backward=back.total - both, input_grad=first.total, weight_grad=second.total,
             saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)),
-            peak_bytes=dict(zip(_KINDS, most, strict=True)), exchanged=dict(zip(_KINDS, exchanges, strict=True)),
-            overlapped={Kind.B: both} if both else {},
+            peak_bytes=dict(zip(_KINDS, most, strict=True)), overlapped={Kind.B: both} if both else {},
+            exchanged={kind: each.exchanged for kind, each in zip(_KINDS, phases, strict=True)},
         )  # fmt: skip
-        return stage, lost[0] + lost[1]
+        return stage, on.lost + back.lost
 
-    def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float, float]:
-        """(seconds of a phase, seconds of its exchanges, seconds that it loses beside all of them)."""
-        total = exchanged = lost = launched = 0.0
+    def _phase(self, kind: SegmentKind, phase: int) -> _Phase:
+        total = exchanged = lost = launched = host = 0.0
         for each, count in kind.operations[phase]:
             if self._is_hoisted(each):
                 continue
@@ -243,8 +244,8 @@ class _Pricing:
                 lost += seconds * self._machines.contention(*self._group(each))
             launched += count * max(1 if self._deployment.compiled else len(each.parts), self._launches(each))
         if not self._deployment.compiled or self._deployment.single:  # kernels shorter than their launches wait for the host
-            total = max(total, launched * self._machines.device.dispatch)
-        return total, exchanged, lost
+            host = launched * self._machines.device.dispatch
+        return _Phase(max(total, host), exchanged, lost, host)
 
     def _is_hoisted(self, each: Operation) -> bool:
         return each.derived and self._deployment.casts != "computation"
@@ -314,6 +315,15 @@ class _Pricing:
         hidden = 1 - (1 / ranks if along == "tp" else _SHOWN) if along in self._deployment.overlapped else 0.0
         shown = 1 - hidden + hidden * machines.contention(ranks, stride)
         return _Exchange(shown * seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)
+
+
+class _Phase(NamedTuple):
+    """Seconds in all, of exchanges, of those that computations would lose beside all exchanges, and of the host's launches."""
+
+    total: float
+    exchanged: float
+    lost: float
+    host: float
 
 
 class _Exchange(NamedTuple):

@@ -113,8 +113,9 @@ def _alive(setting: PlanSetting) -> float:
 
 def _pace(request: PlanRequest, setting: PlanSetting, work: _Work) -> float:
     """Seconds from one microbatch to the next."""
-    if setting.schedule.name == "DualPipeV" and setting.keep != 0:  # overlaps forwards and backwards
-        return work.whole * request.priced(setting.shape, setting.rows, setting.recompute).paired
+    if setting.keep != 0 and (setting.schedule.name == "DualPipeV" or setting.schedule.name not in _SPLIT):
+        alone, paired = request.priced(setting.shape, setting.rows, setting.recompute).paces
+        return work.whole * (paired if setting.schedule.name == "DualPipeV" else alone)
     if setting.schedule.name in _IN_CYCLES:
         return (work.whole + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
     return work.whole

@@ -19,7 +19,8 @@ from graphpp.schedules.table.actions import Action, Kind
 
 
 class Lines(NamedTuple):
-    """The seconds of a program's computation, of its collectives, and of both at once."""
+    """The seconds of a program's computation, of its collectives, and of both at once, which both of the others contain: the
+    program takes `computed + exchanged - both`."""
 
     computed: float
     exchanged: float
@@ -75,7 +76,7 @@ class StageCosts:
                 given = f"{seconds:g} of {kind}, which takes {whole:g}"
                 raise ScheduleError(f"exchanged of StageCosts: take a part of the time of F, B, I or W, got {given}")
         for kind, seconds in self.overlapped.items():
-            if seconds > self.exchanged.get(kind, 0.0) * (1 + _ROUNDING):
+            if kind not in _TIMED or seconds > self.exchanged.get(kind, 0.0) * (1 + _ROUNDING):
                 given = f"{seconds:g} of {kind}, which exchanges {self.exchanged.get(kind, 0.0):g}"
                 raise ScheduleError(f"overlapped of StageCosts: take a part of `exchanged`, got {given}")
 
@@ -135,7 +136,7 @@ class StageCosts:
     def in_sequence(self) -> StageCosts:
         """These costs where no program computes beside its own collectives."""
         named = {"forward": Kind.F, "backward": Kind.B, "input_grad": Kind.I, "weight_grad": Kind.W}
-        stated = {name: kind for name, kind in named.items() if getattr(self, name) is not None}
+        stated = {name: kind for name, kind in named.items() if getattr(self, name) is not None or kind in self.overlapped}
         each: dict[str, Any] = {name: self.lines(kind).in_sequence for name, kind in stated.items()}
         return replace(self, **each, overlapped={}, ahead=None if self.ahead is None else self.ahead.in_sequence)
 
@@ -252,7 +253,7 @@ class Costs:
     @property
     def in_sequence(self) -> Costs:
         """These costs where parts run one after the other, and no program computes beside its own collectives."""
-        return replace(self, hidden=0.0, woven=False, stages=tuple(each.in_sequence for each in self.stages))
+        return replace(self, overlap=1.0, hidden=0.0, woven=False, stages=tuple(each.in_sequence for each in self.stages))
 
     @property
     def saves(self) -> bool:

@@ -23,6 +23,7 @@ from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import StageCosts
 from graphpp.schedules.table.state_bytes import held_bytes
 from tests import models
 from tests.cluster_planner.costs.test_rows import MODELS
@@ -249,6 +250,29 @@ def test_a_backward_hides_exchanges_under_its_weight_gradients() -> None:
     assert costs[1].stages[_costs("llama").layers[0]].overlapped[Kind.B] > 0
     slow = replace(FLAT, inside=Link(0.0, 1e12, 1.0, contention=1.5))
     assert priced(_costs("llama"), slow, Deployment(tp=2, overlapped=("backward",))).segments.costs.hidden == 0
+
+
+def test_a_backward_that_waits_for_the_host_hides_nothing() -> None:
+    slow = replace(FLAT, device=replace(FLAT.device, dispatch=1.0))
+    each = [Deployment(tp=2, compiled=False, overlapped=own) for own in ((), ("backward",))]
+    plain, hidden = ([stage.backward for stage in priced(_costs("llama"), slow, one).segments.costs.stages] for one in each)
+    assert plain == hidden
+
+
+def test_the_pace_of_a_schedule_is_that_of_its_programs() -> None:
+    found = priced(_costs("llama"), FLAT, Deployment(tp=2, overlapped=("backward",)))
+    stages, alike = found.segments.costs.stages, [Kind.F, Kind.B]
+    whole = sum(stage.lines(kind).in_sequence for stage in stages for kind in alike)
+    one = StageCosts(
+        sum(stage.forward for stage in stages), 0.0, 0.0, sum(stage.backward or 0.0 for stage in stages),
+        exchanged={kind: sum(stage.lines(kind).exchanged for stage in stages) for kind in alike},
+        overlapped={kind: sum(stage.lines(kind).both for stage in stages) for kind in alike},
+    )  # fmt: skip
+    pair = replace(found.segments.costs, stages=(one,), sends_forward=(), sends_backward=()).together(
+        [(0, kind, False) for kind in alike]
+    )
+    assert found.paces == pytest.approx(((one.forward + one.of(Kind.B)) / whole, pair / whole))
+    assert found.paces[1] < found.paces[0] < 1
 
 
 def test_overlapped_exchanges_cost_what_the_computations_lose_to_them() -> None:

@@ -62,6 +62,8 @@ def test_it_is_reached_by_ranks_that_never_wait() -> None:
     sent = replace(mixture, input_grad=8.0, weight_grad=8.0)
     assert least_seconds(Costs((sent,), hidden=1.0), 1, 10) == 10 * (12 - 3), "all exchanges hide"
     assert least_seconds(Costs((sent,), hidden=0.0), 1, 10) == 10 * 12
+    alone = StageCosts(4, 8, 8, backward=6, exchanged={Kind.B: 2}, overlapped={Kind.B: 2})
+    assert least_seconds(Costs((alone,), hidden=0.0), 1, 10) == 10 * (4 + 6), "all exchanges hide without pairs"
 
 
 @pytest.mark.parametrize("options", [{}, {"pp": 2, "recompute": ["full"]}, {"machines": "4xCPU", "param_dtype": None}])

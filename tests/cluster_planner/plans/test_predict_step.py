@@ -12,13 +12,15 @@ from graphpp.cluster_planner.plans.estimate import estimate
 from graphpp.cluster_planner.plans.mesh_shapes import MeshShape
 from graphpp.cluster_planner.plans.prediction import read_tables
 from graphpp.cluster_planner.plans.prediction.gradient_sums import SharedSeconds, shared_seconds
-from graphpp.cluster_planner.plans.prediction.predict_step import order_costs, predict, tables_of
+from graphpp.cluster_planner.plans.prediction.predict_step import costs_and_bound, order_costs, predict, tables_of
+from graphpp.cluster_planner.plans.refine.moved_stages import moved_stages
 from graphpp.cluster_planner.plans.request import PlanRequest
 from graphpp.cluster_planner.plans.settings import PlanSetting, ScheduleChoice
 from graphpp.cluster_planner.plans.training_plan import StepSeconds
-from graphpp.devices import Machines
+from graphpp.devices import H100_SXM, Link, Machines
 from graphpp.schedules.table.state_bytes import StateBytes
 from tests.cluster_planner.plans.test_plan import LENGTH, costs
+from tests.exhaustive import further
 
 RANKS, MICROBATCHES = 2, 80
 
@@ -58,6 +60,21 @@ def test_a_long_step_is_that_of_the_whole_table(
     assert continued.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
     assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)
     assert continued.sent["dp_shard"] == pytest.approx(whole.sent["dp_shard"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["1F1B", *further("ZB1P")])
+def test_programs_that_gather_single_layers_hide_no_exchanges(name: str) -> None:
+    setting = PlanSetting(MeshShape(pp=RANKS, tp=2, dp_shard=2), 1, 16, ScheduleChoice(name), 0)
+    known, slow = costs(torch.bfloat16, "cuda"), Link(1e-6, 1e10, 1.0, contention=0.2)  # gathers outlast computations
+    machines, found = Machines(H100_SXM, 8, inside=slow), []
+    for own in ((), ("backward",)):
+        asked = PlanRequest(known, machines, 32, LENGTH, usual=Deployment(overlapped=own))
+        step = predict(asked, setting)
+        assert step is not None
+        moved = moved_stages(asked, replace(step, cut=(0, 1)), 10**12)
+        assert moved is not None
+        found.append((step.seconds, *costs_and_bound(asked, setting, step.cut), moved.cut, moved.moved))
+    assert found[0] == found[1]
 
 
 def test_parts_of_overlapped_actions_that_gather_single_layers_take_their_sum() -> None:

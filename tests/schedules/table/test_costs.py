@@ -65,9 +65,19 @@ def test_a_backward_that_hides_collectives_itself_has_fewer_left_for_a_pair() ->
     assert alone.behind(1.0, {}).lines(Kind.B) == (5, 3, 2)
 
 
+def test_in_sequence_the_hidden_seconds_are_back() -> None:
+    halves = StageCosts(3, 4, 4, exchanged={Kind.B: 3}, overlapped={Kind.B: 2}, ahead=StageCosts(2, backward=5))
+    hiding = replace(halves, ahead=StageCosts(2, backward=4, exchanged={Kind.B: 2}, overlapped={Kind.B: 1}))
+    assert hiding.in_sequence.of(Kind.B) == halves.lines(Kind.B).in_sequence == 10
+    assert (hiding.in_sequence.of(Kind.B, True), halves.in_sequence.of(Kind.B, True), hiding.of(Kind.B, True)) == (5, 5, 4)
+    assert hiding.in_sequence.lines(Kind.B).both == 0
+
+
 def test_overlapped_seconds_are_seconds_of_collectives() -> None:
     with pytest.raises(ScheduleError, match="overlapped of StageCosts: take a part"):
         StageCosts(backward=3, exchanged={Kind.B: 1}, overlapped={Kind.B: 2})
+    with pytest.raises(ScheduleError, match="overlapped of StageCosts: take a part"):
+        StageCosts(overlapped={Kind.R: 0})
 
 
 def test_collectives_are_a_part_of_the_time() -> None:

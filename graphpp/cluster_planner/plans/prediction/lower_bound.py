@@ -47,6 +47,6 @@ def _work(part: StageCosts, backward: Sequence[Kind], ahead: bool) -> tuple[floa
 
 
 def _hidden_alone(part: StageCosts) -> float:
-    """The largest share that programs of their own hide of what no order could exceed."""
+    """The largest share of the collectives, or of the other computation if that is less, that a single program hides."""
     each = [part.lines(kind, ahead) for ahead in _ways(part) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
     return max(one.both / min(one.exchanged, one.computed) if one.both else 0.0 for one in each)

@@ -109,7 +109,7 @@ class _Simulated(NamedTuple):
     """One simulated step. `alone`: makespan without gathers, reductions and host copies; `waits`: delay by host copies; `busy`,
     `stages`: of the busiest rank; `exchanged`: bytes by dimension within one microbatch's computations, `pp` between stages;
     `along`: bytes along data ranks; both of the rank that sends most; `host`: offloaded bytes in the memory of a machine;
-    `optimizer`: seconds of its step."""
+    `optimizer`: seconds of its step; `whole`: whether backwards are not split."""
 
     makespan: float
     alone: float
@@ -122,6 +122,7 @@ class _Simulated(NamedTuple):
     along: float
     host: float
     optimizer: float
+    whole: bool
 
 
 class _Stages(NamedTuple):
@@ -175,9 +176,11 @@ class _Step:
         if keep != 0 and not self._request.usual.compiled:
             stages = with_sums(stages, state, machines, self._setting.microbatches)
         moving = replace(timed, stages=with_messages(stages, *crossing), flow=FLOW)
-        if keep == 0:  # computations gather single layers, so the parts of an OVERLAP_F_B run in sequence
-            moving = moving.in_sequence
-        return _Stages(moving, state, shared)
+        return _Stages(self._as_run(moving), state, shared)
+
+    def _as_run(self, costs: Costs) -> Costs:
+        """The costs; in sequence where computations gather single layers, since these keep their order."""
+        return costs.in_sequence if self._setting.keep == 0 else costs
 
     @property
     def _caps(self) -> tuple[int, ...]:
@@ -240,7 +243,8 @@ class _Step:
         host = host_bytes(table.schedule, self._windows(table), self._setting.shape, of_ranks)
         exchanged = {"pp": self._crossed(table), **self._exchanged(table)}
         bytes_of = peaks, fullest.most, exchanged, self._sent_by_shards(table), host
-        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of, self._optimizer_seconds(table))
+        whole = Kind.B in table.schedule.kinds
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of, self._optimizer_seconds(table), whole)
 
     def _waits_for_copies(self, table: ReadTable) -> float:
         windows, collectives = self._windows(table), self._setting.keep != 0
@@ -299,12 +303,14 @@ class _Step:
         """The parts of the busiest rank's step. `unhidden`: seconds of gathers and reductions that no computation hides."""
         plain = replace(self._setting, recompute=None, recomputed=None)
         usual = priced_setting(self._request, plain, self.cut).segments.costs.stages
-        costs = self._priced.segments.costs.stages
+        costs = self._as_run(self._priced.segments.costs).stages
         ends = [*self.cut[1:], len(costs)]
         own = [at for stage in step.stages for at in range(self.cut[stage], ends[stage])]
-        forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
-        again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
-        exchanged = [sum(costs[at].of(kind) - costs[at].lines(kind).computed for at in own) for kind in (Kind.F, Kind.B)]
+        phases = (Kind.F,), (Kind.B,) if step.whole else (Kind.I, Kind.W)
+        each = [[(costs[at].of(kind), costs[at].lines(kind).computed) for at in own for kind in kinds] for kinds in phases]
+        forward, backward = (sum(took for took, _ in pairs) for pairs in each)
+        again = max(0.0, sum(costs[at].lines(Kind.B).computed - usual[at].lines(Kind.B).computed for at in own))
+        exchanged = [sum(took - computed for took, computed in pairs) for pairs in each]
         share = busy / (forward + backward) if forward + backward else 0.0
         return StepSeconds(
             forward=(forward - exchanged[0]) * share,
@@ -327,7 +333,7 @@ class _Step:
         on, back = (tuple(min(message(nbytes, *ends, stride) for ends in nearest) for nbytes in sizes) for sizes in crossing)
         segments = replace(priced.segments.costs, sends_forward=on, sends_backward=back, hidden=self._stages.costs.hidden)
         optimizer = sum(self._optimizer_by_stage()) / shape.pp
-        return least_seconds(segments, shape.pp, self._setting.microbatches) + optimizer
+        return least_seconds(self._as_run(segments), shape.pp, self._setting.microbatches) + optimizer
 
     def _optimizer_seconds(self, table: ReadTable) -> float:
         """Seconds of the optimizer on the rank with most of them."""

@@ -77,13 +77,14 @@ def _joined(each: Sequence[PricedModel], base: PricedModel | None = None) -> Pri
     base = base or each[0]
     mixed: dict[str, Any] = {name: tuple(getattr(one, name)[at] for at, one in enumerate(each)) for name in _BY_SEGMENT}
     stages = tuple(one.segments.costs.stages[at] for at, one in enumerate(each))
-    return replace(base, segments=replace(base.segments, costs=replace(base.segments.costs, stages=stages)), **mixed)
+    costs = replace(base.segments.costs, stages=stages, hidden=min(one.segments.costs.hidden for one in each))
+    return replace(base, segments=replace(base.segments, costs=costs), **mixed)
 
 
 def _with_ahead(own: StageCosts, plain: StageCosts) -> StageCosts:
     """The costs of a segment that recomputes, with an R that makes the values which `plain` saves."""
     peaks = {**plain.peak_bytes, Kind.F: max(plain.saved_bytes, plain.peak_bytes.get(Kind.F, 0))}
-    seconds = max(0.0, own.of(Kind.B) - plain.of(Kind.B))
+    seconds = max(0.0, own.lines(Kind.B).in_sequence - plain.lines(Kind.B).in_sequence)
     return replace(own, ahead=plain.behind(seconds, peaks))
 
 
