@@ -126,7 +126,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
 # folder -> the most lines of its Python files, those of its subfolders included; blank lines and docstrings count. A change
 # that needs more lowers another ceiling by as much, or docs/design.md says which user needs the lines.
 CEILINGS: Mapping[str, int] = {
-    "graphpp": 61_110,
+    "graphpp": 61_130,
     "graphpp/_torch": 2_780,
     "graphpp/backends": 1_240,
     "graphpp/batch": 980,
@@ -134,7 +134,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/capture": 5_560,
     "graphpp/checkpoint": 1_820,
     "graphpp/cli": 2_140,
-    "graphpp/cluster_planner": 7_340,
+    "graphpp/cluster_planner": 7_360,
     "graphpp/compiler": 2_470,
     "graphpp/devices": 785,
     "graphpp/integrations": 2_400,
@@ -146,9 +146,9 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/planner": 2_050,
     "graphpp/report": 910,
     "graphpp/runtime": 4_290,
-    "graphpp/schedules": 7_870,
+    "graphpp/schedules": 7_880,
     "graphpp/verification": 1_380,
-    "tests": 55_540,
+    "tests": 55_600,
 }
 MOST_FILES = 473  # Python files of graphpp/, `__init__.py` included
 

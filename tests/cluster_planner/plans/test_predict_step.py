@@ -65,7 +65,7 @@ def test_a_long_step_is_that_of_the_whole_table(
 @pytest.mark.parametrize("name", ["1F1B", *further("ZB1P")])
 def test_programs_that_gather_single_layers_hide_no_exchanges(name: str) -> None:
     setting = PlanSetting(MeshShape(pp=RANKS, tp=2, dp_shard=2), 1, 16, ScheduleChoice(name), 0)
-    known, slow = costs(torch.bfloat16, "cuda"), Link(1e-6, 1e10, 1.0, contention=0.2)  # gathers outlast computations
+    known, slow = costs(torch.bfloat16, "cuda"), Link(1e-6, 3e8, 1.0, contention=0.2)  # gathers outlast computations
     machines, found = Machines(H100_SXM, 8, inside=slow), []
     for own in ((), ("backward",)):
         asked = PlanRequest(known, machines, 32, LENGTH, usual=Deployment(overlapped=own))
