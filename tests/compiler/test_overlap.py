@@ -86,7 +86,8 @@ class Seen(NamedTuple):
 
 
 def steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str, Seen]:
-    """A step under each table, and under one without overlaps, compared with the plain loop."""
+    """A step under each table, and under one without overlaps, compared with the plain loop: bit for bit, unless a backend adds
+    gradients within matrix products, which round as the processor does; then the steps are equal among themselves."""
     with capturing_once():
         return compared_steps(rank, names, options)
 
@@ -96,13 +97,16 @@ def compared_steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> 
     (x, y), found = batch(rank), {}
     for name in names:
         split, table = TABLES[name]
-        faults, alone = [], {}
+        faults, alone, first = [], {}, expected
         for schedule in (table, SEQUENCE[name]) if name in SEQUENCE else (table,):
             model, pipe = compiled(rank, split, schedule, **options)
             if not torch.equal(pipe.step(x, target=y).losses, losses):
                 faults.append(f"{schedule}: losses")
             made = grads(model)
-            faults += [f"{schedule}: {fqn}" for fqn in expected if not torch.equal(made[fqn], expected[fqn])]
+            far = (fqn for fqn in expected if not torch.allclose(made[fqn], expected[fqn], rtol=1e-5, atol=1e-6))
+            faults += [f"{schedule}: {fqn}" for fqn in far]
+            first = made if "backend" in options and schedule == table else first
+            faults += [f"{schedule}: bits of {fqn}" for fqn in first if not torch.equal(made[fqn], first[fqn])]
             if schedule == table:
                 texts = {text.source.partition('"""')[2].partition('"""')[0]: text.source for text in woven_programs(pipe)}
             else:
