@@ -148,7 +148,7 @@ CEILINGS: Mapping[str, int] = {
     "graphpp/runtime": 4_290,
     "graphpp/schedules": 7_880,
     "graphpp/verification": 1_380,
-    "tests": 55_610,
+    "tests": 55_600,
 }
 MOST_FILES = 473  # Python files of graphpp/, `__init__.py` included
 

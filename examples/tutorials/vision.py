@@ -29,7 +29,7 @@ unseen, truth = batch(1_000_000, rows=200)
 result = pipe.eval(unseen, target=truth)  # with the running statistics, as model.eval() does
 if pipe.is_last:
     right = (result.output.argmax(-1) == truth).float().mean()
-    print(f"loss {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last; {right:.1%} of unseen images right")
+    print(f"loss {losses[0]:.4f} in the first step, {losses[-1]:.2f} in the last; {right:.1%} of unseen images right")
 
 optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
 for step in range(20):
