@@ -146,6 +146,7 @@ class ModelCosts:
 
     @cached_property
     def ties_head(self) -> bool:
+        """Whether the first segment reads the head's weight, as a tied embedding does."""
         return any(each.fqn == self.head and each.readers[0] == 0 for each in self.parameters)
 
     @cached_property
